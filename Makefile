@@ -1,0 +1,64 @@
+# Everything a person or a machine runs. `make` alone lists the targets.
+
+PYTHON    ?= python3.11
+VENV      ?= .venv
+WORKERS   ?= 2
+PIP_FLAGS ?=
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+SOURCES   := partitioner passes cost_models tests examples benchmarks
+PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+
+# One thread a worker: the workers share the cores.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-gpu lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON)   the interpreter that makes the environment"
+	@echo "  VENV=$(VENV)          where the environment is"
+	@echo "  WORKERS=$(WORKERS)           processes that run the tests"
+	@echo "  PIP_FLAGS=$(PIP_FLAGS)          more arguments for pip install, for example, for a torch without CUDA:"
+	@echo "                      --extra-index-url https://download.pytorch.org/whl/cpu"
+
+demo: $(INSTALLED) ## train a small GPT over four stages, beside the same model in one piece
+	@$(BIN)/python examples/gpt_pipeline.py
+
+test: lint ## lint, types, layers, then the tests that fit in ten minutes on two cores
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: lint ## the same, with the full matrices
+	$(PYTEST) -m "not gpu"
+
+test-gpu: $(INSTALLED) ## the tests that need an accelerator
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: $(INSTALLED) ## ruff, mypy --strict, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## let ruff fix and format
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## our pipeline beside torch.distributed.pipelining
+	$(BIN)/python benchmarks/pipeline.py
+
+clean: ## remove the environment, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The constraints hold inside pip's isolated build too: old pip reads them from one variable, new pip from the other.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on the path; pass another one: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "installing into $(VENV) (torch is large: minutes the first time, nothing afterwards)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
+		--quiet --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Numbers about graphs: hardware, operations, collectives, memory. Rewrites nothing, runs no processes."""

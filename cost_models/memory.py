@@ -1,0 +1,68 @@
+"""What a device holds during training: parameters, gradients, optimizer state, activations, communication buffers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["OPTIMIZER_STATES", "DeviceMemory", "optimizer_states"]
+
+OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
+    {
+        "none": 0,
+        "sgd": 0,
+        "sgd_momentum": 1,
+        "adagrad": 1,
+        "lion": 1,
+        "rmsprop": 1,
+        "adadelta": 2,
+        "adam": 2,
+        "adamax": 2,
+        "adamw": 2,
+        "nadam": 2,
+        "radam": 2,
+    }
+)
+"""Optimizer -> tensors of the size and dtype of a parameter that it keeps for each parameter."""
+
+
+def optimizer_states(optimizer: str) -> int:
+    """How many copies of each parameter the optimizer keeps; raises ConfigError when nobody knows it.
+
+    >>> optimizer_states("adamw")
+    2
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        close = difflib.get_close_matches(optimizer.lower(), OPTIMIZER_STATES, n=1)
+        remedy = f"choose one of {', '.join(OPTIMIZER_STATES)}"
+        raise ConfigError(
+            f"the state of optimizer {optimizer!r} is not known", remedy=f"did you mean {close[0]!r}? {remedy}" if close else remedy
+        )
+    return OPTIMIZER_STATES[optimizer]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Peak bytes of one device, by what holds them.
+
+    Attributes:
+        parameters: and buffers.
+        gradients: of the parameters that train.
+        optimizer: its state.
+        activations: kept for the backward, of all microbatches in flight.
+        communication: messages that have arrived or not yet left.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    communication: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.communication

@@ -1,0 +1,39 @@
+"""A model-partitioning compiler for PyTorch.
+
+from partitioner import partition
+
+pm = partition(model, devices=4, mode="pipeline")
+loss = pm.train_step(x, target=y, loss_fn=loss_fn)
+"""
+
+from __future__ import annotations
+
+from cost_models.hardware import Cluster, Device, Link
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.model import PartitionedModel
+from passes.ir.errors import (
+    CommunicationError,
+    ConfigError,
+    InfeasiblePlanError,
+    PartitionError,
+    TraceError,
+    VerificationError,
+)
+from passes.ir.plan import Plan
+
+__all__ = [
+    "Cluster",
+    "CommunicationError",
+    "ConfigError",
+    "Constraints",
+    "Device",
+    "InfeasiblePlanError",
+    "Link",
+    "PartitionError",
+    "PartitionedModel",
+    "Plan",
+    "TraceError",
+    "VerificationError",
+    "partition",
+]

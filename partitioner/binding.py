@@ -1,0 +1,142 @@
+"""Match the arguments of a call with the inputs of the traced graph, or say what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.ir.errors import ConfigError
+from passes.ir.graph import Input, ModelGraph
+
+__all__ = ["BoundInputs", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device"]
+
+
+@dataclass(frozen=True)
+class BoundInputs:
+    """The tensors of one call.
+
+    Attributes:
+        tensors: placeholder -> tensor.
+        batch: rows of the batch.
+    """
+
+    tensors: Mapping[str, Tensor]
+    batch: int
+
+    @property
+    def requiring_gradient(self) -> frozenset[str]:
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad)
+
+
+def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_batch: bool) -> BoundInputs:
+    """Match a call with the traced inputs.
+
+    Args:
+        any_batch: whether a batch of another size than the traced one may be given although the graph's is fixed
+            (the caller traces again).
+
+    Raises:
+        ConfigError: naming the input that differs from what was traced in structure, kind, value, dtype or size.
+    """
+    given, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
+    if tree != graph.input_tree:
+        names = ", ".join(leaf.name for leaf in graph.inputs)
+        raise ConfigError(
+            f"the arguments are not those that the model was traced with: {names}",
+            remedy="pass the same arguments in the same places; another signature needs its own partition(..., example_inputs=...)",
+        )
+    tensors: dict[str, Tensor] = {}
+    batches: dict[str, int] = {}
+    for leaf, value in zip(graph.inputs, given, strict=True):
+        if leaf.dtype is None:
+            _check_constant(leaf, value)
+            continue
+        _check_tensor(leaf, value)
+        if leaf.batch_dim is not None:
+            batches[leaf.name] = _batch(graph, leaf, value)
+        _check_sizes(graph, leaf, value, any_batch)
+        if leaf.placeholder is not None:
+            tensors[leaf.placeholder] = value
+    if len(set(batches.values())) > 1:
+        sizes = ", ".join(f"{name} has {rows}" for name, rows in batches.items())
+        raise ConfigError(f"the inputs differ in batch size: {sizes}", remedy="give every input the same number of rows")
+    batch = next(iter(batches.values()), graph.batch_size)
+    if batch < 1:
+        raise ConfigError("the batch is empty", remedy="give at least one row")
+    return BoundInputs(tensors, batch)
+
+
+def check_target(target: Any, batch: int, n_microbatches: int) -> None:
+    """Raise ConfigError for a tensor in the target that cannot be cut into microbatches: its first dimension is not the batch."""
+    for path, leaf in pytree.tree_flatten_with_path(target)[0]:
+        if n_microbatches > 1 and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch:
+            raise ConfigError(
+                f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {batch} rows",
+                remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
+            )
+
+
+def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the trace."""
+    context = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)[1]
+    if isinstance(context, dict) and set(context) == set(kwargs):
+        return {name: kwargs[name] for name in context}
+    return kwargs
+
+
+def _check_constant(leaf: Input, value: Any) -> None:
+    if isinstance(value, Tensor) or value != leaf.constant:
+        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(
+            f"{leaf.name} was {leaf.constant!r} when the model was traced and is {shown} now",
+            remedy=f"what is no tensor is frozen at trace time; partition again with example inputs that have {leaf.name}={shown}",
+        )
+
+
+def _check_tensor(leaf: Input, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{leaf.name} was a tensor when the model was traced and is {value!r} now", remedy="pass a tensor")
+    if value.dtype != leaf.dtype:
+        raise ConfigError(
+            f"{leaf.name} has dtype {value.dtype}; the model was traced with {leaf.dtype}",
+            remedy=f"convert it: {leaf.name}.to({leaf.dtype})",
+        )
+    if value.dim() != len(leaf.shape):
+        raise ConfigError(f"{leaf.name} has {value.dim()} dimensions; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}")
+
+
+def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
+    assert leaf.batch_dim is not None
+    size, traced = value.shape[leaf.batch_dim], leaf.shape[leaf.batch_dim]
+    per_row = int(traced.subs(graph.batch, 1)) if isinstance(traced, sympy.Expr) else traced // graph.batch_size
+    return size // max(per_row, 1)
+
+
+def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool) -> None:
+    batch = _batch(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
+    for dim, traced in enumerate(leaf.shape):
+        if dim == leaf.batch_dim and any_batch:
+            continue
+        expected = int(traced.subs(graph.batch, batch)) if isinstance(traced, sympy.Expr) else traced
+        if value.shape[dim] != expected:
+            raise ConfigError(
+                f"{leaf.name} has shape {tuple(value.shape)}; the model was traced with {shape_text(leaf)}",
+                remedy="pass that shape, or partition again with example inputs of the new shape",
+            )
+
+
+def shape_text(leaf: Input) -> str:
+    """The shape of an input as a reader would say it: ``(batch, 3, 32, 32)``."""
+    sizes = ["batch" if isinstance(size, sympy.Symbol) else str(size) for size in leaf.shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def to_device(tensors: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """The named tensors on a device, laid out densely as stages are traced with."""
+    return {name: tensors[name].detach().to(device).contiguous() for name in names if name in tensors}

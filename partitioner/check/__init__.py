@@ -1,0 +1,1 @@
+"""Run the original and the partitioned model side by side, and find the first value that differs."""

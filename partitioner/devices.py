@@ -1,0 +1,121 @@
+"""What ``devices=`` means here: how many ranks, and where each one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cost_models.hardware import Cluster
+from passes.ir.errors import ConfigError
+
+__all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
+
+DevicesArgument = int | Sequence[str | torch.device] | Cluster | DeviceMesh | None
+"""What a caller may pass as ``devices``."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run.
+
+    Attributes:
+        devices: for each rank, where it runs.
+        cluster: the hardware that the caller described, if any.
+    """
+
+    devices: tuple[torch.device, ...]
+    cluster: Cluster | None
+
+
+Devices = tuple[torch.device, ...]
+
+
+def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placement:
+    """For each rank, where it runs.
+
+    A number takes accelerators while there are enough of them, else the CPU for all ranks.
+
+    Args:
+        world_size: processes, when launched by torchrun: each rank is one process.
+
+    Raises:
+        ConfigError: no devices, or not as many as there are processes.
+    """
+    cluster = devices if isinstance(devices, Cluster) else None
+    if devices is None:
+        found = _accelerators(world_size)
+    elif isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise ConfigError(f"devices={devices!r}: there must be at least one device", remedy="pass devices=1 or more")
+    elif isinstance(devices, int):
+        found = _some(devices, world_size)
+    elif isinstance(devices, Cluster):
+        found = _some(len(devices.devices), world_size)
+    elif isinstance(devices, DeviceMesh):
+        found = _some(devices.size(), world_size, devices.device_type)
+    else:
+        found = tuple(_device(name) for name in devices)
+    if not found:
+        raise ConfigError("devices is empty: there must be at least one device", remedy='pass devices=4, or devices=["cuda:0", "cuda:1"]')
+    if world_size is not None and len(found) != world_size:
+        raise ConfigError(
+            f"{len(found)} devices were asked for and torchrun started {world_size} processes",
+            remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(found)}",
+        )
+    return Placement(found, cluster)
+
+
+def hardware_of(devices: Sequence[torch.device]) -> Cluster:
+    """The preset that describes these devices best: by name for GPUs that have one, else a laptop's CPU for each rank."""
+    if all(device.type == "cuda" for device in devices):
+        name = torch.cuda.get_device_name(devices[0]).lower()
+        for words, preset in _GPU_NAMES:
+            if all(word in name for word in words):
+                return Cluster.preset(preset, nodes=1, devices_per_node=len(devices))
+        return Cluster.preset("a100-40gb", nodes=1, devices_per_node=len(devices))
+    return Cluster.preset("cpu", nodes=1, devices_per_node=len(devices))
+
+
+_GPU_NAMES = (
+    (("h200",), "h200"),
+    (("h100",), "h100"),
+    (("a100", "80gb"), "a100-80gb"),
+    (("a100",), "a100-40gb"),
+    (("v100",), "v100"),
+    (("l4",), "l4"),
+    (("4090",), "rtx-4090"),
+)
+"""Words in the name that the driver gives -> preset."""
+
+
+def _accelerators(world_size: int | None) -> Devices:
+    if world_size is not None:
+        return _some(world_size, world_size)
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("devices=None means all accelerators, and there are none", remedy="pass devices=4 to run four ranks on the CPU")
+    return tuple(torch.device("cuda", index) for index in range(count))
+
+
+def _some(count: int, world_size: int | None, kind: str | None = None) -> Devices:
+    here = torch.cuda.device_count()
+    if kind == "cpu" or here == 0 or (world_size is None and here < count):
+        return (torch.device("cpu"),) * count
+    return tuple(torch.device("cuda", index % here) for index in range(count))
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name!r} is no device", remedy='devices are named "cpu", "cuda:0", ...') from error
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"there is no device {name}", remedy=f"{torch.cuda.device_count()} CUDA devices are visible; devices=4 takes the CPU"
+            )
+        return torch.device("cuda", index)
+    return device

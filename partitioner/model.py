@@ -1,0 +1,387 @@
+"""The result of ``partition``: a module that computes what the original computes, on all its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from partitioner.autograd import tracked_call
+from partitioner.binding import BoundInputs, bind_inputs, check_target, to_device
+from partitioner.check.check import Subject, check
+from partitioner.check.report import CheckReport
+from partitioner.loss_form import LossDependence, loss_dependence, loss_key
+from partitioner.lowering import Lowering
+from partitioner.reports.devices import device_html, device_table
+from partitioner.reports.explanation import Explained, explain
+from partitioner.runtime.executor import ProgramSet
+from partitioner.runtime.runtime import Runtime
+from partitioner.state import State, load
+from passes.emit_programs import LossForm, differentiated_outputs
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.microbatch import microbatch_sizes, split_target
+from passes.ir.plan import Plan
+from passes.ir.program import Program, at_batch
+from passes.lower import Differentiation, LoweredStages
+from passes.verify import verify
+
+__all__ = ["PartitionedModel"]
+
+
+class PartitionedModel(nn.Module):
+    """A model whose layers run on several devices; made by ``partition``.
+
+    Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. Read
+    ``graphs`` to see what every rank does, and ``plan`` for where everything is.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        graph: ModelGraph,
+        plan: Plan,
+        runtime: Runtime,
+        state: State,
+        lowering_at: Callable[[int | None, bool], Lowering],
+    ) -> None:
+        super().__init__()
+        self.training = graph.training
+        # A tuple, so that the original, kept for comparison alone, is no submodule.
+        self._original = (original,)
+        self._stand_in = (nn.Parameter(torch.empty(0)),) if state.parameter_names else ()
+        self._graph = graph
+        self._plan = plan
+        self._runtime = runtime
+        self._state = state
+        self._lowering_at = lowering_at
+        self._lowerings: dict[tuple[int | None, bool], Lowering] = {}
+        self._dependence: dict[Any, LossDependence] = {}
+        self._last_step: tuple[bool, Differentiation, LossForm] | None = None
+
+    # -- running -------------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns: same structure, same values, on every rank."""
+        inputs = self._bind(args, kwargs)
+        count, lowering = self.lowering_for(inputs.batch)
+        wanted = inputs.requiring_gradient
+        differentiation = lowering.everything(wanted)
+        if not (torch.is_grad_enabled() and differentiation.outputs):
+            return self._result(self._run(lowering.forward(count), inputs)[self._here], inputs.batch)
+        return self._result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
+
+    def _tracked_forward(self, lowering: Lowering, differentiation: Differentiation, count: int, inputs: BoundInputs) -> tuple[Tensor, ...]:
+        training = lowering.training(differentiation)
+        differentiated = differentiated_outputs(training)
+        shapes: dict[str, torch.Size] = {}
+
+        def forward() -> tuple[tuple[Tensor, ...], Any]:
+            found = self._run(lowering.training_forward(differentiation, count), inputs)
+            outputs = found[self._here][0]
+            shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
+            return outputs, {rank: result[1] for rank, result in found.items()}
+
+        def backward(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            given = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
+            example = next(iter(given.values()))
+            filled = tuple(given[name].contiguous() if name in given else example.new_zeros(shapes[name]) for name in differentiated)
+            extra = {rank: {"saved": saved[rank], "output_gradients": filled} for rank in self._runtime.local_ranks}
+            result: tuple[Tensor | None, ...] = self._run(lowering.backward(differentiation, count, frozenset(given)), inputs, extra)[
+                self._here
+            ]
+            return result
+
+        reachable = self._runtime.backward_anywhere
+        leaves = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
+        return tracked_call(
+            forward, backward if reachable else _refuse_backward, [name in differentiated for name in training.returned], leaves
+        )
+
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        **kwargs: Any,
+    ) -> Tensor:
+        """One forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
+
+        Args:
+            args: the model's inputs, whole batch.
+            target: what ``loss_fn`` compares with: tensors, in any structure, whose first dimension is the batch.
+            loss_fn: ``loss_fn(output, target)``, a mean over the batch. None: the model returns its loss (``.loss``, or a scalar).
+            loss_reduction: ``"sum"`` if the loss is a sum over the batch.
+            kwargs: the model's keyword inputs.
+
+        Returns:
+            The loss of the batch, on every rank.
+
+        Raises:
+            ConfigError: inputs that do not fit what was traced, or a loss that is no number.
+            CommunicationError: a rank could not communicate.
+        """
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
+        inputs = self._bind(args, kwargs)
+        count, lowering = self.lowering_for(inputs.batch, in_parts=False)
+        check_target(target, inputs.batch, count)
+        wanted = inputs.requiring_gradient
+        dependence = self._loss_dependence(lowering, loss_fn, target, wanted, microbatch_sizes(inputs.batch, count))
+        outputs = dependence.outputs
+        if dependence.own is not None:
+            # The model's own loss: its graph knows better than a weight per row what each microbatch counts.
+            place = lowering.graph.returned.index(dependence.own)
+            count, lowering = self.lowering_for(inputs.batch)
+            own = lowering.graph.returned[place]
+            outputs = frozenset({own}) if outputs else outputs
+            loss_reduction = "sum" if lowering.graph.combine(own) == "sum" else "mean"
+        differentiation = lowering.differentiation(outputs, wanted)
+        form = LossForm(loss_reduction, dependence.dtype)
+        programs = lowering.train_step(differentiation, count, form)
+        self._last_step = (dependence.own is not None, differentiation, form)
+        extra = {rank: {"target": target, "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
+        loss, gradients = self._run(programs, inputs, extra)[self._here]
+        differentiated = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
+        for tensor, gradient in zip(differentiated, gradients, strict=True):
+            if gradient is not None:
+                here = gradient.to(tensor.device)
+                tensor.grad = here if tensor.grad is None else tensor.grad + here
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _loss_dependence(
+        self, lowering: Lowering, loss_fn: Callable[..., Tensor] | None, target: Any, wanted: frozenset[str], sizes: Sequence[int]
+    ) -> LossDependence:
+        key = (loss_key(loss_fn), wanted)
+        if key not in self._dependence:
+            part = split_target(target, sizes)[0]
+            self._dependence[key] = loss_dependence(lowering.graph, lowering.requiring(wanted), loss_fn, part, sizes[0])
+        return self._dependence[key]
+
+    @property
+    def _here(self) -> int:
+        """The rank whose results this process returns."""
+        return self._runtime.local_ranks[0]
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+        if self._state.is_meta:
+            raise ConfigError(
+                "the model is on the meta device: it has shapes but no numbers to compute with",
+                remedy="its plan and graphs can be read; to run it, build it on a real device: model.to_empty(device=...), initialised",
+            )
+        inputs = bind_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
+        self._runtime.agree("batch size", inputs.batch)
+        return inputs
+
+    def lowering_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, Lowering]:
+        """How many microbatches a batch of this size has, and the programs that serve them.
+
+        At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
+
+        Args:
+            in_parts: let means over the batch that the model returns be sums over microbatches (``passes.loss_totals``).
+        """
+        count = min(self._plan.n_microbatches, batch)
+        if self._graph.batch is not None:
+            size = None
+        else:
+            count = next(divisor for divisor in range(count, 0, -1) if batch % divisor == 0)
+            size = batch // count
+        key = (size, in_parts and count > 1 and any(output.combine == "mean" for output in self._graph.outputs))
+        if key not in self._lowerings:
+            self._lowerings[key] = self._lowering_at(*key)
+        return count, self._lowerings[key]
+
+    def _run(self, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None) -> dict[int, Any]:
+        given: dict[int, dict[str, Any]] = {}
+        for rank in self._runtime.local_ranks:
+            names = programs.programs[rank].placeholders
+            given[rank] = {
+                "batch": inputs.batch,
+                **to_device(inputs.tensors, names, self._runtime.devices[rank]),
+                **_to(extra[rank] if extra else {}, self._runtime.devices[rank]),
+            }
+        return self._runtime.run(programs, given)
+
+    def _result(self, values: Sequence[Tensor], batch: int) -> Any:
+        """The model's structure around what its nodes computed."""
+        by_node = dict(zip(self._graph.returned, values, strict=True))
+        leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]
+        return pytree.tree_unflatten(leaves, self._graph.output_tree)
+
+    # -- looking at it -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything runs, and when."""
+        return self._plan
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """For each rank the program that it runs: the training step if the model trains, else the forward."""
+        return tuple(program.module for program in self.programs())
+
+    def graph(self, rank: int) -> fx.GraphModule:
+        """The program of one rank."""
+        if not 0 <= rank < self._plan.n_ranks:
+            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._plan.n_ranks - 1}")
+        return self.graphs[rank]
+
+    def programs(self) -> tuple[Program, ...]:
+        """The programs behind ``graphs``."""
+        return self._shown()[1]
+
+    def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
+        """The stages and programs that are looked at: of the last training step, before any of one that differentiates every result."""
+        count, lowering = self.lowering_for(self._plan.batch_size)
+        differentiation, form = lowering.everything(frozenset()), LossForm()
+        if not (self._graph.training and differentiation.outputs):
+            return lowering.stages, lowering.forward(count).programs
+        if self._last_step is not None:
+            in_parts, differentiation, form = self._last_step
+            count, lowering = self.lowering_for(self._plan.batch_size, in_parts=in_parts)
+        return lowering.training(differentiation), lowering.train_step(differentiation, count, form).programs
+
+    def verify(self) -> None:
+        """Prove over all ranks that communication matches and cannot deadlock: of a training step, a forward and its backward.
+
+        Raises:
+            VerificationError: naming nodes and ranks that do not fit; see ``passes.verify``.
+        """
+        count, lowering = self.lowering_for(self._plan.batch_size)
+        differentiation = lowering.everything(frozenset())
+        verify(self.programs())
+        verify(lowering.forward(count).programs)
+        if differentiation.outputs:
+            verify(lowering.training_forward(differentiation, count).programs)
+            verify(lowering.backward(differentiation, count, differentiation.outputs).programs)
+
+    def check(self, *args: Any, **kwargs: Any) -> CheckReport:
+        """Run the original beside this model on one batch, forward and backward, and report the first value that differs.
+
+        Gradients, buffers and random numbers are afterwards what they were. ``bool(report)`` says whether all is equal.
+        """
+        subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
+        return check(subject, args, kwargs)
+
+    def explain(self) -> str:
+        """The plan in words and tables: stages, communication and why, schedule, predicted time and what bounds it."""
+        lowered, programs = self._shown()
+        schedule = self.lowering_for(self._plan.batch_size)[1].schedule(self._plan.n_microbatches) if lowered.training else None
+        return explain(Explained(self._name, self._plan, lowered, programs, schedule))
+
+    @property
+    def _name(self) -> str:
+        return type(self._original[0]).__name__
+
+    def __repr__(self) -> str:
+        return device_table(self._name, self._plan, self.lowering_for(self._plan.batch_size)[1].stages)
+
+    def _repr_html_(self) -> str:
+        return device_html(self._name, self._plan, self.lowering_for(self._plan.batch_size)[1].stages)
+
+    def _with_microbatches(self, count: int | None) -> PartitionedModel:
+        """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
+        plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
+        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, self._lowering_at)
+        twin._lowerings = self._lowerings
+        return twin
+
+    # -- parameters ----------------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under their original names; further copies of a shared one as ``name@rank3``."""
+        for name, parameter in self._state.named_parameters():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Where its stages have none, one empty parameter: optimizers refuse to have none."""
+        found = [parameter for _, parameter in self.named_parameters()]
+        return iter(found or self._stand_in)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """This process's buffers under their original names."""
+        for name, buffer in self._state.named_buffers():
+            yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What this process holds, under the original names."""
+        held = {name: copies[0].detach() for name in self._state.names if (copies := self._state.copies(name))}
+        prefix = kwargs.get("prefix", "")
+        return {f"{prefix}{name}": tensor for name, tensor in held.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy in tensors under the original names, a full state dict or this process's part."""
+        load(self._state, state_dict, complete=strict)
+        return {"missing_keys": [], "unexpected_keys": []}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the original ``state_dict()``, on every rank."""
+        found = self._runtime.collect({name: copies[0].detach() for name in self._state.names if (copies := self._owned(name))})
+        return {name: tensor for name in self._state.names if (tensor := found[name]) is not None}
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
+        names = list(dict.fromkeys(self._graph.parameters.values()))
+        found = self._runtime.collect({name: copies[0].grad for name in names if (copies := self._owned(name))})
+        return {name: found[name] for name in self._state.parameter_names}
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
+
+        Returns:
+            The norm before.
+        """
+        owned = [copies[0].grad for name in self._state.parameter_names if (copies := self._owned(name)) and copies[0].grad is not None]
+        device = self._runtime.devices[self._here]
+        norms = torch.stack(
+            [torch.linalg.vector_norm(gradient, norm_type).to(device) for gradient in owned] or [torch.zeros((), device=device)]
+        )
+        if norm_type == float("inf"):
+            norm = self._runtime.reduce(norms.max(), "max")
+        else:
+            norm = self._runtime.reduce((norms**norm_type).sum(), "sum") ** (1.0 / norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.device))
+        return norm
+
+    def _owned(self, name: str) -> list[Tensor]:
+        """The copies here of a tensor that this process speaks for: the lowest rank that holds it does."""
+        return self._state.copies(name) if self._state.owner(name) in self._runtime.local_ranks else []
+
+    # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> PartitionedModel:
+        """The mode is frozen when the model is traced; asking for that mode does nothing."""
+        if mode != self._graph.training:
+            raise ConfigError(
+                f"this model was partitioned in {'training' if self._graph.training else 'evaluation'} mode, which is frozen",
+                remedy=f"partition(model, ..., training={mode}) makes another; full_state_dict() carries the weights over",
+            )
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise ConfigError(
+            "a partitioned model cannot be moved or converted: its plan says where every tensor is",
+            remedy="convert the model first, or name other devices: partition(model.double(), devices=[...])",
+        )
+
+
+def _refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    raise ConfigError(
+        ".backward() on the result cannot reach the other processes of a pipeline",
+        remedy="loss = pm.train_step(*inputs, target=target, loss_fn=loss_fn) runs forward and backward on all ranks",
+    )
+
+
+def _to(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
+    return moved

@@ -1,0 +1,1 @@
+"""From a ``ModelGraph`` and a cluster to a ``Plan``."""

@@ -1,0 +1,84 @@
+"""What the planner may choose: microbatch counts and schedules, each tried in full or ruled out by an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.unit_prices import PriceList
+from partitioner.schedules.catalog import SCHEDULES
+from passes.ir.graph import ModelGraph
+
+__all__ = ["Candidate", "microbatch_counts", "schedules"]
+
+DEFAULT_SCHEDULE = "1F1B"
+_MOST_MICROBATCHES = 8
+"""Microbatches for each rank beyond which the bubble is too small to matter."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the pipeline.
+
+    Attributes:
+        schedule: its name.
+        stages_per_rank: stages on each rank.
+        n_microbatches: microbatches a step.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    n_microbatches: int
+
+
+def schedules(request: PlanRequest) -> list[tuple[str, int]]:
+    """The schedules and stages a rank that the request leaves open, the default first."""
+    if request.mode == "model":
+        return [("GPipe", 1)]
+    if request.schedule is not None:
+        kind = SCHEDULES[request.schedule]
+        return [(kind.name, request.stages_per_rank or kind.default_stages_per_rank)]
+    if len(request.devices) == 1 and request.stages_per_rank is None:
+        return [(DEFAULT_SCHEDULE, 1)]
+    names = sorted(SCHEDULES, key=lambda name: name != DEFAULT_SCHEDULE)
+    wanted = request.stages_per_rank
+    return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
+
+
+def microbatch_counts(graph: ModelGraph, request: PlanRequest, prices: PriceList) -> list[int]:
+    """The microbatch counts that the request leaves open, the most promising first.
+
+    With R ranks, M microbatches and ``t(M)`` the time of the whole model for one microbatch on the fastest device, a balanced pipeline
+    takes about ``(M + R - 1) * t(M) / R``: the bubble shrinks with M, what every microbatch costs however small it is grows.
+    """
+    if request.n_microbatches is not None:
+        return [request.n_microbatches]
+    if request.mode == "model" or graph.batch is None or any(output.combine == "mixed" for output in graph.outputs):
+        return [1]
+    n_ranks = len(request.devices)
+    if n_ranks == 1:
+        return [1]
+
+    def estimate(count: int) -> float:
+        seconds = float(prices.at(microbatch_size(graph.batch_size, count)).units.time.min(axis=1).sum())
+        return (count + n_ranks - 1) * seconds / n_ranks
+
+    return sorted(_counts(graph.batch_size, n_ranks, whole=request.mode == "auto"), key=lambda count: (estimate(count), count))
+
+
+def microbatch_size(batch_size: int, n_microbatches: int) -> int:
+    """Rows of the largest microbatch."""
+    return -(-batch_size // n_microbatches)
+
+
+def _counts(batch_size: int, n_ranks: int, *, whole: bool) -> list[int]:
+    """Counts that divide the batch, at least as many as ranks: fewer never let all ranks compute at once.
+
+    Where none divides it, counts that leave a smaller last microbatch; where the batch has too few rows, one for each row.
+
+    Args:
+        whole: whether not to cut the batch is a choice too.
+    """
+    counts = [count for count in range(n_ranks, min(batch_size, n_ranks * _MOST_MICROBATCHES) + 1) if batch_size % count == 0]
+    counts = counts or [count for count in (n_ranks, 2 * n_ranks, 4 * n_ranks) if count <= batch_size] or [batch_size]
+    return [1, *counts] if whole and 1 not in counts else counts

@@ -1,0 +1,83 @@
+"""Why there is no plan: too few places to cut, constraints that contradict, or too little memory, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cost_models.hardware import Cluster, Device, Link
+from cost_models.units import format_bytes
+from partitioner.constraints import Constraints
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.pipeline_problem import PipelineProblems
+from partitioner.planner.stage_cuts import shortfall, solve
+from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
+
+__all__ = ["why_infeasible"]
+
+_MOST_DEVICES = 4096
+
+
+def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
+    """The error for a candidate that has no solution."""
+    n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
+    n_stages = n_ranks * candidate.stages_per_rank
+    if n_units < n_stages:
+        return ConfigError(
+            f"{n_ranks} devices with {candidate.stages_per_rank} stages each are {n_stages} stages, the model can be cut into {n_units}",
+            remedy=f"pass {n_units // candidate.stages_per_rank} devices or fewer, or fewer stages on each"
+            if n_units >= candidate.stages_per_rank
+            else "pass fewer stages on each device",
+        )
+    schedule = problems.schedule(candidate)
+    problem = problems.problem(candidate, schedule)
+    if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
+        return ConfigError(
+            f"no way to cut the model into {n_stages} stages keeps to the constraints",
+            remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
+        )
+    missing = shortfall(problem)
+    limit = min(problems.limits())
+    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
+    return InfeasiblePlanError(
+        f"the model does not fit {n_ranks} devices of {format_bytes(limit)}: {lacks} with {candidate.n_microbatches} microbatches",
+        remedy=_remedy(problems, candidate),
+    )
+
+
+def _remedy(problems: PipelineProblems, candidate: Candidate) -> str:
+    fewest = _fewest_devices(problems, candidate)
+    others = "larger devices, a smaller batch, or an optimizer with less state"
+    if fewest is None:
+        return f"no number of such devices fits it, as one operation alone needs more: take {others}"
+    free = problems.request.constraints == Constraints()
+    return f"{fewest} such devices fit it{'' if free else ' without the constraints'}; or take {others}"
+
+
+def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:
+    """The smallest device count that fits, by doubling and bisecting; None when none does."""
+    most = min(len(problems.points.units) // candidate.stages_per_rank, _MOST_DEVICES)
+    low = high = len(problems.cluster.devices)
+    while not _fits(problems, candidate, high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(problems, candidate, middle) else (middle, high)
+    return high
+
+
+def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> bool:
+    """Whether so many devices, the last one repeated, hold the model."""
+    devices: list[Device] = [*problems.cluster.devices, *[problems.cluster.devices[-1]] * n_devices][:n_devices]
+    larger = PipelineProblems(
+        problems.graph,
+        Cluster(devices, Link(latency=0.0, bandwidth=float("inf"))),
+        replace(problems.request, devices=("",) * n_devices, constraints=Constraints()),
+        problems.points,
+        problems.prices,
+        problems.cost_model,
+    )
+    return solve(larger.problem(candidate, larger.schedule(candidate))) is not None

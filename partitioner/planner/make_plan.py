@@ -1,0 +1,137 @@
+"""From a model, a cluster and a request to a plan.
+
+    units, prices -> microbatch counts, by estimate -> for each schedule: cuts, clock -> the fastest that fits
+
+The microbatch count is the first by estimate that fits memory. Schedules are then compared on the clock, each with its own best cuts;
+1F1B is kept unless another is faster by more than the prices can be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from cost_models.cost_model import CostModel, Roofline
+from cost_models.graph_cost import GraphCost, graph_cost
+from cost_models.hardware import Cluster
+from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbatch_counts, schedules
+from partitioner.planner.cut_points import find_cut_points
+from partitioner.planner.describe import bound_by, runner_up
+from partitioner.planner.infeasible import why_infeasible
+from partitioner.planner.pipeline_problem import PipelineProblems
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
+from partitioner.planner.unit_prices import PriceList
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import Plan
+from passes.split_backward import Recompute
+
+__all__ = ["PlanRequest", "make_plan"]
+
+_WORTH_LEAVING_DEFAULT = 0.1
+"""How much faster, relatively, another schedule must be on the clock to be chosen over the default: the clock does not price actions."""
+
+
+def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
+    """Decide stages, ranks, schedule and microbatches for a model.
+
+    Args:
+        graph: the model.
+        cluster: the hardware to plan for, at least as many devices as the request names.
+        request: what the user said; what is None is decided here.
+        cost_model: prices work and messages; None: an analytic roofline.
+
+    Raises:
+        ConfigError: the request does not fit the model, the cluster or itself.
+        InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
+    """
+    request.check(graph)
+    cluster = cluster.first(len(request.devices))
+    cost_model = cost_model or Roofline()
+    differentiate = graph.training or request.optimizer != "none"
+    cost = graph_cost(graph, differentiate=differentiate)
+    points = find_cut_points(graph)
+    if not points.units:
+        raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
+    kinds = tuple(dict.fromkeys(cluster.devices))
+    policies = _policies(request, differentiate=differentiate)
+    prices = (PriceList(graph, cost, points, kinds, cost_model, request.optimizer, policy) for policy in policies)
+    problems, tried = _first_fitting(PipelineProblems(graph, cluster, request, points, each, cost_model) for each in prices)
+    chosen = _choose(tried)
+    candidate = chosen.candidate
+    return Plan(
+        mesh=(("pipeline", len(request.devices)),),
+        devices=request.devices,
+        stages=describe_stages(problems, chosen),
+        schedule=candidate.schedule,
+        n_microbatches=candidate.n_microbatches,
+        recompute=problems.prices.recompute,
+        batch_size=graph.batch_size,
+        step_time=chosen.step.seconds,
+        memory=chosen.memory,
+        bound_by=bound_by(problems, chosen),
+        runner_up=runner_up(chosen, tried),
+        notes=tuple(_notes(graph, cost, request, chosen)),
+    )
+
+
+def _policies(request: PlanRequest, *, differentiate: bool) -> tuple[Recompute, ...]:
+    """What to try: the policy asked for, or from none up until the memory suffices."""
+    if request.recompute is not None:
+        return (cast(Recompute, request.recompute),)
+    return ("none", "selective", "full") if differentiate else ("none",)
+
+
+def _first_fitting(policies: Iterator[PipelineProblems]) -> tuple[PipelineProblems, list[StagedModel]]:
+    """The first policy under which anything fits, and what does; raises what is wrong with the last when nothing does."""
+    problems = next(policies)
+    while not (tried := _tried(problems)):
+        following = next(policies, None)
+        if following is None:
+            raise why_infeasible(problems, _plainest(problems))
+        problems = following
+    return problems, tried
+
+
+def _tried(problems: PipelineProblems) -> list[StagedModel]:
+    """Every schedule that fits, with the first microbatch count for which one does."""
+    for count in microbatch_counts(problems.graph, problems.request, problems.prices):
+        staged = []
+        for name, stages_per_rank in schedules(problems.request):
+            candidate = Candidate(name, stages_per_rank, count)
+            schedule = problems.schedule(candidate)
+            cuts = problems.solve(candidate, schedule)
+            if cuts is not None:
+                staged.append(stage_model(problems, candidate, schedule, cuts))
+        if staged:
+            return staged
+    return []
+
+
+def _choose(tried: Sequence[StagedModel]) -> StagedModel:
+    """The fastest; the default schedule if it is nearly as fast."""
+    fastest = min(tried, key=lambda staged: staged.step.seconds)
+    default = next((staged for staged in tried if staged.candidate.schedule == DEFAULT_SCHEDULE), fastest)
+    return default if default.step.seconds <= fastest.step.seconds * (1 + _WORTH_LEAVING_DEFAULT) else fastest
+
+
+def _plainest(problems: PipelineProblems) -> Candidate:
+    """The candidate that an error speaks of: the default schedule, with the most microbatches that were tried."""
+    name, stages_per_rank = schedules(problems.request)[0]
+    return Candidate(name, stages_per_rank, max(microbatch_counts(problems.graph, problems.request, problems.prices)))
+
+
+def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
+    yield from graph.notes
+    if chosen.candidate.n_microbatches > 1:
+        yield from graph.microbatching
+    mixed = [output.name or "the result" for output in graph.outputs if output.combine == "mixed"]
+    if mixed and request.n_microbatches is None and request.mode != "model":
+        yield f"The batch is not cut into microbatches, because rows of the batch are mixed in {', '.join(mixed)}."
+    if graph.batch is None and request.n_microbatches is None and request.mode != "model":
+        yield "The batch is not cut into microbatches, because the model was traced for one batch size alone."
+    if cost.unknown:
+        yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
+    if not chosen.cuts.proven:
+        yield "The stages share nearly full devices; these cuts fit, but better ones may exist."

@@ -1,0 +1,87 @@
+"""What the planner is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cost_models.memory import optimizer_states
+from cost_models.units import parse_bytes
+from partitioner.constraints import Constraints
+from partitioner.schedules.catalog import find_schedule
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["PlanRequest"]
+
+MODES = ("auto", "model", "pipeline")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything that a user may say about a plan; None lets the planner choose.
+
+    Attributes:
+        mode: ``"model"``, ``"pipeline"`` or ``"auto"``, the better of the two.
+        devices: for each rank, the device that it runs on, for the plan to name.
+        n_microbatches: microbatches a step.
+        schedule: name of the schedule.
+        stages_per_rank: stages that each rank runs.
+        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the least that fits the memory.
+        memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
+        optimizer: whose state the memory counts. ``"none"`` on a graph in evaluation mode plans for the forward alone.
+        constraints: what is decided already.
+        modules: names of the model's modules, so that constraints may name one that computes nothing.
+    """
+
+    mode: str
+    devices: tuple[str, ...]
+    n_microbatches: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    recompute: str | None = None
+    memory_limit: int | str | None = None
+    optimizer: str = "adamw"
+    constraints: Constraints = field(default_factory=Constraints)
+    modules: frozenset[str] = frozenset()
+
+    def check(self, graph: ModelGraph) -> None:
+        """Raise ConfigError for the first thing that does not fit, by itself or with the model."""
+        if self.mode not in MODES:
+            raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
+        if not self.devices:
+            raise ConfigError("there must be at least one device", remedy="pass devices=1 or more")
+        if graph.batch_size < 1:
+            raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise ConfigError(f"there is no recompute {self.recompute!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
+        optimizer_states(self.optimizer)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        self._check_schedule()
+        self._check_microbatches(graph)
+
+    def _check_schedule(self) -> None:
+        if self.mode == "model":
+            for name, value, only in (("schedule", self.schedule, "GPipe"), ("stages_per_device", self.stages_per_rank, 1)):
+                if value not in (None, only):
+                    raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
+        if self.schedule is not None:
+            find_schedule(self.schedule).stage_rank(len(self.devices), self.stages_per_rank)
+        elif self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise ConfigError(f"{self.stages_per_rank} stages on each device is too few", remedy="pass 1 or more")
+
+    def _check_microbatches(self, graph: ModelGraph) -> None:
+        count = self.n_microbatches
+        if count is None:
+            return
+        if count < 1:
+            raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
+        if count > 1 and self.mode == "model":
+            raise ConfigError(f'n_microbatches={count} does not fit mode "model", which cuts no batch', remedy='use mode "pipeline"')
+        mixed = [output.name or "(the result)" for output in graph.outputs if output.combine == "mixed"]
+        if count > 1 and mixed:
+            raise ConfigError(
+                f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in output {', '.join(mixed)}",
+                remedy="pass n_microbatches=1, or return what does not mix rows",
+            )

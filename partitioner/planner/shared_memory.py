@@ -1,0 +1,155 @@
+"""Several stages on one rank share its memory: branch and bound where the tables, which look at each stage alone, do not fit.
+
+The stages of a rank need not stand beside each other (a V runs stages 0 and 2R-1 on rank 0), so what a late stage may hold depends on
+what an early one took. The search fixes the cuts from the first stage on, keeps what each rank has left, and prunes with the tables,
+which know the best that the rest can do when every stage has its rank for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from partitioner.planner.run_costs import RunCosts
+from partitioner.planner.run_sums import Row
+from partitioner.planner.stage_problem import Floats, StageProblem, held
+from partitioner.planner.stage_tables import NOTHING, PriceTable
+
+__all__ = ["Search", "fits_together", "split_limits"]
+
+_LARGEST_TABLE = 2_000_000
+"""Runs that the search keeps at hand; a problem with more is not searched."""
+
+_MOST_VISITS = 3_000
+"""Runs that the search tries before it gives up proving."""
+
+
+def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
+    """Whether every rank holds all its stages."""
+    holds = np.zeros(len(problem.limit))
+    np.add.at(holds, list(problem.rank), _stage_memory(problem, starts))
+    return bool((holds <= np.array(problem.limit)).all())
+
+
+def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Floats]:
+    """Ways to give each stage a part of its rank's limit, so that stages that fit alone fit together.
+
+    Equal parts, parts in proportion to the microbatches in flight, and in proportion to what the given cuts would hold.
+    """
+    rank = np.array(problem.rank)
+    limit = np.array(problem.limit)
+    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), _stage_memory(problem, starts) + 1):
+        yield limit[rank] * weight / np.bincount(rank, weight, len(limit))[rank]
+
+
+class Search:
+    """Branch and bound over the cuts of a problem whose ranks are nearly full.
+
+    Args:
+        problem: the problem.
+        bound: no stage of a solution is slower.
+    """
+
+    def __init__(self, problem: StageProblem, bound: float) -> None:
+        self._problem = problem
+        self._costs = RunCosts(problem)
+        longest = self._costs.longest(bound)
+        self._possible = int(longest.sum()) <= _LARGEST_TABLE
+        self._rows: list[Row] = [self._costs.affordable(row) for row in self._costs.rows(longest)][::-1] if self._possible else []
+        self._limit = np.array(problem.limit, dtype=float)
+        self._visits = 0
+
+    @property
+    def proven(self) -> bool:
+        """Whether the last search was not cut short."""
+        return self._possible and self._visits < _MOST_VISITS
+
+    def fastest(self, table: Floats, known: float) -> float:
+        """Seconds of the slowest stage of the best cuts, or what is known if nothing found is faster.
+
+        Args:
+            table: of ``bottleneck_table``.
+            known: seconds of a solution at hand.
+        """
+        self._visits = 0
+        return self._fastest(_Partial((), 0, self._limit), table, -np.inf, known) if self._possible else known
+
+    def cheapest(self, table: PriceTable, bottleneck: float) -> tuple[int, ...] | None:
+        """The starts of the cheapest, then earliest cuts with no stage slower than the bottleneck; None when none were found.
+
+        Args:
+            table: of ``price_table`` for the same bottleneck.
+            bottleneck: in seconds.
+        """
+        self._visits = 0
+        nothing = (NOTHING, ())
+        best = self._cheapest(_Partial((), 0, self._limit), table, bottleneck, 0, nothing) if self._possible else nothing
+        return best[1] or None
+
+    def _fastest(self, partial: _Partial, table: Floats, slowest: float, best: float) -> float:
+        if len(partial.starts) == self._problem.n_stages:
+            return slowest
+        cost, memory = self._runs(partial, best)
+        after = table[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
+        promise = np.maximum(np.maximum(cost, after), slowest)
+        for length in np.argsort(promise, kind="stable"):
+            if promise[length] >= best or self._visits >= _MOST_VISITS:
+                break
+            self._visits += 1
+            best = self._fastest(self._extended(partial, length, memory), table, max(slowest, cost[length]), best)
+        return best
+
+    def _cheapest(
+        self, partial: _Partial, table: PriceTable, bottleneck: float, price: int, best: tuple[int, tuple[int, ...]]
+    ) -> tuple[int, tuple[int, ...]]:
+        if len(partial.starts) == self._problem.n_stages:
+            return min(best, (price, partial.starts))
+        cost, memory = self._runs(partial, bottleneck)
+        after = table.price[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
+        prices = self._costs.price(self._rows[partial.end])
+        total = np.where(np.isfinite(cost) & (after < NOTHING), price + prices + after, NOTHING)
+        for length in np.argsort(total, kind="stable"):
+            longer = self._extended(partial, length, memory)
+            if total[length] > best[0] or total[length] >= NOTHING or self._visits >= _MOST_VISITS:
+                break
+            if total[length] == best[0] and longer.starts > best[1][: len(longer.starts)]:
+                continue
+            self._visits += 1
+            best = self._cheapest(longer, table, bottleneck, price + int(prices[length]), best)
+        return best
+
+    def _runs(self, partial: _Partial, bound: float) -> tuple[Floats, Floats]:
+        """Cost and memory of every run that the next stage can have; the cost is inf where it does not fit."""
+        stage = len(partial.starts)
+        one = slice(stage, stage + 1)
+        if partial.end == self._problem.n_units:
+            return np.empty(0), np.empty(0)
+        row = self._rows[partial.end]
+        memory = self._costs.memory(row, one)[0]
+        fits = (memory <= partial.left[self._problem.rank[stage]]) & self._costs.permitted(row, one)[0]
+        cost = self._costs.cost(row, one)[0]
+        return np.where(fits & (cost <= bound), cost, np.inf), memory
+
+    def _extended(self, partial: _Partial, length: int, memory: Floats) -> _Partial:
+        """The partial solution with one more stage."""
+        left = partial.left.copy()
+        left[self._problem.rank[len(partial.starts)]] -= memory[length]
+        return _Partial((*partial.starts, partial.end), partial.end + int(length) + 1, left)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """The first stages: where they start, where the last of them ends, and what memory the ranks have left."""
+
+    starts: tuple[int, ...]
+    end: int
+    left: Floats
+
+
+def _stage_memory(problem: StageProblem, starts: Sequence[int]) -> Floats:
+    """(S,) bytes that each stage holds."""
+    units = problem.units
+    holds: Floats = held(units.fixed, starts, len(units)) + np.array(problem.in_flight) * held(units.kept, starts, len(units))
+    return holds

@@ -1,0 +1,138 @@
+"""The stage-cutting problem as numbers: what ``stage_cuts`` solves. Knows nothing of graphs.
+
+Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages are in order and none is empty.
+
+    unit      0    1    2  |  3    4  |  5        N = 6, two cuts: before units 3 and 5
+    stage          0       |    1     |  2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Floats", "Integers", "Shared", "StageProblem", "Units", "Value", "held", "stage_runs", "uses"]
+
+Floats = NDArray[np.float64]
+"""An array of seconds, bytes or counts."""
+
+Integers = NDArray[np.int64]
+"""An array of units, boundaries or prices."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An amount that a stage needs once, however many of its units need it.
+
+    Attributes:
+        amount: bytes, or seconds.
+        units: who needs it, in order.
+        producer: a unit before them that makes the stage that holds it do without: what a stage receives is its producer's elsewhere.
+            -1: there is none.
+    """
+
+    amount: float
+    units: tuple[int, ...]
+    producer: int = -1
+
+
+def uses(items: Iterable[Shared]) -> list[tuple[int, int, float]]:
+    """Every use of shared items: the last unit before that needs the item too (its producer or -1, before the first), unit, amount."""
+    return [(before, unit, item.amount) for item in items for before, unit in zip((item.producer, *item.units), item.units, strict=False)]
+
+
+def held(items: Iterable[Shared], starts: Sequence[int], n_units: int) -> Floats:
+    """(S,) what each stage needs of shared items, when the stages start at these units."""
+    stage_of = np.searchsorted(starts, np.arange(-1, n_units), side="right") - 1  # of unit u at u + 1; no stage is before the first
+    found = uses(items)
+    if not found:
+        return np.zeros(len(starts))
+    before, unit, amount = (np.array(column) for column in zip(*found, strict=True))
+    stage = stage_of[unit + 1]
+    first_in_stage = stage_of[before + 1] < stage
+    needed: Floats = np.bincount(stage[first_in_stage], amount[first_in_stage], len(starts)).astype(float)
+    return needed
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that crosses between units.
+
+    Attributes:
+        producer: the unit that computes it.
+        readers: the units that read it, in order; a value that the model returns is read by the last unit.
+        size: bytes, sent once by the stage of the producer when a later stage reads it.
+        gradient_size: bytes of its gradient, sent once by every later stage that reads it; 0 when there is none.
+    """
+
+    producer: int
+    readers: tuple[int, ...]
+    size: int
+    gradient_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """What is known of N units whatever the stages are.
+
+    Attributes:
+        time: (N, K) seconds of each unit on each kind of device.
+        values: what crosses.
+        replicated: (seconds on each kind, units): computed again in every stage that needs it.
+        fixed: bytes that a stage holds all the time: parameters, their gradients, optimizer state.
+        kept: bytes that a stage holds for every microbatch in flight.
+        depth: (N,) how bad a cut in front of each unit reads: how many modules it cuts through. Breaks ties.
+    """
+
+    time: Floats
+    values: tuple[Value, ...]
+    replicated: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...]
+    fixed: tuple[Shared, ...]
+    kept: tuple[Shared, ...]
+    depth: Integers
+
+    def __len__(self) -> int:
+        return int(self.time.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class StageProblem:
+    """N units, S stages on R ranks.
+
+    Attributes:
+        units: the units.
+        kind: (S,) the kind of device of each stage.
+        rank: (S,) the rank of each stage.
+        latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.
+        seconds_per_byte: (S-1,) of that link.
+        in_flight: (S,) microbatches that each stage holds at once.
+        limit: (R,) bytes of each rank; the stages of a rank share them.
+        forced: boundaries that must be cuts: b is the boundary in front of unit b.
+        allowed: (N, S) whether a unit may be in a stage; None: all may.
+    """
+
+    units: Units
+    kind: tuple[int, ...]
+    rank: tuple[int, ...]
+    latency: Floats
+    seconds_per_byte: Floats
+    in_flight: tuple[int, ...]
+    limit: tuple[float, ...]
+    forced: frozenset[int]
+    allowed: NDArray[np.bool_] | None
+
+    @property
+    def n_units(self) -> int:
+        return len(self.units)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.kind)
+
+
+def stage_runs(starts: Sequence[int], n_units: int) -> tuple[range, ...]:
+    """The units of each stage."""
+    return tuple(range(start, end) for start, end in zip(starts, (*starts[1:], n_units), strict=True))

@@ -1,0 +1,242 @@
+"""What the units of a model cost at one microbatch size: the numbers of a ``StageProblem`` that do not depend on the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from cost_models.cost_model import CostModel
+from cost_models.formulas import Numbers
+from cost_models.graph_cost import GraphCost
+from cost_models.hardware import Device
+from cost_models.memory import optimizer_states
+from cost_models.operations import OperationCost, Work, tensor_shapes
+from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
+from passes.ir.graph import ModelGraph
+from passes.operators import draws, packet
+from passes.split_backward import Recompute
+
+__all__ = ["PriceList", "UnitPrices"]
+
+aten = torch.ops.aten
+
+DEAR = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})
+DEAR |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru}
+"""What ``"selective"`` keeps, as models call it: contractions with weights (``passes.split_backward`` has what they become)."""
+
+Triple = tuple[float, float, float]
+"""Forward, input half and weight half of the backward."""
+
+
+@dataclass(frozen=True)
+class UnitPrices:
+    """N units, K kinds of devices, one microbatch.
+
+    Attributes:
+        halves: (3, N, K) seconds of the forward, and of the input and weight halves of the backward.
+        replicated: (seconds on each kind, units), forward only.
+        values: what crosses between units.
+        fixed: bytes held all the time.
+        kept: bytes held for each microbatch in flight.
+        flops: (N,) of the forward.
+        depth: (N,) how many modules a cut in front of each unit goes through.
+    """
+
+    halves: Floats
+    replicated: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...]
+    values: tuple[Value, ...]
+    fixed: tuple[Shared, ...]
+    kept: tuple[Shared, ...]
+    flops: Floats
+    depth: Integers
+
+    @cached_property
+    def units(self) -> Units:
+        """The same for the stage cutter."""
+        return Units(self.halves.sum(axis=0), self.values, self.replicated, self.fixed, self.kept, self.depth)
+
+
+class PriceList:
+    """Prices the units of a model at any microbatch size.
+
+    A graph that serves one batch size alone is priced as if all its work and bytes were in proportion to the batch.
+
+    Args:
+        graph: the model.
+        cost: its formulas.
+        points: its units.
+        kinds: the kinds of devices.
+        cost_model: turns work into seconds.
+        optimizer: whose state is held for every parameter that trains.
+        recompute: what the backward computes again instead of keeping it.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        cost: GraphCost,
+        points: CutPoints,
+        kinds: Sequence[Device],
+        cost_model: CostModel,
+        optimizer: str,
+        recompute: Recompute = "none",
+    ) -> None:
+        self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
+        self.recompute = recompute
+        self.kinds = tuple(kinds)
+        self._known: dict[int, UnitPrices] = {}
+        self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._unit_of = points.unit_of
+        self._again = self._find_again()
+        self._savers = self._find_savers()
+        self._value_sizes = {value.node: _value_size(self._nodes[value.node]) for value in points.values}
+        self._distinct = tuple(dict.fromkeys(cost.nodes.values()))
+        self._calls = self._count_calls()
+        self._fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
+
+    def at(self, microbatch_size: int) -> UnitPrices:
+        """The prices for microbatches of so many rows."""
+        if microbatch_size not in self._known:
+            self._known[microbatch_size] = self._priced(microbatch_size)
+        return self._known[microbatch_size]
+
+    def _priced(self, microbatch_size: int) -> UnitPrices:
+        numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+        seconds = np.array([[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct])
+        flops = np.array([numbers[cost.forward.flops] * share for cost in self._distinct])
+        forward = dict(zip(self._distinct, seconds[:, :, 0].tolist(), strict=True))
+        return UnitPrices(
+            halves=self._halves(seconds),
+            replicated=tuple((tuple(forward[self._cost.nodes[name]]), units) for name, units in self._points.replicated.items() if units),
+            values=self._values(numbers, share),
+            fixed=self._fixed,
+            kept=self._kept(numbers, share),
+            flops=self._calls @ flops,
+            depth=np.array(self._points.depth, dtype=np.int64),
+        )
+
+    def _halves(self, seconds: Floats) -> Floats:
+        """(3, N, K) seconds; the input half of the backward first computes again what was not kept."""
+        halves: Floats = np.einsum("nc,ckh->hnk", self._calls, seconds)
+        if self._again:
+            halves[1] += self._count_calls(self._again) @ seconds[:, :, 0]
+        return halves
+
+    def _count_calls(self, only: frozenset[str] | None = None) -> Floats:
+        """(N, C) how often each unit holds an operation of each distinct price; of some nodes alone."""
+        place = {cost: index for index, cost in enumerate(self._distinct)}
+        calls = np.zeros((len(self._points.units), len(self._distinct)))
+        for index, unit in enumerate(self._points.units):
+            for name in unit:
+                if only is None or name in only:
+                    calls[index, place[self._cost.nodes[name]]] += 1
+        return calls
+
+    def _find_again(self) -> frozenset[str]:
+        """The nodes that the backward computes again."""
+        if self.recompute == "none":
+            return frozenset()
+        kept = DEAR if self.recompute == "selective" else frozenset[object]()
+        return frozenset(name for name in self._unit_of if packet(self._nodes[name].target) not in kept and not draws(self._nodes[name]))
+
+    def users(self, placeholder: str) -> tuple[int, ...]:
+        """The units that read a placeholder, in order."""
+        return tuple(sorted({self._unit_of[user.name] for user in self._nodes[placeholder].users if user.name in self._unit_of}))
+
+    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+        """What most of the time of some units goes into."""
+        values, share = Numbers(microbatch_size), self._share(microbatch_size)
+        seconds = {"arithmetic": 0.0, "memory traffic": 0.0, "starting kernels": 0.0}
+        for cost in (self._cost.nodes[name] for unit in units for name in self._points.units[unit]):
+            for work in (cost.forward, cost.backward_input, cost.backward_weight):
+                parts = (
+                    values[work.flops] * share / device.flops(cost.dtype),
+                    values[work.bytes] * share / device.bandwidth,
+                    work.launches * device.launch_overhead,
+                )
+                largest = max(range(len(parts)), key=lambda part: parts[part])
+                seconds[list(seconds)[largest]] += parts[largest]
+        return max(seconds, key=lambda name: seconds[name])
+
+    def _share(self, microbatch_size: int) -> float:
+        return 1.0 if self._graph.batch is not None else microbatch_size / self._graph.batch_size
+
+    def _seconds(self, cost: OperationCost, device: Device, values: Numbers, share: float) -> Triple:
+        def timed(work: Work) -> float:
+            if not work.launches:
+                return 0.0
+            numbers = Work(values[work.flops] * share, values[work.bytes] * share, work.launches)
+            return self._cost_model.operation_time(numbers, device, cost.dtype)
+
+        return timed(cost.forward), timed(cost.backward_input), timed(cost.backward_weight)
+
+    def _values(self, values: Numbers, share: float) -> tuple[Value, ...]:
+        crossing = []
+        for value in self._points.values:
+            size = round(values[self._value_sizes[value.node]] * share)
+            gradient = size if value.node in self._cost.gradients else 0
+            crossing.append(Value(value.producer, value.readers, size, gradient))
+        return tuple(crossing)
+
+    def _kept(self, values: Numbers, share: float) -> tuple[Shared, ...]:
+        kept = [Shared(round(values[self._cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]
+        besides: dict[int, float] = {}
+        for name, cost in self._cost.nodes.items():
+            if name in self._unit_of:
+                besides[self._unit_of[name]] = besides.get(self._unit_of[name], 0.0) + values[cost.keeps] * share
+        if self.recompute != "none":
+            # What a stage receives is kept whether or not some operation of its own would keep it: everything starts from it.
+            sizes = ((value, round(values[self._value_sizes[value.node]] * share)) for value in self._points.values)
+            kept += [Shared(size, value.readers, value.producer) for value, size in sizes]
+            besides = {}
+        return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(besides.items()) if amount))
+
+    def _find_savers(self) -> Mapping[int, tuple[int, ...]]:
+        """Allocation -> the units whose backward keeps it.
+
+        With ``"selective"`` a dear result is also kept for what is computed again from it, though the backward of its reader (a sum)
+        would not keep it.
+        """
+        savers: dict[int, set[int]] = {}
+        for name, kept in self._cost.saved.items():
+            if name in self._unit_of:
+                for allocation in kept:
+                    if self.recompute != "none" and self._is_made_again(allocation):
+                        continue
+                    savers.setdefault(allocation, set()).add(self._unit_of[name])
+        for allocation, maker in self._cost.maker.items():
+            dear = self.recompute == "selective" and maker in self._unit_of and maker not in self._again
+            if dear and any(user.name in self._again for user in self._nodes[maker].users):
+                savers.setdefault(allocation, set()).add(self._unit_of[maker])
+        return {allocation: tuple(sorted(units)) for allocation, units in savers.items()}
+
+    def _is_made_again(self, allocation: int) -> bool:
+        """Whether the backward computes an allocation again."""
+        return self._cost.maker[allocation] in self._again
+
+    def _find_fixed(self, states: int) -> Iterable[Shared]:
+        for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
+            size = sum(int(shape.bytes) for shape in tensor_shapes(self._nodes[name].meta.get("val")))
+            trains = name in self._graph.parameters and name in self._cost.gradients
+            units = self._holders(name)
+            if units and size:
+                yield Shared(size * (2 + states if trains else 1), units)
+
+    def _holders(self, placeholder: str) -> tuple[int, ...]:
+        """The units that need a placeholder, directly or through replicated nodes."""
+        again = [user.name for user in self._nodes[placeholder].users if user.name in self._points.replicated]
+        through = {unit for name in again for unit in self._points.replicated[name]}
+        return tuple(sorted({*self.users(placeholder), *through}))
+
+
+def _value_size(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return tensor_shapes(value)[0].bytes

@@ -1,0 +1,141 @@
+"""What the programs of a step communicate, read from the programs: which value, how much, from where to where, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from partitioner.reports.module_range import rank_list, short_name
+from passes.ir.communication import all_reduce, send
+from passes.ir.microbatch import microbatch_sizes
+from passes.ir.program import Program
+from passes.lower import LoweredStages
+from passes.messages import Message
+from passes.provenance import module_path
+from passes.size_expression import size_of
+
+__all__ = ["Transfer", "transfers"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One value that is communicated in a step, all its microbatches together.
+
+    Attributes:
+        value: what it is: ``"add_3"``, ``"gradient of add_3"``.
+        shape: of its first microbatch, with the dtype: ``"float32 (2, 6, 12)"``.
+        bytes: in the whole step, over all microbatches.
+        times: messages in the step.
+        source, destination: ``"stage 0, rank 0"``; for a sum over ranks, the ranks.
+        reason: which module computes it and which reads it.
+        ranks: those that send it.
+    """
+
+    value: str
+    shape: str
+    bytes: int
+    times: int
+    source: str
+    destination: str
+    reason: str
+    ranks: tuple[int, ...]
+
+
+def transfers(lowered: LoweredStages, programs: Sequence[Program]) -> tuple[Transfer, ...]:
+    """Everything that the programs communicate: activations, gradients, results and the loss, sums over ranks."""
+    messages: dict[Message, list[fx.Node]] = {}
+    reductions: dict[tuple[tuple[int, ...], tuple[str, ...]], fx.Node] = {}
+    for program in programs:
+        for node in program.module.graph.nodes:
+            if node.target is send:
+                message: Message = node.meta["message"]
+                messages.setdefault(_what(message), []).append(node)
+            elif node.target is all_reduce:
+                reductions.setdefault((node.kwargs["group"], node.meta["reduces"]), node)
+    position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
+    found = sorted(messages.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
+    batch = programs[0].module.meta["batch_size"]
+    return (
+        *(_transfer(lowered, message, nodes, batch) for message, nodes in found),
+        *(_reduction(lowered, group, names, node) for (group, names), node in reductions.items()),
+    )
+
+
+def _order(message: Message, position: int) -> tuple[int, int, int]:
+    """Activations as the graph computes them, gradients backwards, then what every rank is told."""
+    kinds = {"activation": 0, "output": 1, "gradient": 2, "loss": 3}
+    return kinds[message.kind], -position if message.kind == "gradient" else position, message.destination
+
+
+def _what(message: Message) -> Message:
+    """The message without its microbatch; what every rank is told, without its destination."""
+    told = message.kind in ("loss", "output")
+    return Message(message.kind, message.value, None, message.consumer, message.source, -1 if told else message.destination)
+
+
+def _transfer(lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], batch: int) -> Transfer:
+    sent = sum(node.meta["bytes"] for node in nodes)
+    first: Message = nodes[0].meta["message"]
+    told = rank_list(tuple(sorted(node.meta["message"].destination for node in nodes))) if message.destination == -1 else ""
+    if message.kind == "loss":
+        return Transfer("loss", "one number", sent, len(nodes), f"rank {message.source}", told, "all ranks return it", (message.source,))
+    node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
+    rows = batch if first.microbatch is None else microbatch_sizes(batch, len(nodes))[0]
+    source, destination, reason = _route(lowered, message, node)
+    destination = told or destination
+    name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
+    return Transfer(name, _shape(lowered, node, rows), sent, len(nodes), source, destination, reason, (message.source,))
+
+
+def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    sizes = [size if isinstance(size, int) else size.subs(lowered.graph.batch, rows) for size in map(size_of, value.shape)]
+    return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(str(size) for size in sizes)})"
+
+
+def _route(lowered: LoweredStages, message: Message, node: fx.Node) -> tuple[str, str, str]:
+    """From where to where, and why."""
+    producer = lowered.producer(message.value)
+    computed = short_name(module_path(node))
+    producing = f"stage {producer}, rank {lowered.stage_rank[producer]}"
+    if message.kind == "output":
+        return f"rank {message.source}", "", f"{computed} computes it, all ranks return it"
+    if message.kind == "gradient":
+        if message.consumer == -1:
+            return f"rank {message.source}", producing, "the loss reads the result"
+        reader = _reader(lowered, message.value, [message.consumer])
+        return f"stage {message.consumer}, rank {message.source}", producing, f"{reader} gives it back to {computed}"
+    reading = [
+        stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == message.destination and message.value in stage.values
+    ]
+    if not reading:
+        return producing, f"rank {message.destination}", f"{computed} computes it, the model returns it"
+    stages = f"stage{'s' if len(reading) > 1 else ''} {' and '.join(str(stage) for stage in reading)}"
+    return (
+        producing,
+        f"{stages}, rank {message.destination}",
+        f"{computed} gives it to {_reader(lowered, message.value, reading)}",
+    )
+
+
+def _reader(lowered: LoweredStages, value: str, stages: Sequence[int]) -> str:
+    """The module of the first node of some stages that reads a value."""
+    for index in stages:
+        for node in lowered.stages[index].module.graph.nodes:
+            if node.op == "call_function" and any(source.name == value for source in node.all_input_nodes):
+                return short_name(module_path(node))
+    return short_name("")
+
+
+def _reduction(lowered: LoweredStages, group: tuple[int, ...], names: tuple[str, ...], node: fx.Node) -> Transfer:
+    parameters = lowered.graph.parameters
+    inputs = {leaf.placeholder: leaf.name for leaf in lowered.graph.inputs}
+    named = [short_name(parameters.get(name) or inputs.get(name) or name) for name in names]
+    shared = all(name in parameters for name in names)
+    reason = "a parameter that these ranks share" if shared else "all ranks return the gradient of an input"
+    ranks = rank_list(group)
+    value = f"gradient of {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+    return Transfer(value, "summed", node.meta["bytes"] * len(group), len(group), ranks, ranks, reason, group)

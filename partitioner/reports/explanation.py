@@ -1,0 +1,196 @@
+"""A plan in words and tables: where everything runs, when, what is communicated and why, how long it takes and what bounds it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cost_models.units import format_bytes, format_flops, format_seconds
+from partitioner.reports.communication import transfers
+from partitioner.reports.devices import headline
+from partitioner.reports.module_range import module_range, rank_list
+from partitioner.reports.table import align
+from partitioner.reports.timetable import timetable
+from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.in_flight import peak_in_flight
+from passes.ir.microbatch import microbatch_sizes
+from passes.ir.plan import Plan
+from passes.ir.program import Program
+from passes.ir.schedule import Schedule
+from passes.lower import LoweredStages
+from passes.size_expression import bytes_of
+
+__all__ = ["Explained", "explain"]
+
+_WIDTH = 132
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is explained.
+
+    Attributes:
+        name: of the model.
+        plan: where everything runs.
+        lowered: the stages, with their training graphs when the model trains.
+        programs: of all ranks.
+        schedule: of a training step; None in evaluation.
+    """
+
+    name: str
+    plan: Plan
+    lowered: LoweredStages
+    programs: Sequence[Program]
+    schedule: Schedule | None
+
+
+def explain(explained: Explained) -> str:
+    """The explanation, for a terminal of 132 columns."""
+    sections = (
+        ("", _summary(explained)),
+        ("STAGES", _stages(explained)),
+        ("MEMORY", _memory(explained)),
+        ("COMMUNICATION", _communication(explained)),
+        ("TIED PARAMETERS", _tied(explained)),
+        ("SCHEDULE", [] if explained.schedule is None else timetable(explained.schedule, _WIDTH - 2)),
+        ("NOTES", [f"{index}. {note}" for index, note in enumerate(dict.fromkeys(_notes(explained)), start=1)]),
+    )
+    lines = [headline(explained.name, explained.plan, training=explained.lowered.graph.training)]
+    for title, body in sections:
+        if body:
+            lines += ["", title] if title else [""]
+            lines += [f"  {line}" for line in body]
+    return "\n".join(lines)
+
+
+def _summary(explained: Explained) -> list[str]:
+    plan = explained.plan
+    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
+    cut = f"{rows[0]} rows each" if len(set(rows)) == 1 else f"{rows[0]} or {rows[-1]} rows each"
+    stages = len(plan.stages) // plan.n_ranks
+    schedule = "none: a forward alone, stages one after the other"
+    if explained.schedule is not None:
+        source = find_schedule(plan.schedule).source.partition(",")[0]
+        schedule = f"{plan.schedule} ({source}), {stages} stage{'s' if stages > 1 else ''} on each device"
+    kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
+    pairs = [
+        ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh) + f"; {_devices(plan.devices)}"),
+        ("schedule", schedule),
+        ("batch", f"{plan.batch_size} rows in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''} of {cut}"),
+        ("recompute", kept if explained.schedule is not None else ""),
+        ("step", f"{format_seconds(plan.step_time)} predicted"),
+        ("bound by", plan.bound_by),
+        ("runner-up", plan.runner_up or "there was no other choice"),
+    ]
+    return _paragraphs([(name, text) for name, text in pairs if text])
+
+
+def _devices(devices: Sequence[str]) -> str:
+    """``"cuda:0, cuda:1"``; ``"cpu, 8 times"``."""
+    return f"{devices[0]}, {len(devices)} times" if len(devices) > 1 and len(set(devices)) == 1 else ", ".join(devices)
+
+
+def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names on the left, texts wrapped on the right."""
+    width = max(len(name) for name, _ in pairs) + 2
+    lines = []
+    for name, text in pairs:
+        wrapped = textwrap.wrap(text, _WIDTH - 2 - width) or [""]
+        lines += [f"{name:<{width}}{wrapped[0]}", *(" " * width + line for line in wrapped[1:])]
+    return lines
+
+
+def _stages(explained: Explained) -> list[str]:
+    heading = ("stage", "rank", "modules", "parameters", "size", "work forward", "time forward", "time backward")
+    rows = [
+        (
+            str(index),
+            str(stage.rank),
+            module_range(stage.modules),
+            f"{stage.parameter_count:,}",
+            format_bytes(stage.parameter_bytes),
+            format_flops(stage.flops),
+            format_seconds(stage.forward_time),
+            format_seconds(stage.backward_time),
+        )
+        for index, stage in enumerate(explained.plan.stages)
+    ]
+    return [*align([heading, *rows], "><<>>>>>"), "work and times are of one microbatch; times are predicted"]
+
+
+def _memory(explained: Explained) -> list[str]:
+    """What each stage keeps for its backward: bytes from its graphs, microbatches from the schedule."""
+    lowered, plan = explained.lowered, explained.plan
+    heading = ("stage", "rank", "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")
+    if explained.schedule is None or not lowered.training:
+        peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
+        return align([("rank", "predicted peak"), *peaks], "<>")
+    held = peak_in_flight(explained.schedule)
+    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
+    lines = [heading]
+    for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
+        saved = [value for value in training.saved_values if isinstance(value, Tensor)]
+        kept = sum(bytes_of(value, lowered.graph.batch, rows[0]) for value in saved)
+        rank = lowered.stage_rank[stage.index]
+        peak = format_bytes(plan.memory[rank])
+        lines.append((str(stage.index), str(rank), format_bytes(kept), str(count), format_bytes(kept * count), peak))
+    return [
+        *align(lines, "><>>>>"),
+        "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states",
+    ]
+
+
+def _communication(explained: Explained) -> list[str]:
+    found = transfers(explained.lowered, explained.programs)
+    if not found:
+        return ["none: everything runs on one rank"]
+    heading = ("value", "one message", "bytes", "messages", "from", "to", "why")
+    rows = [
+        (
+            transfer.value,
+            transfer.shape,
+            format_bytes(transfer.bytes),
+            str(transfer.times),
+            transfer.source,
+            transfer.destination,
+            transfer.reason,
+        )
+        for transfer in found
+    ]
+    total = sum(transfer.bytes for transfer in found)
+    step = "step" if explained.schedule is not None else "forward"
+    lines = align(
+        [heading, *rows, ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")], "<<>><<<"
+    )
+    return [*lines, f"bytes and messages are of a whole {step}"]
+
+
+def _tied(explained: Explained) -> list[str]:
+    """Parameters with several names, and those that several ranks hold."""
+    lowered = explained.lowered
+    rows = []
+    for placeholder, name in lowered.graph.parameters.items():
+        others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
+        ranks = sorted({lowered.stage_rank[stage.index] for stage in lowered.stages if placeholder in stage.parameters})
+        if len(ranks) > 1:
+            rows.append(
+                (
+                    name,
+                    *([f"also {', '.join(others)}"] if others else ["read by several stages"]),
+                    f"held by {rank_list(ranks)}, gradients are summed in training",
+                )
+            )
+        elif others:
+            rows.append((name, f"also {', '.join(others)}", f"held by {rank_list(ranks or [0])}"))
+    return align(rows, "<<<") if rows else []
+
+
+def _notes(explained: Explained) -> list[str]:
+    return [
+        line
+        for note in (*explained.plan.notes, *explained.lowered.graph.notes)
+        for line in [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ")]
+    ]

@@ -1,0 +1,62 @@
+"""Names of modules in few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["module_range", "rank_list", "short_name"]
+
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+
+
+def module_range(modules: Sequence[str], width: int = 44) -> str:
+    """The modules of a stage: numbered neighbours as a range, the middle left out where it gets too long.
+
+    >>> module_range(("wte", "h.0", "h.1", "h.2", "ln_f", "lm_head"))
+    'wte, h.0-2, ln_f, lm_head'
+    >>> module_range(("encoder.embeddings", "encoder.layers.0", "pooler", "classifier.dense"), width=40)
+    'encoder.embeddings ... classifier.dense'
+    """
+    named = [name or "(the model itself)" for name in modules]
+    parts: list[str] = []
+    first = last = ""
+    for name in named:
+        number, before = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(last)
+        if number and before and number[1] == before[1] and int(number[2]) == int(before[2]) + 1:
+            parts[-1] = f"{first}-{number[2]}"
+        else:
+            first = name
+            parts.append(name)
+        last = name
+    text = ", ".join(parts)
+    if len(text) <= width or len(parts) < 3:
+        return text
+    return f"{parts[0]} ... {parts[-1]}"
+
+
+def short_name(name: str, width: int = 24) -> str:
+    """The end of a long module path; the model itself has none.
+
+    >>> short_name("bert.encoder.layer.0.attention.self.query"), short_name("")
+    ('...0.attention.self.query', 'the model itself')
+    """
+    if len(name) <= width:
+        return name or "the model itself"
+    parts = name.split(".")
+    while len(parts) > 1 and len(".".join(parts)) > width:
+        parts = parts[1:]
+    return "..." + ".".join(parts)
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks as a reader says them.
+
+    >>> rank_list((0, 2)), rank_list((0, 1, 2, 3))
+    ('ranks 0 and 2', 'ranks 0 to 3')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

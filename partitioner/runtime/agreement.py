@@ -1,0 +1,134 @@
+"""Do all ranks say the same? Asked at every call, without waiting for anybody while nothing changes.
+
+Each rank keeps one line in the store: how many questions it has passed, and how many times all ranks agreed on something new. A rank whose
+own value is the one agreed last only counts on, and writes the count when it starts a program. A rank whose value is new writes it down
+and looks at the others' lines until each has written its value for the same question, or has passed it:
+
+    question              16      17             18
+    rank 0                -       "batch 6"      -        17: looks at the others
+    rank 1                -       "batch 6"      -        17: looks at the others
+    rank 2                -       -                       passed 17, and took part in no agreement: it has the old value
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from partitioner.runtime.failure import DisagreementError, FailureRecord, Store
+from passes.ir.errors import CommunicationError
+
+__all__ = ["Agreement"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+"""Seconds between two looks, doubled each time: most ranks come at once, and a late one may be minutes late."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What a rank has written: questions passed, agreements, and its value if it is asking."""
+
+    question: int
+    agreements: int
+    value: str | None
+
+    def __str__(self) -> str:
+        return f"{self.question} {self.agreements}" + ("" if self.value is None else f" {self.value}")
+
+    @staticmethod
+    def parse(text: str) -> _Line:
+        question, agreements, *value = text.split(" ", 2)
+        return _Line(int(question), int(agreements), value[0] if value else None)
+
+
+class Agreement:
+    """One rank's part in all agreements.
+
+    Args:
+        store: shared with the other ranks, and with nothing else that writes these keys.
+        rank, size: who this is, of how many.
+        timeout: how long the others may take to come to the same question.
+        record: says why, when they do not come.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, record: FailureRecord) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._record = record
+        self._question = 0
+        self._agreements = 0
+        self._agreed: dict[str, str] = {}
+
+    def agree(self, what: str, value: object) -> None:
+        """Return when all ranks say the same.
+
+        Raises:
+            DisagreementError: naming each rank's value.
+            CommunicationError: a rank did not come to this question.
+        """
+        text = str(value)
+        self._question += 1
+        if self._agreed.get(what) == text:
+            return
+        own = f"{what}: {text}"
+        self._write(own)
+        found = self._values(what, own)
+        if len(set(found.values())) > 1 or None in found.values():
+            old = self._agreed.get(what, "another one")
+            names = {rank: old if said is None else said.removeprefix(f"{what}: ") for rank, said in found.items()}
+            raise DisagreementError(_differ(what, names))
+        self._agreed[what] = text
+        self._agreements += 1
+
+    def go_on(self) -> None:
+        """Say that this rank has passed all its questions and acts on the answers."""
+        self._write(None)
+
+    def _write(self, value: str | None) -> None:
+        self._store.set(f"rank {self._rank}", str(_Line(self._question, self._agreements, value)))
+
+    def _values(self, what: str, own: str) -> dict[int, str | None]:
+        """What each rank says to the present question; None: it went on with what was agreed before."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = _FIRST_PAUSE
+        found: dict[int, str | None] = {}
+        while True:
+            for rank in range(self._size):
+                if rank not in found and (line := self._line(rank)) is not None and line.question >= self._question:
+                    # With one more agreement behind it, it has seen that all say the same, this rank among them.
+                    found[rank] = own if line.agreements > self._agreements else line.value if line.question == self._question else None
+            if len(found) == self._size:
+                return found
+            missing = [rank for rank in range(self._size) if rank not in found]
+            late = CommunicationError(
+                f"rank {self._rank} has a new {what}, and {_ranks(missing)} did not make the same call", remedy=DisagreementError.REMEDY
+            )
+            if (failure := self._record.first()) is not None:
+                raise failure.error_on(self._rank, late)
+            if time.monotonic() > deadline:
+                raise late
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _line(self, rank: int) -> _Line | None:
+        key = f"rank {rank}"
+        return _Line.parse(self._store.get(key).decode()) if self._store.check([key]) else None
+
+
+def _differ(what: str, values: Mapping[int, str]) -> str:
+    """Who says what: ``rank 2 has batch size 6, the others 8``."""
+    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks_of[value].append(rank)
+    *few, (common, many) = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    said = [f"{_ranks(ranks)} has {what} {value}" if len(ranks) == 1 else f"{_ranks(ranks)} have {what} {value}" for value, ranks in few]
+    return ", ".join([*said, f"{_ranks(many)} has {common}" if len(many) == 1 else f"the others {common}"])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"

@@ -1,0 +1,155 @@
+"""The process groups of one run: one rank a process, each connected with all others.
+
+Gloo tells messages apart by tag, so that one group carries everything. NCCL has no tags and runs the messages of a communicator in the
+order in which both sides start them; two ranks that send to each other at the same time would wait for each other. So there each
+direction between two ranks has a communicator of its own:
+
+    gloo     0 <═══> 1 <═══> 2         one group, tag = number of the message on its channel
+    NCCL     0 ────> 1 ────> 2         a group a channel: first sent, first received
+             0 <──── 1 <──── 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from partitioner.runtime.agreement import Agreement
+from partitioner.runtime.failure import Failure, FailureRecord, failure_of
+from partitioner.runtime.traffic import Traffic
+from passes.ir.errors import CommunicationError
+
+__all__ = ["Connection"]
+
+Route = tuple[dist.ProcessGroup, int]
+"""A group, and the number of the other rank in it."""
+
+_NEVER_SENT = 2**30
+"""A tag that no message has."""
+
+
+class Connection:
+    """What connects this process with the others. Made, and extended, by all processes together.
+
+    Args:
+        device: of this rank; a GPU means NCCL.
+        timeout: how long any wait may last.
+        number: how many connections were made before.
+        tagged: whether one group carries all messages; False: a group for each channel. None: as the backend wants.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta, number: int, *, tagged: bool | None = None) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self.timeout = timeout
+        self.world = world
+        store = dist.PrefixStore(f"partitioner/{number}", world.get_group_store())  # type: ignore[attr-defined]  # torch exports it
+        self.record = FailureRecord(store)
+        self.agreement = Agreement(store, self.rank, self.size, timeout, self.record)
+        self.everyone = tuple(range(self.size))
+        self.failure: Failure | None = None
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self.tagged = self._backend == "gloo" if tagged is None else tagged
+        self._groups = {self.everyone: self._new_group(self.everyone)}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._n_models = 0
+
+    def number_model(self) -> int:
+        """A number for one more model that communicates here: the same on every rank."""
+        self._n_models += 1
+        return self._n_models
+
+    # -- what programs need --------------------------------------------------------------------------------------------------------
+
+    def open(self, traffic: Traffic) -> None:
+        """Make the groups that programs need and that are not there yet. All processes do the same in the same order."""
+        for ranks in traffic.groups:
+            if ranks not in self._groups:
+                self._groups[ranks] = self._new_group(ranks)
+                if self.rank in ranks:
+                    self._first_sum(self._groups[ranks])
+        for channel in () if self.tagged else traffic.channels:
+            if channel not in self._channels:
+                self._channels[channel] = self._new_group(sorted(channel))
+                if self.rank in channel:
+                    self._first_message(channel)
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of an all_reduce."""
+        return self._groups[ranks]
+
+    def route(self, source: int, destination: int) -> Route:
+        """Where the messages of a channel go, seen from this rank, which is one end of it."""
+        peer = destination if source == self.rank else source
+        if self.tagged:
+            return self._groups[self.everyone], peer
+        return self._channels[source, destination], int(peer > self.rank)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, backend=self._backend)
+        return group
+
+    # NCCL makes a communicator at its first use (one for collectives, one for messages), and its ranks wait for each other meanwhile.
+    # Programs use them in orders of their own, so that ranks could wait in a circle; here all ranks go through them in one order.
+
+    def _first_message(self, channel: tuple[int, int]) -> None:
+        group, peer = self.route(*channel)
+        start = group.send if self.rank == channel[0] else group.recv
+        start([torch.zeros(1, device=self.device)], peer, 0).wait()
+        self._synchronize()
+
+    def _first_sum(self, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- failing together ----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise when a failure has ended the connection."""
+        if self.failure is not None:
+            raise CommunicationError(
+                f"the ranks are no longer connected: {self.failure.text}",
+                remedy="start the processes again, or partition again on every rank",
+            )
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell the others of an error, end the connection, and return what to raise here: with the first failure of any rank."""
+        if self.failure is not None:
+            return error
+        return self.end(failure_of(self.rank, error)).error_on(self.rank, error)
+
+    def end(self, failure: Failure) -> Failure:
+        """Record a failure and close, so that nobody waits for this rank; returns the first failure of any rank."""
+        # Recorded first: whoever is woken by the closing finds it.
+        self.failure = self.record.report(failure)
+        self.close()
+        return self.failure
+
+    def close(self) -> None:
+        """Close all connections with the other ranks."""
+        for group in (*self._groups.values(), *self._channels.values()):
+            if self._backend == "nccl":
+                group.abort()
+            elif dist.get_rank(group) >= 0:
+                _close_gloo(group)
+        self._groups.clear()
+        self._channels.clear()
+
+
+def _close_gloo(group: dist.ProcessGroup) -> None:
+    """Gloo has no way to close a group that has works under way; but where a wait runs out of time it closes all connections."""
+    for peer in set(range(group.size())) - {group.rank()}:
+        # One would do, but from a peer that is gone there is nothing to wait for.
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -1,0 +1,159 @@
+"""All ranks in this process, one after another: each runs until it waits for something that is not there yet.
+
+    rank 0   0F0 0F1 0F2 | wait for gradient of rank 1 |             0B0 ...
+    rank 1               | 1F0 1B0 1F1 ...             |
+
+Deterministic, no threads, no set-up. On GPUs the kernels of several devices still overlap: launching them does not wait. When no rank
+can go on, what each one waits for is reported.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from partitioner.runtime.executor import ProgramSet, Run
+from passes.ir.errors import CommunicationError
+
+__all__ = ["EmbeddedRuntime"]
+
+
+@dataclass(frozen=True)
+class _Receive:
+    """A message that a rank waits for."""
+
+    source: int
+    destination: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"message {self.tag} of rank {self.source}"
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """One all_reduce of a group: the how-manyeth, for which rank."""
+
+    group: tuple[int, ...]
+    number: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"all_reduce {self.number} of ranks {', '.join(str(rank) for rank in self.group)}"
+
+
+@dataclass
+class _Mailbox:
+    """What is on its way between the ranks of one run."""
+
+    messages: dict[_Receive, Tensor] = field(default_factory=dict)
+    parts: defaultdict[tuple[tuple[int, ...], int], dict[int, Sequence[Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+
+
+class _EmbeddedTransport:
+    """The communication of one rank: through the mailbox, without copies between ranks of one device."""
+
+    def __init__(self, rank: int, devices: Sequence[torch.device], mailbox: _Mailbox) -> None:
+        self.rank = rank
+        self.device = devices[rank]
+        self._devices = devices
+        self._mailbox = mailbox
+        self._sums: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
+        self._mailbox.messages[_Receive(self.rank, destination, tag)] = tensor.to(self._devices[destination], non_blocking=True)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
+        return _Receive(source, self.rank, tag)
+
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...]) -> _Sum:
+        pending = _Sum(group, self._sums[group], self.rank)
+        self._sums[group] += 1
+        self._mailbox.parts[group, pending.number][self.rank] = tensors
+        return pending
+
+    def ready(self, pending: _Receive | _Sum) -> bool:
+        if isinstance(pending, _Receive):
+            return pending in self._mailbox.messages
+        return len(self._mailbox.parts[pending.group, pending.number]) == len(pending.group)
+
+    def wait(self, pending: _Receive | _Sum) -> Tensor | list[Tensor]:
+        if isinstance(pending, _Receive):
+            return self._mailbox.messages.pop(pending)
+        parts = self._mailbox.parts[pending.group, pending.number]
+        sums = [tensor.to(self.device, copy=True) for tensor in parts[pending.group[0]]]
+        for rank in pending.group[1:]:
+            for total, part in zip(sums, parts[rank], strict=True):
+                total.add_(part.to(self.device))
+        return sums
+
+    def finish(self) -> None:
+        """Nothing is ever under way here."""
+
+
+class EmbeddedRuntime:
+    """Runs the programs of all ranks in this process.
+
+    Args:
+        devices: for each rank, where it runs.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.n_ranks = len(self.devices)
+        self.local_ranks = tuple(range(self.n_ranks))
+        self.backward_anywhere = True
+
+    def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+        """Run every rank's program; returns each one's result.
+
+        Raises:
+            CommunicationError: no rank can go on; names what each waits for.
+        """
+        mailbox = _Mailbox()
+        transports = {rank: _EmbeddedTransport(rank, self.devices, mailbox) for rank in self.local_ranks}
+        running = {rank: programs.executables[rank].start(transports[rank], inputs[rank]) for rank in self.local_ranks}
+        waiting: dict[int, Any] = {}
+        results: dict[int, Any] = {}
+        with torch.no_grad():
+            while running:
+                able = [rank for rank in running if rank not in waiting or transports[rank].ready(waiting[rank])]
+                if not able:
+                    raise _stuck(waiting)
+                for rank in able:
+                    _advance(rank, running, waiting, results)
+        return results
+
+    def agree(self, what: str, value: object) -> None:
+        """All ranks are given the same inputs here: there is nothing to compare."""
+
+    def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Everything that any rank owns: all of it is here."""
+        return dict(owned)
+
+    def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
+        """Everything has been reduced here."""
+        return value
+
+
+def _advance(rank: int, running: dict[int, Run], waiting: dict[int, Any], results: dict[int, Any]) -> None:
+    """Run one rank until it waits or ends."""
+    waiting.pop(rank, None)
+    try:
+        waiting[rank] = next(running[rank])
+    except StopIteration as end:
+        results[rank] = end.value
+        del running[rank]
+
+
+def _stuck(waiting: Mapping[int, Any]) -> CommunicationError:
+    lines = "\n".join(f"  rank {rank} waits for {pending}" for rank, pending in sorted(waiting.items()))
+    return CommunicationError(
+        f"no rank can go on: each waits for something that will never come\n{lines}",
+        remedy="a custom schedule or plan is wrong: pm.verify() names the nodes",
+    )

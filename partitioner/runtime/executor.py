@@ -1,0 +1,180 @@
+"""From a program's graph to a Python generator: the one executor of every program, schedule and runtime.
+
+The graph is written as straight-line Python, node by node, in order; a ``wait`` that is not ready yields what it waits for:
+
+    def run(transport, batch, x):
+        sizes = microbatch_sizes(batch, 2)
+        receive_h_mb0 = transport.receive((sizes[0], 16), float32, source=0, tag=0)
+        while not transport.ready(receive_h_mb0):
+            yield receive_h_mb0
+        h_mb0 = transport.wait(receive_h_mb0)
+        receive_h_mb0 = None
+        ...
+
+A value is dropped behind its last use, so memory is that of the schedule. The embedded runtime runs the generators of all ranks in
+turn, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from partitioner.runtime.bindings import quick_call
+from passes.ir.communication import COMMUNICATION, Transport, wait
+from passes.ir.program import Program, StageCall
+
+__all__ = ["Executable", "ProgramSet", "compile_program"]
+
+Run = Generator[Any, None, Any]
+
+
+class Executable:
+    """A program ready to run.
+
+    Attributes:
+        program: what it runs.
+        source: the Python text of it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        writer = _Writer(program.module)
+        self.program = program
+        self.source = writer.generator()
+        self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
+
+    def start(self, transport: Transport, inputs: Mapping[str, Any]) -> Run:
+        """The running program: a generator that yields what it waits for and returns the program's result.
+
+        Args:
+            inputs: a value for each placeholder of the program.
+        """
+        return self._run(transport, *(inputs[name] for name in self.program.placeholders))
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """The programs of all ranks, and those of this process ready to run.
+
+    Attributes:
+        programs: one a rank.
+        executables: rank of this process -> its program.
+    """
+
+    programs: tuple[Program, ...]
+    executables: Mapping[int, Executable]
+
+
+def compile_program(program: Program) -> Executable:
+    """Write a program as a generator. Its stages must be bound."""
+    return Executable(program)
+
+
+class _Writer:
+    """Writes a graph as Python text, one line a node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.names: dict[str, Any] = {}
+        self._last_use = _last_uses(module.graph)
+        self._calls: dict[str, tuple[str, str]] = {}
+
+    def generator(self) -> str:
+        """A generator function over a transport and the graph's placeholders."""
+        return "\n".join([*self._lines("transport"), "    yield", ""])  # it is a generator only if it yields somewhere
+
+    def function(self) -> str:
+        """A function of the graph's placeholders."""
+        return "\n".join([*self._lines(), ""])
+
+    def compile(self, source: str, title: str) -> Callable[..., Any]:
+        scope = dict(self.names)
+        exec(compile(source, f"<{title}>", "exec"), scope)  # noqa: S102  the text is written above, from a verified graph
+        run: Callable[..., Any] = scope["run"]
+        return run
+
+    def _lines(self, *first: str) -> list[str]:
+        arguments = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
+        lines = [f"def run({', '.join([*first, *arguments])}):"]
+        for node in self.module.graph.nodes:
+            if node.op != "placeholder":
+                lines += [f"    {line}" for line in self._statement(node)]
+                dropped = self._last_use.get(node, [])
+                if dropped and node.op != "output":
+                    lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
+        return lines
+
+    def _statement(self, node: fx.Node) -> list[str]:
+        if node.op == "output":
+            return [f"return {self._value(node.args[0])}"]
+        if node.op == "call_module":
+            return [f"{node.name} = {self._module_call(node)}"]
+        if node.target is operator.getitem:
+            value, index = node.args
+            return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]
+        if node.target is wait:
+            pending = self._value(node.args[0])
+            return [f"while not transport.ready({pending}):", f"    yield {pending}", f"{node.name} = transport.wait({pending})"]
+        assert callable(node.target)
+        if node.target in COMMUNICATION:
+            return [f"{node.name} = transport.{node.target.__name__}({self._arguments(node)})"]
+        function = quick_call(node)
+        return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]
+
+    def _module_call(self, node: fx.Node) -> str:
+        """A stage's own graph is called directly: what stays with it in front, a tuple in first place spread."""
+        target = str(node.target)
+        if target not in self._calls:
+            module = self.module.get_submodule(target)
+            function: Callable[..., Any] = module.forward
+            if isinstance(module, StageCall):
+                writer = _Writer(module.graph)
+                function = functools.partial(writer.compile(writer.function(), target), *module.bound)
+            self._calls[target] = (self._object(target, function), "*" if getattr(module, "takes_tuple", False) else "")
+        name, spread = self._calls[target]
+        return f"{name}({spread}{self._arguments(node)})"
+
+    def _arguments(self, node: fx.Node) -> str:
+        keywords = [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
+        return ", ".join([*(self._value(value) for value in node.args), *keywords])
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, tuple):
+            return f"({''.join(self._value(part) + ', ' for part in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._value(part) for part in value)}]"
+        if isinstance(value, slice):
+            return f"slice({self._value(value.start)}, {self._value(value.stop)}, {self._value(value.step)})"
+        if value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        return self._object(str(value), value)
+
+    def _object(self, hint: Any, value: Any) -> str:
+        """A name for an object in the generated text."""
+        base = "_" + "".join(letter if letter.isalnum() else "_" for letter in str(hint))
+        name, count = base, 0
+        while self.names.get(name, value) is not value:
+            count += 1
+            name = f"{base}_{count}"
+        self.names[name] = value
+        return name
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody reads behind it."""
+    last: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        for value in [*node.all_input_nodes, node]:
+            if value not in seen and value.op != "output":
+                seen.add(value)
+                last.setdefault(node, []).append(value)
+    return last

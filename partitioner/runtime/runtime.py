@@ -1,0 +1,35 @@
+"""What a runtime is: some ranks in this process, a way to run their programs, and to look at what other processes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from partitioner.runtime.executor import ProgramSet
+
+__all__ = ["Runtime"]
+
+
+class Runtime(Protocol):
+    """Runs programs. ``partitioner.runtime.embedded`` has all ranks here, ``partitioner.runtime.torchrun`` one."""
+
+    n_ranks: int
+    local_ranks: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    backward_anywhere: bool
+    """Whether ``.backward()`` on a result can reach every rank: all of them are here."""
+
+    def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+        """Run the program of every rank of this process; returns each one's result."""
+
+    def agree(self, what: str, value: object) -> None:
+        """Raise ConfigError on every rank when ranks do not all say the same value."""
+
+    def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The union of what the processes own, on every process; each name is owned by one of them."""
+
+    def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
+        """A number reduced over all processes."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: pure functions of ranks, stages and microbatches."""

@@ -1,0 +1,63 @@
+"""The schedules by name: to add one, write its file and its line here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from partitioner.schedules.dualpipe_v import DUALPIPE_V
+from partitioner.schedules.gpipe import GPIPE
+from partitioner.schedules.interleaved import INTERLEAVED
+from partitioner.schedules.kind import ScheduleKind
+from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
+from partitioner.schedules.zbv import ZBV
+from partitioner.schedules.zero_bubble import ZERO_BUBBLE
+from passes.ir.errors import ConfigError
+from passes.ir.schedule import Schedule
+
+__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "make_schedule"]
+
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            GPIPE,
+            ONE_F_ONE_B,
+            INTERLEAVED,
+            ZERO_BUBBLE,
+            ZBV,
+            DUALPIPE_V,
+        )
+    }
+)
+"""Every schedule under the name that users write."""
+
+
+def find_schedule(name: str) -> ScheduleKind:
+    """The schedule of this name; raises ConfigError with the names there are and the closest one.
+
+    >>> find_schedule("ZBV").default_stages_per_rank
+    2
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    spelled = {known.lower(): known for known in SCHEDULES}
+    closest = [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=1)]
+    remedy = f"choose one of {', '.join(SCHEDULES)}"
+    raise ConfigError(f"there is no schedule {name!r}", remedy=f"did you mean {closest[0]!r}? {remedy}" if closest else remedy)
+
+
+def make_schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule of this name for one step: any positive number of ranks, any positive number of microbatches.
+
+    Args:
+        name: a key of ``SCHEDULES``.
+        n_ranks: ranks in the pipeline.
+        n_microbatches: microbatches in the step: also fewer than the ranks, also no multiple of them.
+        stages_per_rank: stages that each rank runs; None: what the schedule asks for, 2 for Interleaved1F1B.
+
+    Raises:
+        ConfigError: the name is unknown, a number is not positive, or the schedule does not allow this many stages a rank.
+    """
+    return find_schedule(name).build(n_ranks, n_microbatches, stages_per_rank)

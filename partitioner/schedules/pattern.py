@@ -1,0 +1,81 @@
+"""A pattern: what one rank does in a step, before its microbatches are numbered.
+
+A pattern is a list of moves. A move says which stage computes and what, not on which microbatch: every stage takes its microbatches
+in ascending order, so the k-th forward of a stage is microbatch k, and numbering is counting.
+
+A schedule whose paper asks for a certain number of microbatches is written down for the next number that it does allow, and the
+microbatches that do not exist are left out. What is left keeps its order, and microbatches never wait for each other's results: so it runs
+without a wait cycle, holds at most as many activations, and ends no later than the full step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from passes.ir.schedule import Action, ActionKind
+
+__all__ = ["Move", "Rank", "numbered", "on"]
+
+Move = tuple[int, ActionKind]
+"""A stage and what it computes."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank sits in the pipeline: all that its pattern depends on.
+
+    Attributes:
+        index: 0 is where microbatches enter.
+        n_ranks: ranks in the pipeline.
+        stages: the stages that the rank runs, ascending.
+        n_microbatches: microbatches in the step.
+    """
+
+    index: int
+    n_ranks: int
+    stages: tuple[int, ...]
+    n_microbatches: int
+
+    @property
+    def n_after(self) -> int:
+        """How many ranks come after this one."""
+        return self.n_ranks - 1 - self.index
+
+
+def on(stage: int, letters: str) -> list[Move]:
+    """The moves of one stage, written as letters.
+
+    >>> [kind.name for stage, kind in on(2, "FIW")]
+    ['FORWARD', 'BACKWARD_INPUT', 'BACKWARD_WEIGHT']
+    """
+    return [(stage, ActionKind(letter)) for letter in letters]
+
+
+def numbered(moves: Iterable[Move], n_microbatches: int) -> tuple[Action, ...]:
+    """Give every move its microbatch, leaving out the microbatches from ``n_microbatches`` on.
+
+    A forward takes the stage's next microbatch, a backward (B or I) likewise, and W the oldest I of the stage that has no W yet.
+
+    >>> print(*numbered(on(0, "FFFIIWBW"), 2))
+    0F0 0F1 0I0 0I1 0W0 0W1
+    """
+    n_forwards: dict[int, int] = defaultdict(int)
+    n_backwards: dict[int, int] = defaultdict(int)
+    halves: dict[int, deque[int]] = defaultdict(deque)
+    actions = []
+    for stage, kind in moves:
+        if kind is ActionKind.FORWARD:
+            microbatch = n_forwards[stage]
+            n_forwards[stage] += 1
+        elif kind is ActionKind.BACKWARD_WEIGHT:
+            microbatch = halves[stage].popleft()
+        else:
+            microbatch = n_backwards[stage]
+            n_backwards[stage] += 1
+            if kind is ActionKind.BACKWARD_INPUT:
+                halves[stage].append(microbatch)
+        if microbatch < n_microbatches:
+            actions.append(Action(stage, kind, microbatch))
+    return tuple(actions)

@@ -1,0 +1,103 @@
+"""Put a ``ModelGraph`` together from an exported program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from partitioner.tracing.batch_symbol import Exported
+from partitioner.tracing.lifted import Lifted, read_signature, refuse_learned_constants
+from partitioner.tracing.normalize import normalize
+from partitioner.tracing.ties import first_names, merged_parameters
+from passes.ir.graph import Input, ModelGraph
+from passes.ir.program import PROGRAM_ARGUMENTS
+from passes.size_expression import size_of
+
+__all__ = ["assemble"]
+
+
+def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
+    """Normalize an exported program and say what its placeholders mean; its outputs are left to say."""
+    lifted = read_signature(exported.program)
+    first = first_names(model)
+    tied = _tied(lifted, first)
+    graph, renamed = _ordered_graph(exported, lifted)
+    module = fx.GraphModule(exported.program.graph_module, graph)
+    batch = next(iter(graph.nodes)) if exported.batch is not None else None
+    input_names = {renamed[name] for name in lifted.inputs if name is not None}
+    graph, notes = normalize(module, batch, exported.batch, tied, input_names, lifted.without_gradient)
+    refuse_learned_constants(lifted)
+    return ModelGraph(
+        module=fx.GraphModule(nn.Module(), graph, type(model).__name__),
+        parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
+        buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
+        constants=lifted.constants,
+        aliases={name: other for name, other in first.items() if name != other},
+        inputs=_inputs(exported, lifted, renamed),
+        input_tree=exported.inputs.tree,
+        outputs=(),
+        output_tree=exported.program.call_spec.out_spec,
+        batch=exported.batch,
+        batch_size=exported.layout.size,
+        training=training,
+        notes=(*exported.notes, *merged_parameters(model), *notes),
+    )
+
+
+def _tied(lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
+    """Placeholder to remove -> placeholder of the first name of the same tensor."""
+    placeholder_of = {target: name for name, target in (*lifted.parameters.items(), *lifted.buffers.items())}
+    return {name: placeholder_of[first[target]] for target, name in placeholder_of.items() if first[target] != target}
+
+
+def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[str, str]]:
+    """A copy of the graph with ``batch`` in front and no placeholders for plain values; also new names of placeholders."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    batch = graph.placeholder("batch") if exported.batch is not None else None
+    constants = {name for name in _placeholder_names(exported) if name not in _tensors(lifted)}
+    for node in exported.program.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in constants:
+                continue
+            copies[node] = graph.placeholder(f"{node.name}_input" if node.name in PROGRAM_ARGUMENTS else node.name)
+            copies[node].target = copies[node].name
+            copies[node].meta = dict(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if batch is not None:
+        batch.meta["val"] = _batch_value(exported, copies)
+    return graph, {node.name: copy.name for node, copy in copies.items() if node.op == "placeholder"}
+
+
+def _placeholder_names(exported: Exported) -> list[str]:
+    return [node.name for node in exported.program.graph.nodes if node.op == "placeholder"]
+
+
+def _tensors(lifted: Lifted) -> set[str]:
+    return {*lifted.parameters, *lifted.buffers, *lifted.constants, *(name for name in lifted.inputs if name is not None)}
+
+
+def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch.SymInt:
+    leaf, dimension = exported.layout.dimensions[0]
+    name = exported.program.graph_signature.user_inputs[leaf]
+    node = next(node for node in copies if node.name == name)
+    value: torch.SymInt = node.meta["val"].shape[dimension]
+    return value
+
+
+def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str]) -> tuple[Input, ...]:
+    values = {node.name: node.meta.get("val") for node in exported.program.graph.nodes if node.op == "placeholder"}
+    dimensions = dict(exported.layout.dimensions)
+    inputs = []
+    for index, (name, placeholder) in enumerate(zip(exported.inputs.names, lifted.inputs, strict=True)):
+        if placeholder is None:
+            inputs.append(Input(name, None, exported.inputs.leaves[index], (), None, None))
+            continue
+        value = values[placeholder]
+        shape = tuple(size_of(size) for size in value.shape)
+        inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, dimensions.get(index)))
+    return tuple(inputs)

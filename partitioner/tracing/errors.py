@@ -1,0 +1,157 @@
+"""What goes wrong in a trace, said in the user's words: which module, which line, what to do."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from partitioner.tracing.autograd_functions import CustomFunctionError
+from passes.ir.errors import Place, TraceError
+
+__all__ = ["depends_on_sizes", "refuse_unplaceable", "trace_error", "why_fixed"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One way in which a model cannot be traced.
+
+    Attributes:
+        recognizes: whether an exception is of this kind.
+        problem: what was wrong, behind "the model".
+        remedy: what to do.
+    """
+
+    recognizes: Callable[[Exception], bool]
+    problem: str
+    remedy: str
+
+
+def _says(*words: str) -> Callable[[Exception], bool]:
+    return lambda error: any(word in str(error) for word in words)
+
+
+def _is_checkpoint(error: Exception) -> bool:
+    return isinstance(error, CustomFunctionError) and error.function.__module__ == "torch.utils.checkpoint"
+
+
+_KINDS = (
+    _Kind(
+        _is_checkpoint,
+        "recomputes activations with reentrant checkpoints, whose backward a trace would lose",
+        'checkpoint with use_reentrant=False, or not at all and pass recompute="full"',
+    ),
+    _Kind(
+        lambda error: isinstance(error, CustomFunctionError),
+        "applies the custom autograd function {error}, whose backward a trace would lose",
+        "write it with differentiable tensor operations, or register it with torch.library.custom_op and torch.library.register_autograd",
+    ),
+    _Kind(
+        _says("data-dependent", "Could not guard on", "Dynamic control flow"),
+        "lets the values of a tensor decide what it computes",
+        "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
+    ),
+    _Kind(
+        _says(".numpy()", "data pointer", "data_ptr", "Cannot access storage", "not allocated", "numpy"),
+        "reads the values of a tensor outside of PyTorch",
+        "compute with PyTorch's own operations, or before and after the model",
+    ),
+    _Kind(
+        _says("not a known type", "pytree", "Unsupported input type", "Unsupported output type"),
+        "takes or returns something that is not made of tensors: {error}",
+        "use tensors in tuples, lists, dicts, or in dataclasses registered with torch.export.register_dataclass",
+    ),
+    _Kind(
+        _says("device propagation", "found two different devices", "Device Propagation"),
+        "mixes devices: {error}",
+        "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
+    ),
+)
+
+
+def depends_on_sizes(error: Exception) -> bool:
+    """Whether the error may be gone when other sizes are traced, or when sizes are not left open."""
+    return not isinstance(error, CustomFunctionError) and not any(kind.recognizes(error) for kind in _KINDS[:4])
+
+
+def trace_error(model: nn.Module, error: Exception) -> TraceError:
+    """The error to raise in place of what ``torch.export`` raised; raise it ``from`` that."""
+    if isinstance(error, TraceError):
+        return error
+    place = _place(model, error)
+    name = type(model).__name__
+    message = _first_line(error)
+    for kind in _KINDS:
+        if kind.recognizes(error):
+            return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=kind.remedy)
+    return TraceError(
+        f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
+        place=place,
+        remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support",
+    )
+
+
+def why_fixed(error: Exception | None) -> str:
+    """Why a batch size could not be left open, in one clause."""
+    text = str(error)
+    if error is None or "specialized it to be a constant" in text or "specialized value" in text:
+        return "the model turns it into a constant, as int(x.shape[0]) and loops over it do"
+    if "generated guard" in text:
+        assumption = text.split("generated guard", 1)[1].splitlines()[0].strip(" .")
+        return f"the model assumes that {assumption}"
+    return _first_line(error)
+
+
+def refuse_unplaceable(model: nn.Module) -> None:
+    """Raise TraceError when a model is not all there, or placed already: lazy parameters, distributed tensors, several devices."""
+    found: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = Place(module=name.rpartition(".")[0])
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+            raise TraceError(f"{name} has no shape yet", place=place, remedy="call the model once with a batch, then partition it")
+        if hasattr(tensor, "device_mesh"):
+            raise TraceError(
+                f"{name} is distributed already ({type(tensor).__name__})",
+                place=place,
+                remedy="partition the model before it is parallelised",
+            )
+        found.setdefault(tensor.device, name)
+    if len(found) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise TraceError(
+            f"{type(model).__name__} is on several devices already: {where}",
+            place=Place(module=list(found.values())[1].rpartition(".")[0]),
+            remedy='move it to one, and partition(...) will place it: model.to("cpu")',
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _place(model: nn.Module, error: Exception) -> Place:
+    """The innermost module that was running, and the innermost line outside of PyTorch and of this package."""
+    names = {module: name for name, module in model.named_modules()}
+    module: str | None = None
+    source: str | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and running in names:
+            module = names[running]
+        if module is not None and not _is_inside(frame.f_code.co_filename):
+            source = f"{frame.f_code.co_filename}:{line}"
+    return Place(module=module, source=source)
+
+
+_OWN = (Path(torch.__file__).parent, Path(__file__).parent)
+
+
+def _is_inside(file: str) -> bool:
+    path = Path(file)
+    return file.startswith("<") or any(own in path.parents for own in _OWN)

@@ -1,0 +1,144 @@
+"""Example inputs of a model that comes without any.
+
+Taken, in this order, from what libraries leave on their models, and from the first layer:
+
+    Lightning        model.example_input_array
+    transformers     model.dummy_inputs; images of config.image_size for models that take pixels
+    timm             model.pretrained_cfg["input_size"]
+    first layer      Linear(in_features, ...): (2, in_features); Embedding: (2, 16) indices; ConvNd(channels, ...): (2, channels, 64*)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["find_example_inputs"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_BATCH = 2
+_LENGTHS = (16, 8, 4, 2, 1)
+_IMAGE_SIZES = (64, 224, 32, 28, 16)
+
+
+def find_example_inputs(model: nn.Module) -> _Call:
+    """The positional and keyword inputs that a model brings along, or that its first layer implies.
+
+    Raises:
+        ConfigError: there are none, or the model does not take them; says what to pass.
+    """
+    for source in (_of_lightning, _of_transformers, _of_timm):
+        found = source(model)
+        if found is not None:
+            return found
+    for found in _of_first_layer(model):
+        if _runs(model, *found):
+            return found
+    raise ConfigError(
+        f"no example inputs are known for {type(model).__name__}, and its first layer does not tell",
+        remedy=f"pass one batch (only sizes and types matter): {_how_to_pass(model)}",
+    )
+
+
+def _of_lightning(model: nn.Module) -> _Call | None:
+    example = getattr(model, "example_input_array", None)
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    return ((example,), {}) if isinstance(example, Tensor) else None
+
+
+def _of_transformers(model: nn.Module) -> _Call | None:
+    """``dummy_inputs`` are token ids for every model of the library, so they count only for models whose main input those are."""
+    main = getattr(model, "main_input_name", None)
+    if not isinstance(main, str):
+        return None
+    dummy = getattr(model, "dummy_inputs", None)
+    device = _tensor_of(model).device
+    if isinstance(dummy, Mapping) and main in dummy:
+        return (), {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    config = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if main == "pixel_values" and size is not None and channels is not None:
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        return (), {main: torch.zeros((_BATCH, channels, *sides), dtype=_tensor_of(model).dtype, device=device)}
+    return None
+
+
+def _of_timm(model: nn.Module) -> _Call | None:
+    config = getattr(model, "pretrained_cfg", None)
+    size = config.get("input_size") if isinstance(config, Mapping) else None
+    if size is None:
+        return None
+    like = _tensor_of(model)
+    return (torch.zeros((_BATCH, *size), dtype=like.dtype, device=like.device),), {}
+
+
+def _of_first_layer(model: nn.Module) -> Iterator[_Call]:
+    """Inputs to try when the model takes one tensor and its first layer says which."""
+    names = _required(model)
+    first = next((module for module in model.modules() if next(module.parameters(recurse=False), None) is not None), None)
+    if len(names) != 1 or first is None or any(getattr(module, "batch_first", None) is False for module in model.modules()):
+        return
+    for shape, dtype in _shapes(model, first):
+        value = torch.zeros(shape, dtype=dtype, device=next(first.parameters()).device)
+        yield ((value,), {}) if names[0] in _without_default(model) else ((), {names[0]: value})
+
+
+def _shapes(model: nn.Module, first: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(first, nn.Linear) and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield (_BATCH, first.in_features), first.weight.dtype
+    elif isinstance(first, nn.Embedding):
+        longest = min(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+        for length in _LENGTHS:
+            if length <= longest:
+                yield (_BATCH, length), torch.int64
+    elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        for size in _IMAGE_SIZES:
+            yield (_BATCH, first.in_channels, *(size for _ in first.kernel_size)), first.weight.dtype
+
+
+def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model takes such inputs: tried on the meta device, where nothing is computed."""
+    tensors = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    try:
+        with torch.no_grad():
+            moved = {name: value.to("meta") for name, value in kwargs.items()}
+            torch.func.functional_call(model, tensors, tuple(value.to("meta") for value in args), moved)
+    except Exception:  # noqa: BLE001  whatever the model raises, it does not take them
+        return False
+    return True
+
+
+def _tensor_of(model: nn.Module) -> Tensor:
+    """A floating-point tensor of the model, whose type and device its inputs should have."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
+
+
+def _without_default(model: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds and parameter.default is inspect.Parameter.empty]
+
+
+def _required(model: nn.Module) -> list[str]:
+    """The inputs that have to be given; models of transformers give all of them a default and name the one that counts."""
+    main = getattr(model, "main_input_name", None)
+    return _without_default(model) or ([main] if isinstance(main, str) else [])
+
+
+def _how_to_pass(model: nn.Module) -> str:
+    """A line of code."""
+    positional = _without_default(model)
+    if positional or not _required(model):
+        return f"partition(model, ..., example_inputs=({', '.join(positional or ['x'])},))"
+    return f"partition(model, ..., example_kwargs={{{', '.join(f'{name!r}: {name}' for name in _required(model))}}})"

@@ -1,0 +1,166 @@
+"""One call of ``torch.export``, made safe: one at a time, in the right mode, leaving the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram, ShapesCollection
+
+from partitioner.tracing.autograd_functions import refuse_custom_functions
+from partitioner.tracing.batch_of_one import questions_about_one_row
+from partitioner.tracing.caches import register_caches
+from partitioner.tracing.inputs import BatchLayout, ModelInputs
+from partitioner.tracing.preserved import preserved
+from partitioner.tracing.random_choices import DecidedRandomChoices
+
+__all__ = ["TRACING", "export"]
+
+TRACING = threading.RLock()
+"""Held while a model is traced: neither ``torch.export`` nor what is patched for it is thread-safe."""
+
+
+def export(
+    model: nn.Module, inputs: ModelInputs, training: bool, batch: Any = None, layout: BatchLayout | None = None, *, may_assume: bool = False
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Export a model in training IR: composite operations, parameters lifted to placeholders.
+
+    Args:
+        training: the mode to trace in; a model that is in it keeps the flag of every module.
+        batch: what ``torch.export`` takes for a dynamic dimension; None makes every size static.
+        layout: which leaves it is in.
+        may_assume: trace on where a size has to be assumed something of, which ``shape_guards`` then reads; else it is an error.
+
+    Returns:
+        The program, and what the user should know, one sentence each.
+
+    Raises:
+        CustomFunctionError: the model applies a custom autograd function where gradients flow.
+        Exception: whatever ``torch.export`` raises.
+    """
+    shapes: Any = ShapesCollection()
+    if batch is not None and layout is not None:
+        for index, dimension in layout.dimensions:
+            shapes[inputs.leaves[index]] = {dimension: batch}
+    register_caches()
+    with contextlib.ExitStack() as stack:
+        questions = stack.enter_context(questions_about_one_row())
+        for context in (
+            TRACING,
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            _without_autocast(),
+            _meta_autocast_as_cpu(),
+            refuse_custom_functions(),
+            DecidedRandomChoices(),
+            preserved(model),
+        ):
+            stack.enter_context(context)
+        warned = stack.enter_context(_quietly())
+        if model.training != training:
+            model.train(training)
+        _name_keywords(model, inputs.kwargs)
+        program = torch.export.export(
+            model,
+            inputs.args,
+            inputs.kwargs,
+            dynamic_shapes=shapes or None,
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=may_assume,
+        )
+    return program, _notes(_kept_attributes(warned), questions)
+
+
+def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Give ``forward`` a signature that names what it takes as ``**kwargs``: there, ``torch.export`` fails on open sizes."""
+    signature = inspect.signature(model.forward)
+    named = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = [name for name in kwargs if name not in signature.parameters]
+    if not others:
+        return
+    original = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    forward.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+_ASSIGNED = re.compile(r"tensor attributes? (.+) (?:was|were) assigned during export")
+
+
+def _kept_attributes(warned: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Attributes in which the model kept tensors: ``torch.export`` puts them back and warns."""
+    found = [_ASSIGNED.search(str(warning.message)) for warning in warned]
+    names = [name.removeprefix("self.") for match in found if match is not None for name in match[1].split(", ")]
+    return sorted(dict.fromkeys(names))
+
+
+def _notes(kept: Sequence[str], questions: Sequence[str]) -> tuple[str, ...]:
+    notes = []
+    if kept:
+        notes.append(f"the model keeps tensors in {', '.join(kept)} for later calls; partitioned, only its buffers are kept")
+    if questions:
+        where = ", ".join(questions)
+        notes.append(f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are")
+    return tuple(notes)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Outside of any autocast that the caller is in: a graph means the same wherever it was traced."""
+    with contextlib.ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _meta_autocast_as_cpu() -> Iterator[None]:
+    """PyTorch knows no autocast for the meta device, not even one that is disabled, as models write around their rotary embeddings."""
+    original = torch.autocast.__init__
+
+    def initialize(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[list[warnings.WarningMessage]]:
+    """PyTorch reports failures in its log and on stderr before it raises them; some are expected here, and all others are raised.
+
+    Yields:
+        What was warned of.
+    """
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+
+    def is_no_failure(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING
+
+    for handler in handlers:
+        handler.addFilter(is_no_failure)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield warned
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_no_failure)

@@ -1,0 +1,65 @@
+"""Say what becomes of each result when the batch is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeGuard
+
+import torch
+from torch import fx
+
+from partitioner.tracing.trees import output_names
+from passes.batch.values import Values
+from passes.batch_dimension import combination, follow_batch
+from passes.ir.graph import ModelGraph, Output
+from passes.replicable import replicable_nodes
+from passes.size_expression import size_of
+
+__all__ = ["with_outputs"]
+
+
+def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
+    """The graph with its outputs described.
+
+    Args:
+        values: sizes as expressions in the batch; None when they are unknown.
+    """
+    names = output_names(graph.output_tree)
+    (leaves,) = graph.graph.output_node().args
+    assert isinstance(leaves, tuple | list)
+    if values is None:
+        outputs = tuple(_uncut(name, leaf) for name, leaf in zip(names, leaves, strict=True))
+        return dataclasses.replace(graph, outputs=outputs)
+    batched = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
+    countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batched.keys()
+    flow = follow_batch(graph.graph, values, batched, countable, graph.buffers)
+    described = []
+    reasons: dict[str, None] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if _is_size(leaf):
+            described.append(_size(name, leaf))
+        elif isinstance(leaf, fx.Node):
+            combine, dimension, reason = combination(leaf, flow)
+            described.append(Output(name, leaf.name, None, combine, dimension))
+            if reason is not None:
+                reasons[reason] = None
+        else:
+            described.append(Output(name, None, leaf, "same", None))
+    return dataclasses.replace(graph, outputs=tuple(described), notes=(*graph.notes, *reasons), microbatching=flow.notes)
+
+
+def _is_size(leaf: object) -> TypeGuard[fx.Node]:
+    """Whether a result is a number that follows from the batch size: no rank computes it."""
+    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), int | torch.SymInt)
+
+
+def _size(name: str, leaf: fx.Node) -> Output:
+    return Output(name, None, size_of(leaf.meta["val"]), "same", None)
+
+
+def _uncut(name: str, leaf: object) -> Output:
+    if _is_size(leaf):
+        return _size(name, leaf)
+    if isinstance(leaf, fx.Node):
+        return Output(name, leaf.name, None, "mixed", None)
+    return Output(name, None, leaf, "same", None)

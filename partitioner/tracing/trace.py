@@ -1,0 +1,103 @@
+"""From a module to a ``ModelGraph``: export, normalize, follow the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+from torch import nn
+
+from partitioner.tracing.assemble import assemble
+from partitioner.tracing.batch_symbol import Exported, export_fixed, export_open
+from partitioner.tracing.errors import refuse_unplaceable
+from partitioner.tracing.example_inputs import find_example_inputs
+from partitioner.tracing.export import TRACING
+from partitioner.tracing.inputs import BatchLayout, ModelInputs, flatten_inputs
+from partitioner.tracing.outputs import with_outputs
+from partitioner.tracing.ties import refuse_overlaps
+from passes.batch.values import FittedValues, OpenValues, pair_nodes
+from passes.ir.errors import TraceError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["trace"]
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    training: bool | None = None,
+    batch_size: int | None = None,
+) -> ModelGraph:
+    """Trace a model into one graph. The model is not changed, and tracing computes nothing.
+
+    Args:
+        example_inputs: positional inputs of one call, with the whole batch; only their sizes and types matter.
+        example_kwargs: its keyword inputs. When both are None, inputs are found as ``find_example_inputs`` says.
+        training: trace as ``model.train(training)`` would compute; None keeps the mode of every module.
+        batch_size: trace for this batch size alone, even where the model allows any.
+
+    Raises:
+        TraceError: the model cannot be made one graph.
+        ConfigError: the inputs do not fit, or there are none and none can be found.
+    """
+    refuse_unplaceable(model)
+    refuse_overlaps(model)
+    if example_inputs is None and example_kwargs is None:
+        example_inputs, example_kwargs = find_example_inputs(model)
+    inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).moved_with(model)
+    training = model.training if training is None else training
+    with TRACING:
+        if batch_size is not None:
+            return _fixed(model, inputs, training, inputs.layout(0), batch_size)
+        return _open(model, inputs, training)
+
+
+def _open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelGraph:
+    """With an open batch, if there is one; the batch is the first dimension, or the second where layers expect it there."""
+    layout = inputs.layout(0)
+    first = _with_open_batch(model, inputs, training, layout)
+    if not isinstance(first, str) and _can_be_cut(first):
+        return first
+    if any(getattr(module, "batch_first", None) is False for module in model.modules()):
+        second = _with_open_batch(model, inputs, training, inputs.layout(1))
+        if not isinstance(second, str) and _can_be_cut(second):
+            return second
+    if not isinstance(first, str):
+        return first
+    fixed = _fixed(model, inputs, training, layout, layout.size)
+    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {first}"
+    return dataclasses.replace(fixed, notes=(note, *fixed.notes))
+
+
+def _with_open_batch(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
+    exported = export_open(model, inputs, training, layout)
+    if isinstance(exported, str):
+        return exported
+    graph = assemble(model, exported, training)
+    assert graph.batch is not None
+    return with_outputs(graph, OpenValues(graph.batch))
+
+
+def _can_be_cut(graph: ModelGraph) -> bool:
+    return all(output.combine != "mixed" for output in graph.outputs)
+
+
+def _fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
+    """For one batch size; a second trace, with twice the batch, shows where the batch is."""
+    exported = export_fixed(model, inputs, training, layout, size)
+    graph = assemble(model, exported, training)
+    twin = _twin(model, inputs, training, exported)
+    pairs = None if twin is None else pair_nodes(graph.graph, twin.graph)
+    if twin is None or pairs is None:
+        return with_outputs(graph, None)
+    return with_outputs(graph, FittedValues(pairs, (size, twin.batch_size), sympy.Symbol("batch", positive=True, integer=True)))
+
+
+def _twin(model: nn.Module, inputs: ModelInputs, training: bool, exported: Exported) -> ModelGraph | None:
+    try:
+        return assemble(model, export_fixed(model, inputs, training, exported.layout, 2 * exported.layout.size), training)
+    except TraceError:
+        return None

@@ -1,0 +1,1 @@
+"""Graphs and what rewrites them: never costs, never processes."""

@@ -1,0 +1,151 @@
+"""Trace a stage forward and backward as one joint graph of ATen operations.
+
+Before, a stage:                                After, the joint graph:
+
+    (weight, x) -> linear -> relu -> (relu,)        (weight, x | relu_gradient)
+                                                    -> t, mm, relu | threshold_backward, mm, mm
+                                                    -> (relu | weight_gradient, x_gradient)
+
+PyTorch's own autograd derives the backward: the stage is run on fake tensors, ``torch.autograd.grad`` is called on its outputs, and
+``make_fx`` records every operation that autograd dispatches. Hence the joint graph computes what eager training computes, operation by
+operation. A gradient that autograd calls None is absent here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.ir.errors import Place, TraceError
+from passes.simplify import simplify
+from passes.stages import StageGraph
+
+__all__ = ["Joint", "differentiate"]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The forward and backward of a stage in one graph.
+
+    Attributes:
+        stage: what was differentiated.
+        graph: placeholders: those of the stage, then ``<name>_gradient`` for each of ``outputs_with_gradient``.
+        outputs: for each output of the stage, its node.
+        gradients: input or parameter -> node of its gradient; absent where there is none.
+        outputs_with_gradient: outputs whose gradients the backward takes.
+    """
+
+    stage: StageGraph
+    graph: fx.Graph
+    outputs: tuple[fx.Node, ...]
+    gradients: dict[str, fx.Node]
+    outputs_with_gradient: tuple[str, ...]
+
+    @property
+    def gradient_placeholders(self) -> list[fx.Node]:
+        """The placeholders of the gradients of the outputs."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return placeholders[len(placeholders) - len(self.outputs_with_gradient) :]
+
+
+@contextlib.contextmanager
+def fake_mode(graph: fx.Graph) -> Iterator[None]:
+    """The mode that a graph was traced in: inside it every tensor is fake, those that the graph creates too."""
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
+    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+    # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
+    # the Python dispatcher takes their symbolic decompositions instead.
+    with mode, enable_python_dispatcher():
+        yield
+
+
+def contiguous_like(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A fake tensor (inside ``fake_mode``) with the sizes and dtype of another, laid out densely: what arrives from another rank."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
+
+
+def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_with_gradient: frozenset[str], device: torch.device) -> Joint:
+    """Trace the stage's joint graph.
+
+    Args:
+        differentiable: placeholders (parameters, model inputs, values) that gradients are wanted for.
+        outputs_with_gradient: outputs whose gradients will be given.
+        device: where the stage runs: decides which kernels autograd picks.
+    """
+    names = stage.bound + stage.arguments
+    given = tuple(name for name in stage.outputs if name in outputs_with_gradient)
+    outputs = {node.name: node for node in returned_nodes(stage.module.graph)}
+    found: list[str] = []
+
+    def joint(inputs: Sequence[Any], gradients: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        with torch.enable_grad():
+            leaves = [
+                value.detach().requires_grad_() if name in differentiable else value for name, value in zip(names, inputs, strict=True)
+            ]
+            results = fx.Interpreter(stage.module).run(*leaves)
+            wanted = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in differentiable]
+            roots = [results[stage.outputs.index(name)] for name in given]
+            if not roots or not wanted:
+                return list(results), []
+            found_gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                roots, [leaf for _, leaf in wanted], gradients, allow_unused=True
+            )
+        pairs = [(name, gradient) for (name, _), gradient in zip(wanted, found_gradients, strict=True) if gradient is not None]
+        found[:] = [name for name, _ in pairs]
+        return list(results), [gradient for _, gradient in pairs]
+
+    try:
+        with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta():
+            inputs = [_example(node, node.name in stage.bound, device) for node in stage.module.graph.nodes if node.op == "placeholder"]
+            module = make_fx(joint)(inputs, [contiguous_like(outputs[name].meta["val"], device) for name in given])
+    except Exception as error:
+        raise TraceError(
+            f"stage {stage.index} cannot be differentiated: {error}",
+            place=Place(module=", ".join(sorted(_modules(stage))[:4])),
+            remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
+        ) from error
+    return _named(stage, module.graph, given, found)
+
+
+def _example(node: fx.Node, bound: bool, device: torch.device) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    if bound and value.device == device:
+        return value
+    if bound:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    return contiguous_like(value, device)
+
+
+def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Sequence[str]) -> Joint:
+    """Copy the traced graph so that its placeholders bear the names of what they stand for."""
+    names = iter([*stage.bound, *stage.arguments, *(f"{name}_gradient" for name in given)])
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.nodes:
+        copies[node] = graph.placeholder(next(names)) if node.op == "placeholder" else graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    simplify(graph)
+    results = returned_nodes(graph)
+    count = len(stage.outputs)
+    return Joint(stage, graph, tuple(results[:count]), dict(zip(found, results[count:], strict=True)), tuple(given))
+
+
+def returned_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph's flat output."""
+    results, *_ = graph.output_node().args
+    assert isinstance(results, Sequence)
+    return [result for result in results if isinstance(result, fx.Node)]
+
+
+def _modules(stage: StageGraph) -> set[str]:
+    stacks = (node.meta.get("nn_module_stack") or {} for node in stage.module.graph.nodes)
+    return {list(stack.values())[-1][0] for stack in stacks if stack}

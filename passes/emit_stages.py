@@ -1,0 +1,234 @@
+"""Stage calls of a program: forwards, backwards, and what becomes of the gradients of parameters and inputs.
+
+stage1_forward_mb0 = self.stage1_forward(size_mb0, h_mb0)           one call
+relu_mb0 = stage1_forward_mb0[0]                                    a value that leaves the stage
+stage1_saved_mb0 = stage1_forward_mb0[1]                            what its backward reads
+...
+stage1_backward_mb0 = self.stage1_backward(stage1_saved_mb0, relu_gradient_mb0)
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.emitter import Emitter
+from passes.ir.communication import all_reduce, wait
+from passes.ir.microbatch import add_gradients, add_gradients_in_place, concatenate, total
+from passes.ir.program import StageCall, StoreGradients
+from passes.ir.schedule import Action, ActionKind
+from passes.lower import LoweredStages
+from passes.messages import Message, gradient_sources
+from passes.split_backward import DifferentiatedStage
+
+__all__ = ["StageEmitter"]
+
+
+class StageEmitter(Emitter):
+    """Writes the calls of a rank's stages; keeps their saved values and gradients until they are used."""
+
+    saved: dict[tuple[int, int], fx.Node]
+
+    def prepare(self, device: torch.device, stored: frozenset[str] | None = None) -> None:
+        """Set what the rank's calls need.
+
+        Args:
+            device: where the rank runs, for the zeros that it adds to sums.
+            stored: the parameters and inputs whose gradients are kept; None: all.
+        """
+        self.device = device
+        self._stored = stored
+        self.saved = {}
+        self.kept: dict[tuple[int, int], fx.Node] = {}
+        self.gradients: dict[int, fx.Node] = {}
+        self._n_added: dict[int, int] = {}
+        self._input_gradients: dict[tuple[str, int], list[fx.Node]] = {}
+        self.value_gradients: dict[tuple[str, int, int], fx.Node] = {}
+
+    # -- forward -------------------------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, microbatch: int) -> fx.Node:
+        """A value between stages: computed by this rank or received."""
+        if (name, microbatch) in self.values:
+            return self.values[name, microbatch]
+        source = self.lowered.stage_rank[self.lowered.producer(name)]
+        return self.arrive(Message("activation", name, microbatch, -1, source, self.rank))
+
+    def forward(self, action: Action, *, training: bool) -> None:
+        """One stage forward; in training also keep what its backward reads."""
+        stage, microbatch = self.lowered.stages[action.stage], action.microbatch
+        arguments: list[fx.Node] = [self.size(microbatch)] if stage.has_batch else []
+        arguments += [self.model_input(name, microbatch) for name in stage.model_inputs]
+        arguments += [self.value(name, microbatch) for name in stage.values]
+        graph = self.lowered.training[stage.index].forward if training else stage.module
+        prefix = f"stage{stage.index}"
+        call = self.call_module(
+            f"{prefix}_forward", lambda: StageCall(graph, stage.bound), tuple(arguments), f"{prefix}_forward_mb{microbatch}"
+        )
+        for index, name in enumerate(stage.outputs):
+            self.values[name, microbatch] = self.item(call, index, f"{name}_mb{microbatch}")
+        if training:
+            self.saved[stage.index, microbatch] = self.item(call, len(stage.outputs), f"{prefix}_saved_mb{microbatch}")
+
+    # -- backward ------------------------------------------------------------------------------------------------------------------
+
+    def backward(self, action: Action) -> None:
+        """One stage backward, whole or either half."""
+        stage = self.lowered.training[action.stage]
+        if stage.backward is None:
+            return
+        prefix, microbatch = f"stage{action.stage}", action.microbatch
+        key = (action.stage, microbatch)
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            if stage.parameters_with_gradient:
+                assert stage.backward_weight is not None
+                graph = stage.backward_weight
+                call = self.call_module(
+                    f"{prefix}_backward_weight",
+                    lambda: StageCall(graph, stage.weight_bound, takes_tuple=True),
+                    (self.kept[key],),
+                    f"{prefix}_backward_weight_mb{microbatch}",
+                )
+                self._accumulate(action, self.item(call, 0, f"{prefix}_parameter_gradients_mb{microbatch}"))
+            return
+        half = action.kind is ActionKind.BACKWARD_INPUT
+        graph = stage.backward_input if half and stage.backward_input is not None else stage.backward
+        given = [self._gradient(name, microbatch) for name in stage.outputs_with_gradient]
+        name = f"{prefix}_backward_input" if half else f"{prefix}_backward"
+        call = self.call_module(
+            name, lambda: StageCall(graph, stage.backward_bound, takes_tuple=True), (self.saved[key], *given), f"{name}_mb{microbatch}"
+        )
+        self._spread(stage, action, call)
+        rest = len(stage.arguments_with_gradient)
+        if half:
+            self.kept[key] = self.item(call, rest, f"{prefix}_kept_mb{microbatch}")
+        elif stage.parameters_with_gradient:
+            self._accumulate(action, self.item(call, rest, f"{prefix}_parameter_gradients_mb{microbatch}"))
+
+    def _spread(self, stage: DifferentiatedStage, action: Action, call: fx.Node) -> None:
+        """Name the gradients of the stage's arguments."""
+        for index, name in enumerate(stage.arguments_with_gradient):
+            node = self.item(call, index, f"{name}_gradient_of_stage{action.stage}_mb{action.microbatch}")
+            if name in self.lowered.stages[action.stage].model_inputs:
+                self._input_gradients.setdefault((name, action.microbatch), []).append(node)
+            else:
+                self.value_gradients[name, action.microbatch, action.stage] = node
+
+    def _gradient(self, name: str, microbatch: int) -> fx.Node:
+        """The gradient of one of the rank's values: the sum of what its readers give."""
+        parts = []
+        for consumer in gradient_sources(self.lowered, name):
+            source = self.lowered.collector if consumer == -1 else self.lowered.stage_rank[consumer]
+            if source == self.rank:
+                parts.append(self.value_gradients[name, microbatch, consumer])
+            else:
+                parts.append(self.arrive(Message("gradient", name, microbatch, consumer, source, self.rank)))
+        return self._sum(parts, f"{name}_gradient_mb{microbatch}")
+
+    def _sum(self, parts: Sequence[fx.Node], name: str) -> fx.Node:
+        result = parts[0]
+        for part in parts[1:]:
+            result = self.call(operator.add, (result, part), name)
+        return result
+
+    # -- gradients of parameters and inputs ----------------------------------------------------------------------------------------
+
+    def _accumulate(self, action: Action, gradients: fx.Node) -> None:
+        """Sum over microbatches. The first sum takes new memory: a backward may return memory that is in use elsewhere."""
+        stage = action.stage
+        count = self._n_added.get(stage, 0)
+        self._n_added[stage] = count + 1
+        if count:
+            function = add_gradients if count == 1 else add_gradients_in_place
+            name = f"accumulate_gradients_stage{stage}_mb{action.microbatch}"
+            gradients = self.call(function, (self.gradients[stage], gradients), name)
+        self.gradients[stage] = gradients
+
+    def store_gradients(self) -> None:
+        """Sum the gradients of parameters that several ranks hold, and add everything to ``.grad``."""
+        shared = {name: ranks for name, ranks in shared_parameters(self.lowered).items() if self._is_stored(name)}
+        for stage in self.lowered.training:
+            index = self.lowered.training.index(stage)
+            if index not in self.gradients:
+                continue
+            names = [name if self._is_stored(name) and name not in shared else None for name in stage.parameters_with_gradient]
+            if any(names):
+                target = f"stage{index}_store_gradients"
+                self.call_module(target, functools.partial(StoreGradients, names), (self.gradients[index],), target)
+        for group in sorted(set(shared.values())):
+            if self.rank in group:
+                self._store_shared([name for name in shared if shared[name] == group], group)
+
+    def _is_stored(self, name: str) -> bool:
+        return self._stored is None or name in self._stored
+
+    def _store_shared(self, names: list[str], group: tuple[int, ...]) -> None:
+        owns = [self._own_gradient(name) for name in names]
+        label = "_".join(str(rank) for rank in group)
+        pending = self.call(all_reduce, (owns,), f"all_reduce_tied_ranks_{label}", group=group)
+        pending.meta["reduces"] = tuple(names)
+        pending.meta["bytes"] = sum(self.bytes_over_batch(name, None) for name in names)
+        sums = self.call(wait, (pending,), f"tied_gradients_ranks_{label}")
+        target = f"store_tied_gradients_ranks_{label}"
+        self.call_module(target, lambda: StoreGradients(names), (sums,), target)
+
+    def _own_gradient(self, name: str) -> fx.Node:
+        """What this rank's stages add to the gradient of a parameter; zeros where it gets none here."""
+        parts = []
+        for index, gradients in self.gradients.items():
+            stage = self.lowered.training[index]
+            if name in stage.parameters_with_gradient:
+                parts.append(self.item(gradients, stage.parameters_with_gradient.index(name), f"{name}_gradient_stage{index}"))
+        if parts:
+            return self._sum(parts, f"{name}_gradient")
+        fake = self.fake(name)
+        return self.call(torch.zeros, (tuple(fake.shape),), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
+
+    def input_gradients(self) -> tuple[fx.Node | None, ...]:
+        """For each differentiated model input its gradient over the batch, summed over all ranks, on every rank."""
+        assert self.lowered.differentiation is not None
+        results: list[fx.Node | None] = []
+        for leaf in self.lowered.graph.inputs:
+            name = leaf.placeholder
+            if name is None or name not in self.lowered.differentiation.inputs:
+                continue
+            if not (self._is_stored(name) and any(name in stage.arguments_with_gradient for stage in self.lowered.training)):
+                results.append(None)
+                continue
+            own = self._own_input_gradient(name, leaf.batch_dim)
+            pending = self.call(all_reduce, ([own],), f"all_reduce_{name}_gradient", group=tuple(range(self.lowered.n_ranks)))
+            pending.meta["reduces"] = (name,)
+            pending.meta["bytes"] = self.bytes_over_batch(name, leaf.batch_dim)
+            summed = self.call(wait, (pending,), f"{name}_gradient_parts")
+            results.append(self.item(summed, 0, f"{name}_gradient"))
+        return tuple(results)
+
+    def _own_input_gradient(self, name: str, batch_dim: int | None) -> fx.Node:
+        parts = [
+            self._sum(self._input_gradients[name, microbatch], f"{name}_gradient_mb{microbatch}")
+            for microbatch in range(self.n_microbatches)
+            if (name, microbatch) in self._input_gradients
+        ]
+        if not parts:
+            fake = self.fake(name)
+            shape = self.shape(fake, None)
+            if self.lowered.graph.batch is None and batch_dim is not None:
+                shape = tuple(self.batch if dim == batch_dim else size for dim, size in enumerate(shape))
+            return self.call(torch.zeros, (shape,), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
+        if batch_dim is None:
+            return self.call(total, (parts,), f"{name}_gradient_here")
+        return self.call(concatenate, (parts, batch_dim), f"{name}_gradient_here")
+
+
+def shared_parameters(lowered: LoweredStages) -> dict[str, tuple[int, ...]]:
+    """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
+    shared = {}
+    for name in lowered.graph.parameters:
+        ranks = {lowered.stage_rank[stage.index] for stage in lowered.stages if name in stage.parameters}
+        if len(ranks) > 1 and any(name in stage.parameters_with_gradient for stage in lowered.training):
+            shared[name] = tuple(sorted(ranks))
+    return shared

@@ -1,0 +1,38 @@
+"""Which values may carry a gradient, whatever the caller asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["is_differentiable", "may_require_gradient"]
+
+_CUTS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
+
+
+def may_require_gradient(graph: fx.Graph, without: Collection[str] = ()) -> frozenset[fx.Node]:
+    """The nodes whose values may require a gradient.
+
+    Args:
+        without: placeholders that never do: buffers and constants. All others may, when their type is floating point.
+    """
+    reached: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            starts = node.name not in without
+        else:
+            starts = node.target not in _CUTS and any(source in reached for source in node.all_input_nodes)
+        if starts and is_differentiable(node):
+            reached.add(node)
+    return frozenset(reached)
+
+
+def is_differentiable(node: fx.Node) -> bool:
+    """Whether a gradient could flow through the node's value, by its type; unknown values count."""
+    value = node.meta.get("val")
+    if value is None:
+        return True
+    return any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree_leaves(value))

@@ -1,0 +1,1 @@
+"""The words that every layer shares: errors, graphs, schedules, plans, communication, programs."""

@@ -1,0 +1,88 @@
+"""One hierarchy of errors: what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "CommunicationError",
+    "ConfigError",
+    "InfeasiblePlanError",
+    "PartitionError",
+    "Place",
+    "TraceError",
+    "VerificationError",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's model something is: any part may be unknown.
+
+    >>> print(Place(module="encoder.0", operation="aten.conv2d", source="net.py:12"))
+    module encoder.0, operation aten.conv2d, at net.py:12
+    """
+
+    module: str | None = None
+    operation: str | None = None
+    source: str | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.module is not None:
+            parts.append(f"module {self.module or '(the model itself)'}")
+        if self.operation is not None:
+            parts.append(f"operation {self.operation}")
+        if self.source is not None:
+            parts.append(f"at {self.source}")
+        return ", ".join(parts)
+
+
+class PartitionError(Exception):
+    """Base of every error raised on purpose by this package.
+
+    Args:
+        problem: what was wrong, one sentence.
+        place: where in the model, when it is about one place.
+        remedy: what the reader can do, one sentence or a few lines.
+
+    The text reads top to bottom as problem, place, remedy:
+
+        the model cannot be traced: its control flow depends on the values of a tensor
+          where: module decoder, at net.py:40
+          remedy: use torch.where or torch.cond in place of `if`
+    """
+
+    def __init__(self, problem: str, *, place: Place | None = None, remedy: str | None = None) -> None:
+        self.problem = problem
+        self.place = place
+        self.remedy = remedy
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        if self.place is not None and str(self.place):
+            lines.append(f"  where: {self.place}")
+        if self.remedy is not None:
+            lines.append("  remedy: " + self.remedy.replace("\n", "\n          "))
+        return "\n".join(lines)
+
+
+class TraceError(PartitionError):
+    """The model cannot be turned into one graph."""
+
+
+class ConfigError(PartitionError, ValueError):
+    """An argument, an input or a combination of them does not fit."""
+
+
+class InfeasiblePlanError(PartitionError):
+    """No plan fits the devices; says how much memory is missing and what would fit."""
+
+
+class CommunicationError(PartitionError):
+    """A rank could not finish a communication; names rank, operation and peer."""
+
+
+class VerificationError(PartitionError):
+    """The programs of the ranks do not fit together; names the nodes."""

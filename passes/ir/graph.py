@@ -1,0 +1,140 @@
+"""A traced model: one fx graph and what its placeholders and outputs mean to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+__all__ = ["Combine", "Input", "ModelGraph", "Output", "Total"]
+
+Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
+"""How the values of one output over microbatches make the value over the whole batch."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One leaf of ``(args, kwargs)``.
+
+    Attributes:
+        name: as a user would say it: ``"input_ids"``, ``"args[0]"``, ``"mask['key']"``.
+        placeholder: its node in the graph; None for a leaf that is no tensor.
+        constant: the value of a leaf that is no tensor: frozen at trace time.
+        shape: sizes with the batch as a sympy expression; empty for a constant.
+        dtype: None for a constant.
+        batch_dim: the dimension that holds the batch; None when it has none.
+    """
+
+    name: str
+    placeholder: str | None
+    constant: Any
+    shape: tuple[int | sympy.Expr, ...]
+    dtype: torch.dtype | None
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of what the model returns.
+
+    Attributes:
+        name: path in the returned structure: ``"logits"``, ``"[0]"``, ``""`` for a bare tensor.
+        node: the node that computes it; None when the leaf is a constant.
+        constant: the value of a leaf that no node computes (None, an int); an expression in the batch for a size.
+        combine: what to do with its values over microbatches. ``"mixed"``: nothing is right, the batch cannot be cut.
+        batch_dim: the dimension to concatenate over, for ``"concatenate"``.
+    """
+
+    name: str
+    node: str | None
+    constant: Any
+    combine: Combine
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Total:
+    """A number counted over the whole batch before it is cut: by what a mean over the batch divides.
+
+    Attributes:
+        placeholder: where the graph reads it.
+        module: the graph that counts it.
+        arguments: its arguments: ``"batch"`` and model inputs, whole batch; buffers and constants.
+    """
+
+    placeholder: str
+    module: fx.GraphModule
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model as one graph, ready to be planned and lowered.
+
+    The placeholders of ``module.graph``, in order: ``batch`` (the batch size, an int; present when it is symbolic), parameters, buffers,
+    constants, tensor inputs. Every computing node is a ``call_function`` with ``meta["val"]`` (fake tensors) and
+    ``meta["nn_module_stack"]``. The output is one flat tuple, a node or a constant for each leaf.
+
+        batch | p_wte_weight p_wpe_weight ... | b_mask | input_ids
+          |            |                          |          |
+          +------------+---- embedding, linear ... ----------+--> (logits,)
+
+    What ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
+    producer; a tied parameter is one placeholder; nested graphs are inlined; operations that do nothing are gone; an in-place
+    operation is functional wherever no other name of the same memory sees it.
+
+    Attributes:
+        module: the graph (it owns no parameters).
+        parameters: placeholder -> original (first) parameter name.
+        buffers: placeholder -> original (first) buffer name.
+        constants: placeholder -> the tensor (lifted from the model's code).
+        aliases: every other original name of a tied parameter or buffer -> its first name.
+        inputs: the leaves of ``(args, kwargs)`` in pytree order.
+        input_tree: structure of ``(args, kwargs)``.
+        outputs: the leaves of the result in pytree order.
+        output_tree: structure of the result.
+        batch: the symbol of the batch size in every ``meta["val"]``; None when the graph serves ``batch_size`` alone.
+        batch_size: the batch size that it was traced with.
+        training: whether dropout and batch normalisation train; frozen.
+        notes: what the user should know, one sentence each.
+        microbatching: what changes when the batch is cut into microbatches, one sentence each (batch normalisation ...).
+        totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    inputs: tuple[Input, ...]
+    input_tree: TreeSpec
+    outputs: tuple[Output, ...]
+    output_tree: TreeSpec
+    batch: sympy.Symbol | None
+    batch_size: int
+    training: bool
+    notes: tuple[str, ...]
+    microbatching: tuple[str, ...] = ()
+    totals: tuple[Total, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The nodes that the model returns, each once, in the order of the outputs."""
+        return tuple(dict.fromkeys(output.node for output in self.outputs if output.node is not None))
+
+    def combine(self, node: str) -> Combine:
+        """What to do with the values over microbatches of a returned node."""
+        return next(output.combine for output in self.outputs if output.node == node)
+
+    def computing_nodes(self) -> list[fx.Node]:
+        """All nodes that compute, in order: neither placeholders nor the output."""
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]

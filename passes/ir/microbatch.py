@@ -1,0 +1,89 @@
+"""What programs do with a batch besides computing on it: cut it into microbatches, put results together, accumulate gradients.
+
+batch 9 in 4 microbatches:   | 3 | 2 | 2 | 2 |      (the first ones are larger, as torch.tensor_split cuts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "add_gradients",
+    "add_gradients_in_place",
+    "concatenate",
+    "microbatch_sizes",
+    "microbatch_weights",
+    "split_batch",
+    "split_target",
+    "total",
+    "weighted_total",
+]
+
+
+def microbatch_sizes(batch: int, n_microbatches: int) -> tuple[int, ...]:
+    """How many rows each microbatch has.
+
+    >>> microbatch_sizes(9, 4)
+    (3, 2, 2, 2)
+    """
+    size, larger = divmod(batch, n_microbatches)
+    return tuple(size + (index < larger) for index in range(n_microbatches))
+
+
+def microbatch_weights(sizes: Sequence[int], reduction: str) -> tuple[float, ...]:
+    """What each microbatch's loss counts in the loss of the batch: its part of the rows for a mean, 1 for a sum."""
+    rows = sum(sizes)
+    return tuple(size / rows if reduction == "mean" else 1.0 for size in sizes)
+
+
+def split_batch(value: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """The rows of each microbatch. A dimension that holds several entries a row (batch times sequence) is cut between rows."""
+    rows = sum(sizes)
+    per_row = value.shape[dim] // rows
+    return [part.contiguous() for part in torch.split(value, [size * per_row for size in sizes], dim)]
+
+
+def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
+    """The target of each microbatch: every tensor in it whose first dimension is the batch is cut, everything else is passed whole."""
+    rows = sum(sizes)
+    leaves, tree = pytree.tree_flatten(target)
+    cut = [
+        split_batch(leaf, sizes, 0) if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([parts[index] for parts in cut], tree) for index in range(len(sizes))]
+
+
+def concatenate(values: Sequence[Tensor], dim: int) -> Tensor:
+    """The value over the batch from its values over microbatches."""
+    return values[0] if len(values) == 1 else torch.cat(tuple(values), dim)
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """The sum, first to last."""
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
+
+
+def weighted_total(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean over the batch from the means over microbatches."""
+    return values[0] if len(values) == 1 else total([value * weight for value, weight in zip(values, weights, strict=True)])
+
+
+def add_gradients(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Sums in new memory: what a backward returned may be in use elsewhere."""
+    return list(torch._foreach_add(list(gradients), list(more))) if gradients else []  # noqa: SLF001  documented under this name
+
+
+def add_gradients_in_place(gradients: list[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Add to sums that ``add_gradients`` made."""
+    if gradients:
+        torch._foreach_add_(gradients, list(more))
+    return gradients

@@ -1,0 +1,119 @@
+"""What the planner decided: an immutable value of plain numbers and names, no torch objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["Plan", "Stage"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of consecutive nodes of the model's graph, computed by one rank.
+
+    Attributes:
+        rank: the rank that computes it.
+        first_node: name of its first node; the stage ends where the next begins.
+        modules: the module paths that it covers, for reading: ``("transformer.h.0", "transformer.h.1")``.
+        parameter_count: parameters that it holds (a parameter shared with another stage counts in both).
+        parameter_bytes: their size in bytes.
+        flops: forward floating-point operations for one microbatch.
+        forward_time: predicted seconds for one microbatch.
+        backward_time: predicted seconds for one microbatch, both halves.
+        activation_bytes: predicted bytes kept for the backward of one microbatch.
+        send_bytes: bytes of activations that leave it for one microbatch.
+    """
+
+    rank: int
+    first_node: str
+    modules: tuple[str, ...]
+    parameter_count: int
+    parameter_bytes: int
+    flops: float
+    forward_time: float
+    backward_time: float
+    activation_bytes: int
+    send_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything runs, and when. Equal inputs give an equal plan; it round-trips through JSON.
+
+    Attributes:
+        mesh: dimensions, outermost first: ``(("pipeline", 4),)``.
+        devices: for each rank, the device it runs on (``"cpu"``, ``"cuda:1"``).
+        stages: in graph order.
+        schedule: name of the schedule.
+        n_microbatches: microbatches a step.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``.
+        batch_size: the batch it was planned for.
+        step_time: predicted seconds for one training step.
+        memory: predicted peak bytes for each rank.
+        bound_by: what limits the step, in words.
+        runner_up: the next best choice and its predicted price, in words; empty when there was no choice.
+        notes: what the user should know, one sentence each.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    devices: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    schedule: str
+    n_microbatches: int
+    recompute: str
+    batch_size: int
+    step_time: float
+    memory: tuple[int, ...]
+    bound_by: str
+    runner_up: str
+    notes: tuple[str, ...]
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def stage_rank(self) -> tuple[int, ...]:
+        """For each stage, the rank that computes it."""
+        return tuple(stage.rank for stage in self.stages)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what ``to_json`` wrote; raises ConfigError naming what does not fit."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the plan is not JSON: {error}", remedy="pass the text that plan.to_json() gave") from error
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise ConfigError(f"the plan is not of format {_FORMAT}", remedy="make the plan again with this version")
+        _check_names("plan", fields, Plan)
+        for stage in fields["stages"]:
+            _check_names("stage", stage, Stage)
+        fields["stages"] = tuple(Stage(**{**stage, "modules": tuple(stage["modules"])}) for stage in fields["stages"])
+        fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
+        for name in ("devices", "memory", "notes"):
+            fields[name] = tuple(fields[name])
+        return Plan(**fields)
+
+    @property
+    def hash(self) -> str:
+        """A short digest of the whole plan: equal plans, equal digests, on every machine."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def _check_names(what: str, fields: dict[str, Any], kind: type) -> None:
+    expected = {field.name for field in dataclasses.fields(kind)}
+    for problem, names in (("lacks", expected - fields.keys()), ("has unknown", fields.keys() - expected)):
+        if names:
+            raise ConfigError(f"the {what} {problem} {', '.join(sorted(names))}", remedy="pass the text that plan.to_json() gave")

@@ -1,0 +1,194 @@
+"""A rank's program: one fx graph whose nodes are stage calls and communication, and the modules that it calls.
+
+    def forward(self, batch, x, target, loss_fn):
+        sizes = microbatch_sizes(batch, 2)
+        receive_h_mb0 = receive((sizes[0], 16), dtype=torch.float32, source=0, tag=0)
+        h_mb0 = wait(receive_h_mb0)
+        stage1_forward_mb0 = self.stage1_forward(sizes[0], h_mb0)
+        ...
+
+The modules hold what stays with a rank from step to step (parameters, buffers, constants); ``Program.bind`` gives it to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
+
+ProgramKind = Literal["train_step", "forward", "backward"]
+"""What a program does: a training step, a forward, or the backward of one."""
+
+PROGRAM_ARGUMENTS = ("batch", "target", "loss_fn", "saved", "output_gradients")
+"""What programs may take besides inputs of the model; no placeholder of a ModelGraph but ``batch`` has such a name."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs.
+
+    Attributes:
+        kind: a whole training step; a forward (with what the backward needs, in training); the backward of such a forward.
+        rank: who runs it.
+        module: the graph.
+        stages: the stages that it runs.
+    """
+
+    kind: ProgramKind
+    rank: int
+    module: fx.GraphModule
+    stages: tuple[int, ...]
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        return tuple(node.target for node in self.module.graph.nodes if node.op == "placeholder")
+
+    def bind(self, state: Mapping[str, Tensor]) -> None:
+        """Give the modules their parameters, buffers and constants, by placeholder name."""
+        for module in self.module.children():
+            if isinstance(module, StageCall | StoreGradients):
+                module.bind(state)
+
+
+class StageCall(nn.Module):
+    """Calls a stage's graph: what stays with the stage goes in front.
+
+    Args:
+        graph: the stage's forward, backward, input-gradient or weight-gradient graph.
+        bound_names: the placeholders in front.
+        takes_tuple: whether the first argument is a tuple (of what a forward saved) that is spread.
+    """
+
+    def __init__(self, graph: fx.GraphModule, bound_names: Sequence[str], *, takes_tuple: bool = False) -> None:
+        super().__init__()
+        self.graph = graph
+        self.bound_names = tuple(bound_names)
+        self.takes_tuple = takes_tuple
+        self.bound: tuple[Tensor, ...] = ()
+
+    def bind(self, state: Mapping[str, Tensor]) -> None:
+        self.bound = tuple(state[name] for name in self.bound_names)
+
+    def forward(self, *arguments: Any) -> Any:
+        spread = (*arguments[0], *arguments[1:]) if self.takes_tuple else arguments
+        return self.graph(*self.bound, *spread)
+
+
+class StoreGradients(nn.Module):
+    """Adds gradients to ``.grad``, as autograd does.
+
+    Args:
+        names: for each gradient, the parameter's placeholder; None leaves the gradient to somebody else.
+    """
+
+    def __init__(self, names: Sequence[str | None]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self._parameters_of: tuple[Tensor | None, ...] = ()
+
+    def bind(self, state: Mapping[str, Tensor]) -> None:
+        self._parameters_of = tuple(None if name is None else state[name] for name in self.names)
+
+    def forward(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self._parameters_of, gradients, strict=True):
+            if parameter is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+
+class LossCall(nn.Module):
+    """The loss of one microbatch and its gradients with respect to what the model returned.
+
+    Args:
+        leaves: for each leaf of the model's result, the index of its value; a leaf of another kind is given as ``constants`` has it.
+        constants: the leaves that no node computes; a size as an expression in the batch.
+        tree: structure of the result.
+        tracked: indices of the values that autograd would track.
+        differentiated: indices of the values whose gradients the stages take.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[int | None],
+        constants: Sequence[Any],
+        tree: pytree.TreeSpec,
+        tracked: Sequence[int],
+        differentiated: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.leaves = tuple(leaves)
+        self.constants = tuple(constants)
+        self.tree = tree
+        self.tracked = tuple(tracked)
+        self.differentiated = tuple(differentiated)
+
+    def forward(
+        self, values: Sequence[Tensor], target: Any, loss_fn: Callable[..., Tensor] | None, weight: float | Tensor, rows: int
+    ) -> tuple[Tensor, ...]:
+        """Returns ``weight * loss`` and the gradients of it for each of ``differentiated``. ``rows``: those of the microbatch."""
+        with torch.enable_grad():
+            given = [value.detach().requires_grad_() if index in self.tracked else value for index, value in enumerate(values)]
+            pairs = zip(self.leaves, self.constants, strict=True)
+            leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
+            result = pytree.tree_unflatten(leaves, self.tree)
+            loss = call_loss(result, target, loss_fn)
+            weighted = loss * weight
+        if not self.tracked:
+            return (weighted.detach(),)
+        found: Sequence[Tensor | None] = torch.autograd.grad(weighted, [given[index] for index in self.tracked], allow_unused=True)
+        gradients = dict(zip(self.tracked, found, strict=True))
+        for index, gradient in gradients.items():
+            if gradient is not None and index not in self.differentiated:
+                raise ConfigError(
+                    "the loss depends on an output of the model that it did not depend on when it was first called",
+                    remedy="pass another function object for another loss: each one is looked at once",
+                )
+        taken = (gradients[index] for index in self.differentiated)
+        return (
+            weighted.detach(),
+            *(torch.zeros_like(values[i]) if g is None else g.contiguous() for i, g in zip(self.differentiated, taken, strict=True)),
+        )
+
+
+def at_batch(constant: Any, batch: int) -> Any:
+    """A result that no node computes, for a batch of this size."""
+    if isinstance(constant, sympy.Expr):
+        return int(constant.subs(dict.fromkeys(constant.free_symbols, batch)))
+    return constant
+
+
+def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+    """The loss: ``loss_fn(result, target)``, or what the model itself returns as one.
+
+    Raises:
+        ConfigError: the model returns no loss, or the loss is no single number.
+    """
+    loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"the loss is {shape}, not one number", remedy="reduce it: .mean() or .sum()")
+    return loss
+
+
+def _own_loss(result: Any) -> object:
+    loss: object = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    if loss is None and isinstance(result, Mapping):
+        loss = result.get("loss")
+    if loss is None:
+        raise ConfigError(
+            f"no loss: the model returns {type(result).__name__} without a .loss, and no loss_fn was given",
+            remedy="pm.train_step(x, target=y, loss_fn=F.mse_loss), or pass the labels that make the model return its loss",
+        )
+    return loss

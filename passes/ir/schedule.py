@@ -1,0 +1,105 @@
+"""A pipeline schedule as data: which rank does what, in which order.
+
+Actions are written in the grammar of ``torch.distributed.pipelining``: the stage, a letter, the microbatch.
+
+    2F0    forward of stage 2 on microbatch 0
+    1B3    whole backward of stage 1 on microbatch 3
+    1I3    its input-gradient half (lets the previous stage go on)
+    0W2    the weight-gradient half (nobody waits for it)
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["Action", "ActionKind", "Schedule"]
+
+
+class ActionKind(enum.Enum):
+    """What one action computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, order=False)
+class Action:
+    """One computation of one stage on one microbatch.
+
+    >>> str(Action(2, ActionKind.FORWARD, 0)), Action.parse("1B3").microbatch
+    ('2F0', 3)
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read one action; raises ConfigError when the text is not one."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"{text!r} is not a schedule action", remedy="write stage, letter, microbatch: 2F0, 1B3, 1I3, 0W2")
+        return Action(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in order.
+
+    Attributes:
+        name: ``"1F1B"``, ``"ZBV"``, ...
+        n_microbatches: how many microbatches a step has.
+        stage_rank: for each stage, the rank that runs it.
+        actions: for each rank, what it does, in order. Communication is not listed: it follows from the graph.
+    """
+
+    name: str
+    n_microbatches: int
+    stage_rank: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.stage_rank)
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is done in two halves (I and W)."""
+        return any(action.kind is ActionKind.BACKWARD_WEIGHT for action in self)
+
+    def __iter__(self) -> Iterator[Action]:
+        for rank_actions in self.actions:
+            yield from rank_actions
+
+    def to_text(self) -> str:
+        """One line a rank, actions separated by commas: torch's CSV.
+
+        >>> print(Schedule("GPipe", 1, (0, 1), ((Action(0, ActionKind.FORWARD, 0),), (Action(1, ActionKind.FORWARD, 0),))).to_text())
+        0F0
+        1F0
+        """
+        return "\n".join(",".join(str(action) for action in rank_actions) for rank_actions in self.actions)
+
+    @staticmethod
+    def parse(text: str, *, name: str, stage_rank: tuple[int, ...], n_microbatches: int) -> Schedule:
+        """Read what ``to_text`` wrote (empty cells, which torch writes for idle steps, are skipped)."""
+        actions = tuple(tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in text.strip().splitlines())
+        return Schedule(name, n_microbatches, stage_rank, actions)

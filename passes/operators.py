@@ -1,0 +1,91 @@
+"""What an operator's schema says about a call: its arguments by name, and which of them it views or writes.
+
+The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["bound_arguments", "draws", "draws_random_numbers", "node_leaves", "packet", "viewed_arguments", "written_arguments"]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    name: str
+    default: Any
+    aliased: bool
+    written: bool
+
+
+@functools.cache
+def _parameters(operator: OpOverload) -> tuple[_Parameter, ...]:
+    return tuple(
+        _Parameter(
+            argument.name,
+            argument.default_value if argument.has_default_value() else None,
+            argument.alias_info is not None,
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
+        for argument in operator._schema.arguments  # noqa: SLF001  no public way to alias annotations
+    )
+
+
+def packet(target: Any) -> Any:
+    """The operator that an overload belongs to (``aten.add`` of ``aten.add.Tensor``); any other target is itself."""
+    return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """Every parameter of the operator by name, with the value that this call gives it or its default."""
+    assert isinstance(node.target, OpOverload)
+    parameters = _parameters(node.target)
+    bound = {parameter.name: parameter.default for parameter in parameters}
+    bound.update(zip((parameter.name for parameter in parameters), node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+def viewed_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes that the schema lets the result alias; all of them for a target that has no schema."""
+    if not isinstance(node.target, OpOverload):
+        return list(node.all_input_nodes)
+    return _annotated(node, only_written=False)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes that the schema says are written."""
+    return _annotated(node, only_written=True) if isinstance(node.target, OpOverload) else []
+
+
+def draws_random_numbers(target: Any) -> bool:
+    """Whether the operator reads the random number generator (it may, with some arguments)."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether this call reads the random number generator: an attention without dropout does not, though its operator may."""
+    if not draws_random_numbers(node.target):
+        return False
+    return bool(bound_arguments(node).get("dropout_p", 1.0) != 0.0)
+
+
+def node_leaves(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument, however nested."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node)]
+
+
+def _annotated(node: fx.Node, *, only_written: bool) -> list[fx.Node]:
+    assert isinstance(node.target, OpOverload)
+    names = [each.name for each in _parameters(node.target) if (each.written if only_written else each.aliased)]
+    if not names:
+        return []
+    bound = bound_arguments(node)
+    return [leaf for name in names for leaf in node_leaves(bound[name])]

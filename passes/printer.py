@@ -1,0 +1,146 @@
+"""Write a program as the Python text that a person reads.
+
+Beside fx's own text: functions are called by the name that they are imported under, every action has a heading, every communication says
+how many bytes it moves, and ``x = None`` behind a last use is left out (the executor sees to it). The text is valid Python and does what
+the graph does.
+
+    # 1B0: backward of stage 1 on microbatch 0
+    stage1_backward_mb0 = self.stage1_backward(stage1_saved_mb0, linear_gradient_of_loss_mb0)
+    relu_gradient_of_stage1_mb0 = stage1_backward_mb0[0]
+    send_relu_gradient_from_stage1_mb0_to_rank0 = send(relu_gradient_of_stage1_mb0, destination=0, tag=0)  # 2.00 KiB
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.schedule import Action, ActionKind
+
+__all__ = ["class_text", "program_text"]
+
+_OPERATORS: Mapping[Callable[..., Any], str] = {
+    operator.add: "+",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.mul: "*",
+    operator.pow: "**",
+    operator.sub: "-",
+}
+
+_WORDS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "input gradients",
+    ActionKind.BACKWARD_WEIGHT: "weight gradients",
+}
+
+
+def program_text(graph: fx.Graph, batch_size: int | None = None) -> str:
+    """The imports and the ``forward`` method of a program.
+
+    Args:
+        batch_size: of the batch that the bytes are told for.
+    """
+    return "\n".join([*_imports(graph), "", "", *_method(graph, batch_size)]) + "\n"
+
+
+def class_text(graph: fx.Graph, name: str, batch_size: int | None = None) -> str:
+    """The program as a class; see ``program_text``."""
+    body = (f"    {line}" if line else "" for line in _method(graph, batch_size))
+    return "\n".join([*_imports(graph), "", "", f"class {name}(torch.nn.Module):", *body]) + "\n"
+
+
+def _imports(graph: fx.Graph) -> list[str]:
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_imported(node.target):
+            names[node.target.__module__].add(node.target.__name__)
+    return ["import torch", "", *(f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names))]
+
+
+def _is_imported(target: Any) -> bool:
+    """Whether the text calls the function by its bare name."""
+    return target is not operator.getitem and target not in _OPERATORS and not _is_torch(target)
+
+
+def _is_torch(target: Any) -> bool:
+    return getattr(torch, target.__name__, None) is target
+
+
+def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
+    arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
+    counted = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
+    lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if counted else "")]
+    section: Action | str = ""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        new = node.meta.get("section", section)
+        if new != section:
+            section = new
+            lines += ["", f"    # {_heading(section)}"][len(lines) == 1 :]
+        lines.append("    " + _statement(node) + _comment(node))
+    return lines
+
+
+def _heading(section: Action | str) -> str:
+    if isinstance(section, Action):
+        return f"{section}: {_WORDS[section.kind]} of stage {section.stage} on microbatch {section.microbatch}"
+    return section
+
+
+def _comment(node: fx.Node) -> str:
+    return f"  # {_bytes(node.meta['bytes'])}" if "bytes" in node.meta else ""
+
+
+def _bytes(size: int) -> str:
+    """Exact below a KiB; the unit that leaves one to four digits before the point above."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def _statement(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_value(node.args[0])}"
+    return f"{node.name} = {_call(node)}"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"self.{node.target}({_arguments(node)})"
+    if node.target is operator.getitem:
+        value, index = node.args
+        return f"{_value(value)}[{_value(index)}]"
+    if node.target in _OPERATORS:
+        left, right = node.args
+        return f"{_value(left)} {_OPERATORS[node.target]} {_value(right)}"  # type: ignore[index]
+    assert callable(node.target)
+    prefix = "torch." if _is_torch(node.target) else ""
+    return f"{prefix}{node.target.__name__}({_arguments(node)})"
+
+
+def _arguments(node: fx.Node) -> str:
+    keywords = [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    return ", ".join([*(_value(value) for value in node.args), *keywords])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(_value(part) for part in value)}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(_value(part) for part in value)}]"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    return repr(value)

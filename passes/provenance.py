@@ -1,0 +1,60 @@
+"""Where in the user's code a node comes from."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.ir.errors import Place
+
+__all__ = ["complete_provenance", "module_path", "place_of", "source_line"]
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that the node was computed in; empty for the model itself.
+
+    The second call of a module is marked by ``@`` in a trace; the mark is left out.
+    """
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return re.sub(r"@\d+", "", str(path))
+
+
+def source_line(node: fx.Node) -> str | None:
+    """``file.py:12`` of the innermost line outside of PyTorch; of the innermost line when all are inside."""
+    frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if not frame[0].startswith("<")]
+    if not frames:
+        return None
+    outside = [frame for frame in frames if "/torch/" not in frame[0].replace("\\", "/")]
+    file, line = (outside or frames)[-1]
+    return f"{file}:{line}"
+
+
+def place_of(node: fx.Node) -> Place:
+    """Module, operation and source line of a node."""
+    target = node.target
+    operation = str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
+    return Place(module=module_path(node), operation=operation, source=source_line(node))
+
+
+def complete_provenance(graph: fx.Graph) -> None:
+    """Nodes that came from nowhere (arithmetic on sizes) come from where their first user does, else from where the node in front does."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and "nn_module_stack" not in node.meta:
+            user = next((user for user in node.users if "nn_module_stack" in user.meta), None)
+            if user is not None:
+                _copy(user, node)
+    for node in graph.nodes:
+        if node.op == "call_function" and "nn_module_stack" not in node.meta:
+            _copy(node.prev, node)
+
+
+def _copy(source: fx.Node, node: fx.Node) -> None:
+    node.meta["nn_module_stack"] = source.meta.get("nn_module_stack", {})
+    node.meta.setdefault("stack_trace", source.meta.get("stack_trace"))

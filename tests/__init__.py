@@ -1,0 +1,1 @@
+"""The tests; a file tests one concept."""

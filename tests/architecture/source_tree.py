@@ -1,0 +1,87 @@
+"""What is checked: the project's files, read once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "PACKAGES",
+    "ROOT",
+    "Source",
+    "package_sources",
+    "report",
+    "sources",
+    "text_files",
+]
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = ("partitioner", "cost_models", "passes")
+"""The product, top layer first."""
+
+_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks")
+_HIDDEN_BUT_OURS = {".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
+_BUILT = {"__pycache__", "build", "dist"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file.
+
+    Attributes:
+        path: from the root, with forward slashes: ``"passes/ir/plan.py"``.
+        text: its content.
+        tree: its syntax.
+    """
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Dotted name: ``passes.ir.plan``; a package is named by its folder."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def at(self, node: ast.AST) -> str:
+        """Where a node is, as editors and terminals link it."""
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of packages, tests, examples and benchmarks."""
+    paths = sorted(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return tuple(_read(path) for path in paths)
+
+
+def package_sources() -> tuple[Source, ...]:
+    """Every Python file of the three packages."""
+    return tuple(source for source in sources() if source.path.split("/")[0] in PACKAGES)
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Path from the root and content of every text file that a reader of the repository sees."""
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = parts[0].startswith(".") and parts[0] not in _HIDDEN_BUT_OURS
+        if hidden or _BUILT.intersection(parts) or not path.is_file():
+            continue
+        try:
+            yield "/".join(parts), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def report(offences: list[str], remedy: str) -> str:
+    """The message of a failed rule: every place, one a line, then what to do."""
+    return "\n".join(["", *offences, f"-> {remedy}"])
+
+
+def _read(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    return Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text, filename=str(path)))

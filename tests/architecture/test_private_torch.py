@@ -1,0 +1,120 @@
+"""Private torch API is used where the table says, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.architecture.imports import dotted_names, imports_of
+from tests.architecture.source_tree import Source, report, sources
+
+TESTS = "tests/"
+HERE = "tests/architecture/test_private_torch.py"
+
+PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
+    # private name: (why no public one does, the files that may use it)
+    "torch.utils._pytree": (
+        "structure of arguments and results: torch.export's own, which torch.utils does not export",
+        (
+            "partitioner/binding.py",
+            "partitioner/check/check.py",
+            "partitioner/check/dot_product.py",
+            "partitioner/check/original.py",
+            "partitioner/loss_form.py",
+            "partitioner/model.py",
+            "partitioner/tracing/autograd_functions.py",
+            "partitioner/tracing/caches.py",
+            "partitioner/tracing/inputs.py",
+            "partitioner/tracing/trees.py",
+            "passes/aliasing.py",
+            "passes/batch/values.py",
+            "passes/gradient_flow.py",
+            "passes/ir/graph.py",
+            "passes/ir/microbatch.py",
+            "passes/ir/program.py",
+            "passes/operators.py",
+        ),
+    ),
+    "torch._ops.OpOverload": (
+        "the type of every operation of a traced graph; torch.ops holds its instances only",
+        (
+            "cost_models/graph_cost.py",
+            "cost_models/operations.py",
+            "passes/batch/table.py",
+            "passes/batch_dimension.py",
+            "passes/functionalize.py",
+            "passes/name_nodes.py",
+            "passes/operators.py",
+            "passes/provenance.py",
+            "passes/remove_noise.py",
+            "passes/replicable.py",
+        ),
+    ),
+    "torch._ops.HigherOrderOperator": ("the type of operations that hold graphs", ("passes/inline_subgraphs.py",)),
+    "torch._foreach_add": ("sums many tensors in one call, as torch.optim does", ("passes/ir/microbatch.py",)),
+    "torch._foreach_add_": ("the same, in place", ("passes/ir/microbatch.py",)),
+    "torch.utils._sympy.functions": ("how symbolic sizes spell floor division and modulo", ("passes/size_expression.py",)),
+    "torch.fx.experimental.proxy_tensor.make_fx": (
+        "records what autograd and vmap dispatch as a graph",
+        ("passes/differentiate.py", "passes/inline_vmap.py"),
+    ),
+    "torch._dispatch.python.enable_python_dispatcher": (
+        "runs composite operations on fake tensors without fixing their symbolic sizes",
+        ("passes/differentiate.py",),
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": ("runs a loss on shapes alone", ("partitioner/loss_form.py",)),
+}
+
+
+def test_private_torch_is_used_where_the_table_says() -> None:
+    offences = [
+        f"{place}: {name}"
+        for source in sources()
+        if not source.path.startswith(TESTS)
+        for name, place in private_uses(source)
+        if not any(covers(private, name) and source.path in files for private, (_, files) in PRIVATE_TORCH.items())
+    ]
+    remedy = "use public torch API; where there is none, keep it in one file, test it, and add name, reason and file to PRIVATE_TORCH"
+    assert not offences, report(offences, f"{remedy} in {HERE}")
+
+
+def test_the_table_lists_what_is_used() -> None:
+    used = {(source.path, name) for source in sources() for name, _ in private_uses(source)}
+    offences = [
+        f"{file}: {private}"
+        for private, (_, files) in PRIVATE_TORCH.items()
+        for file in files
+        if not any(path == file and covers(private, name) for path, name in used)
+    ]
+    assert not offences, report(offences, f"no longer used: delete it from PRIVATE_TORCH in {HERE}")
+
+
+def private_uses(source: Source) -> Iterator[tuple[str, str]]:
+    """Private name and place, for every import and every attribute that starts at ``torch``."""
+    for found in imports_of(source):
+        if is_private(found.full_name):
+            yield found.full_name, source.at(found.node)
+    for name, node in dotted_names(source):
+        if is_private(name):
+            yield name, source.at(node)
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name is below torch and private, or below ``torch.fx.experimental``."""
+    first, *rest = name.split(".")
+    if first != "torch":
+        return False
+    return covers("torch.fx.experimental", name) or any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def covers(prefix: str, name: str) -> bool:
+    """Whether a dotted name is the prefix or inside it."""
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def test_what_is_private() -> None:
+    assert is_private("torch._C._distributed_c10d")
+    assert is_private("torch.utils._pytree.TreeSpec")
+    assert is_private("torch.fx.experimental.proxy_tensor.make_fx")
+    assert not is_private("torch.fx.Graph")
+    assert not is_private("torch.__version__")
+    assert not is_private("self._nodes")

@@ -1,0 +1,32 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.golden_text import Golden
+
+settings.register_profile("partitioner", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("partitioner")  # timings never decide a test, and a failure comes back on the next run
+
+torch.set_num_threads(1)  # test workers share the cores
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes run in one worker, one after the other: they share fixtures and do not crowd the cores."""
+    for item in items:
+        if item.get_closest_marker("gloo"):
+            item.add_marker(pytest.mark.xdist_group("gloo"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/golden")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compare a text with the one that is kept; see ``tests.golden_text``."""
+    return Golden(update=request.config.getoption("--update-golden"))

@@ -1,0 +1,148 @@
+"""Ranks ask the same questions, and either agree or all learn who said what. Ranks are threads here, around a store in memory."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner.runtime.agreement import Agreement
+from partitioner.runtime.failure import DisagreementError, Failure, FailureRecord, failure_of
+from passes.ir.errors import CommunicationError, ConfigError
+
+
+class MemoryStore:
+    """What torch's stores do, in a dictionary."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.n_calls = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.n_calls += 1
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.n_calls += 1
+        return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.n_calls += 1
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.n_calls += 1
+        with self._lock:
+            if self._values.get(key, "") == expected:
+                self._values[key] = desired
+            return self._values[key].encode()
+
+
+Question = tuple[str, int]
+
+
+def ask(values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0) -> list[str]:
+    """Each rank asks its questions in order, starting a program behind every second one; returns what each raised."""
+    store = MemoryStore()
+    said = [""] * len(values)
+
+    def run(rank: int) -> None:
+        record = FailureRecord(store)
+        agreement = Agreement(store, rank, len(values), timedelta(seconds=timeout), record)
+        pauses = random.Random(seed * 31 + rank)
+        for what, value in values[rank]:
+            if pauses.random() < 0.3:
+                threading.Event().wait(pauses.random() * 0.003)
+            try:
+                agreement.agree(what, value)
+                agreement.go_on()
+            except DisagreementError as error:
+                first = record.report(failure_of(rank, error))
+                said[rank] = str(first.error_on(rank, error))
+                return
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return said
+
+
+questions = st.lists(st.tuples(st.sampled_from(["batch size", "program"]), st.integers(1, 2)), min_size=1, max_size=8)
+
+
+@given(questions, st.integers(1, 4), st.integers(0, 100))
+def test_equal_values_pass(asked: list[Question], size: int, seed: int) -> None:
+    assert ask([asked] * size, seed) == [""] * size
+
+
+@given(questions, st.integers(2, 4), st.data())
+def test_a_rank_with_another_value_is_found(asked: list[Question], size: int, data: st.DataObject) -> None:
+    """Everybody hears of it who asks on; a rank that has only begun to act is stopped by its lost connections."""
+    rank, position = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, len(asked) - 1))
+    what, _ = asked[position]
+    other = [*asked[:position], (what, 6), *asked[position + 1 :]]
+    said = ask([other if each == rank else asked for each in range(size)], data.draw(st.integers(0, 100)))
+    assert f"has {what}" in said[rank]
+    assert "6" in said[rank]
+    for text in said:
+        assert text in ("", said[rank])
+
+
+def test_everybody_is_named() -> None:
+    said = ask([[("batch size", 8), ("batch size", value)] for value in (8, 8, 6, 8)])
+    assert "rank 2 has batch size 6, the others 8" in said[2]
+    said = ask([[("batch size", value)] for value in (8, 7, 6, 8)])
+    assert all("rank 1 has batch size 7, rank 2 has batch size 6, the others 8" in text for text in said)
+
+
+def test_the_store_is_left_alone_while_nothing_changes() -> None:
+    store = MemoryStore()
+    agreement = Agreement(store, 0, 1, timedelta(seconds=1), FailureRecord(store))
+    agreement.agree("batch size", 8)
+    before = store.n_calls
+    for _ in range(100):
+        agreement.agree("batch size", 8)
+    assert store.n_calls == before
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = MemoryStore()
+    agreement = Agreement(store, 0, 3, timedelta(seconds=0.05), FailureRecord(store))
+    with pytest.raises(CommunicationError, match="rank 0 has a new batch size, and ranks 1, 2 did not make the same call"):
+        agreement.agree("batch size", 8)
+
+
+def test_a_failure_elsewhere_ends_the_question() -> None:
+    store = MemoryStore()
+    record = FailureRecord(store)
+    record.report(failure_of(1, ValueError("17")))
+    agreement = Agreement(store, 0, 2, timedelta(seconds=10), record)
+    with pytest.raises(CommunicationError, match="first failure: rank 1 failed: ValueError: 17"):
+        agreement.agree("batch size", 8)
+
+
+def test_the_first_failure_stays() -> None:
+    store = MemoryStore()
+    lost = CommunicationError("rank 1 could not receive h_mb0 from rank 2: rank 2 has left")
+    first = FailureRecord(store).report(failure_of(1, lost))
+    assert first.error_on(1, lost) is lost
+    other = CommunicationError("rank 0 could not receive h_gradient_mb0 from rank 1: rank 1 has left")
+    found = FailureRecord(store).report(failure_of(0, other))
+    assert found == first
+    text = str(found.error_on(0, other))
+    assert "rank 0 could not receive h_gradient_mb0 from rank 1" in text
+    assert "first failure: rank 1 could not receive h_mb0 from rank 2" in text
+
+
+def test_a_disagreement_is_the_error_of_every_rank() -> None:
+    failure = Failure(2, "rank 2 has batch size 6, the others 8", disagreement=True)
+    assert isinstance(failure.error_on(0, CommunicationError("rank 1 has left")), ConfigError)

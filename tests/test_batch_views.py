@@ -1,0 +1,126 @@
+"""Where the batch is after any sequence of views: the rules against brute force over the row that each element came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from passes.batch.call import Call, Shape
+from passes.batch.role import Mixed, Role, Rows
+from passes.batch.views import permute, reshape
+
+BATCH = sympy.Symbol("batch", positive=True, integer=True)
+SIZES = (5, 7)
+"""Batch sizes that divide nothing else."""
+
+Step = tuple[str, Any]
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[Shape, int, list[Step]]:
+    """A shape with the batch in one dimension, and steps: reshapes to shapes of as many elements, and permutations."""
+    factors = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
+    shape, dimension = draw(_arranged(factors, True))
+    rank, steps = len(shape), []
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(st.booleans()):
+            target, _ = draw(_arranged(factors, draw(st.booleans())))
+            steps.append(("reshape", target))
+            rank = len(target)
+        else:
+            steps.append(("permute", tuple(draw(st.permutations(range(rank))))))
+    return shape, dimension, steps
+
+
+@st.composite
+def _arranged(draw: st.DrawFn, factors: list[int], alone: bool) -> tuple[Shape, int]:
+    """The factors, some multiplied together, with the batch as one dimension or within one."""
+    sizes: list[Any] = []
+    for factor in draw(st.permutations(factors)):
+        merges: bool = draw(st.booleans())
+        if sizes and merges:
+            sizes[-1] *= factor
+        else:
+            sizes.append(factor)
+    place = draw(st.integers(0, len(sizes) if alone else len(sizes) - 1))
+    if alone:
+        sizes.insert(place, BATCH)
+    else:
+        sizes[place] = sizes[place] * BATCH
+    return tuple(sizes), place
+
+
+def run_rules(shape: Shape, dimension: int, steps: Sequence[Step]) -> Role:
+    role: Role = Rows(dimension)
+    for kind, argument in steps:
+        graph = fx.Graph()
+        source = graph.placeholder("x")
+        node = graph.call_function(torch.ops.aten.view.default, (source,))
+        after = argument if kind == "reshape" else tuple(shape[index] for index in argument)
+        arguments = {"self": source, "size": argument} if kind == "reshape" else {"self": source, "dims": argument}
+        call = Call(node, arguments, {source: role}, {source: shape}, (after,), BATCH)
+        role = (reshape if kind == "reshape" else permute)(call)
+        if isinstance(role, Mixed):
+            return role
+        shape = after
+    return role
+
+
+def run_tensors(shape: Shape, dimension: int, steps: Sequence[Step], batch: int) -> Tensor:
+    """For each element at the end, the row that it came from."""
+
+    def concrete(sizes: Shape) -> list[int]:
+        return [int(sympy.sympify(size).subs(BATCH, batch)) for size in sizes]
+
+    view = [batch if index == dimension else 1 for index in range(len(shape))]
+    rows = torch.arange(batch).view(view).expand(concrete(shape))
+    for kind, argument in steps:
+        rows = rows.reshape(concrete(argument)) if kind == "reshape" else rows.permute(argument)
+    return rows
+
+
+def places(rows: Tensor, batch: int) -> Iterator[tuple[int, int]]:
+    """Every dimension, with the number of blocks before the batch in it, where the rows count up as a role says."""
+    for dimension, size in enumerate(rows.shape):
+        for before in range(1, size // batch + 1):
+            if size % (before * batch) == 0:
+                behind = size // (before * batch)
+                expected = torch.arange(size) // behind % batch
+                shape = [size if index == dimension else 1 for index in range(rows.ndim)]
+                if torch.equal(rows, expected.view(shape).expand_as(rows)):
+                    yield dimension, before
+
+
+@settings(max_examples=400)
+@given(sequences())
+def test_views(sequence: tuple[Shape, int, list[Step]]) -> None:
+    shape, dimension, steps = sequence
+    role = run_rules(shape, dimension, steps)
+    found = [set(places(run_tensors(shape, dimension, steps, batch), batch)) for batch in SIZES]
+    if isinstance(role, Rows):
+        assert all((role.dimension, role.before) in each for each in found)
+    else:
+        assert _mixes_on_the_way(shape, dimension, steps)
+
+
+def _mixes_on_the_way(shape: Shape, dimension: int, steps: Sequence[Step]) -> bool:
+    """Whether, after some step, no dimension holds the batch."""
+
+    def held(count: int) -> set[tuple[int, int]]:
+        return set.intersection(*(set(places(run_tensors(shape, dimension, steps[:count], batch), batch)) for batch in SIZES))
+
+    return any(not held(count) for count in range(1, len(steps) + 1))
+
+
+def test_the_strategy_meets_both() -> None:
+    """A batch kept inside a merged dimension, and one that is lost."""
+    assert run_rules((3, BATCH), 1, [("reshape", (3 * BATCH,))]) == Rows(0, 3)
+    assert isinstance(run_rules((3, BATCH), 1, [("reshape", (BATCH, 3))]), Mixed)
+    assert math.prod(run_tensors((3, BATCH), 1, [("reshape", (3 * BATCH,))], 5).shape) == 15

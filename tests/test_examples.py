@@ -1,0 +1,78 @@
+"""Every example runs, is short, and says that both models give the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+QUICK = {
+    "encoder_decoder": ("--steps", "3"),
+    "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
+    "torchrun_training": ("--steps", "3"),
+    "transformers_from_config": ("--only", "t5", "bert", "--devices", "2"),
+    "two_block_convolution": ("--steps", "3"),
+    "unet_skips": ("--steps", "3"),
+}
+"""Arguments that make each example run in a few seconds."""
+
+PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+
+
+def main_of(path: Path) -> Callable[[Sequence[str]], None]:
+    specification = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    main: Callable[[Sequence[str]], None] = module.main
+    return main
+
+
+def losses_in(text: str) -> list[str]:
+    """The loss of every step in the table that an example prints."""
+    return re.findall(r"^ +\d+ +(\d+\.\d{6})", text, re.MULTILINE)
+
+
+def test_each_is_listed() -> None:
+    assert {path.stem for path in EXAMPLES} == set(QUICK)
+
+
+@PER_EXAMPLE
+def test_is_short_and_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 100
+    assert f"    python examples/{path.name}" in text.partition('"""')[2].partition('"""')[0]
+
+
+@PER_EXAMPLE
+def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main_of(path)(QUICK[path.stem])
+    printed = capsys.readouterr().out
+    difference = re.search(r"^largest difference (\S+)", printed, re.MULTILINE)
+    if path.stem == "torchrun_training":
+        assert losses_in(printed)
+    else:
+        assert difference is not None
+        assert float(difference[1]) < 1e-3
+    assert all(len(line) <= 200 for line in printed.splitlines() if not line.lstrip().startswith(("def ", "#")))
+
+
+@pytest.mark.gloo
+def test_torchrun_prints_the_losses_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(path for path in EXAMPLES if path.stem == "torchrun_training")
+    main_of(path)(QUICK[path.stem])
+    embedded = losses_in(capsys.readouterr().out)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path), *QUICK[path.stem]]
+    environment = {**os.environ, "PYTHONPATH": str(path.parent.parent)}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert losses_in(finished.stdout) == embedded
+    assert len(embedded) >= 1

@@ -1,0 +1,103 @@
+"""What a model may return: inputs, parameters, buffers, constants, sizes, the same tensor twice, results of early stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import PartitionedModel, partition
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Any]:
+        hidden = self.first(x)
+        y = self.second(hidden.relu()) * self.scale
+        return {
+            "input": x,
+            "y": y,
+            "again": y,
+            "scale": self.scale,
+            "ids": ids,
+            "positions": torch.arange(ids.shape[1]),
+            "mask": ids > 2,
+            "hidden": hidden,
+            "number": 3,
+            "nothing": None,
+            "table": self.table,
+            "columns": hidden.t(),
+            "rows": x.shape[0],
+        }
+
+
+X = torch.randn(6, 4, dtype=torch.float64)
+IDS = torch.arange(18).reshape(6, 3) % 5
+
+
+def loss_of(output: dict[str, Any], target: object = None) -> Tensor:
+    return torch.as_tensor(output["y"].pow(2).mean() + output["scale"] * 0.1 + output["hidden"].mean())
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2_ranks", "3_ranks"])
+def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, PartitionedModel]:
+    torch.manual_seed(0)
+    model = Everything().double()
+    return model, partition(model, devices=request.param, mode="pipeline", example_inputs=(X, IDS), n_microbatches=2)
+
+
+@pytest.mark.parametrize("rows", [6, 1, 5])
+def test_values(pair: tuple[nn.Module, PartitionedModel], rows: int) -> None:
+    model, pm = pair
+    expected, found = model(X[:rows], IDS[:rows]), pm(X[:rows], IDS[:rows])
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+        else:
+            assert found[name] == value, name
+
+
+def test_gradients_of_a_step(pair: tuple[nn.Module, PartitionedModel]) -> None:
+    model, pm = copy.deepcopy(pair[0]), pair[1]
+    pm.zero_grad()
+    x, reference = X.clone().requires_grad_(), X.clone().requires_grad_()
+    loss = pm.train_step(x, IDS, loss_fn=loss_of)
+    expected = loss_of(model(reference, IDS))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    check_gradients(model, pm, x, reference)
+
+
+def test_gradients_through_autograd(pair: tuple[nn.Module, PartitionedModel]) -> None:
+    model, pm = copy.deepcopy(pair[0]), pair[1]
+    pm.zero_grad()
+    x, reference = X.clone().requires_grad_(), X.clone().requires_grad_()
+    loss_of(pm(x, IDS)).backward()
+    loss_of(model(reference, IDS)).backward()
+    check_gradients(model, pm, x, reference)
+
+
+def check_gradients(model: nn.Module, pm: PartitionedModel, x: Tensor, reference: Tensor) -> None:
+    torch.testing.assert_close(x.grad, reference.grad, rtol=1e-12, atol=1e-12)
+    gradients = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_loss_that_switches_its_parts(pair: tuple[nn.Module, PartitionedModel]) -> None:
+    """A parameter that a loss does not reach has no gradient, and has one again when the loss reaches it."""
+    pm = pair[1]
+    for early in (True, False, True):
+        pm.zero_grad()
+        pm.train_step(X, IDS, loss_fn=(lambda output, target: output["hidden"].mean() if early else output["y"].mean()))  # noqa: B023
+        assert (pm.full_gradients()["second.weight"] is None) is early

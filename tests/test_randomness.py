@@ -1,0 +1,58 @@
+"""With one microbatch, dropout draws what the model in one piece draws for the same seed, whatever the stages."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import partition
+
+X = torch.randn(6, 8, dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(8, 2)).double()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("mode", ["model", "pipeline"])
+def test_same_seed_same_masks(mode: str, recompute: str) -> None:
+    model = network()
+    pm = partition(model, devices=3, mode=mode, example_inputs=(X,), n_microbatches=1, recompute=recompute)
+    target = torch.randn(6, 2, dtype=torch.float64)
+    torch.manual_seed(5)
+    loss = pm.train_step(X, target=target, loss_fn=loss_of)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(5)
+    expected = loss_of(reference(X), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    gradients = pm.full_gradients()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_microbatches_draw_their_own() -> None:
+    rows = X[:1].expand(6, 8).contiguous()
+    pm = partition(network(), devices=2, mode="pipeline", example_inputs=(rows,), n_microbatches=3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        output = pm(rows)
+    assert len({tuple(row.tolist()) for row in output}) > 1
+
+
+def test_evaluation_draws_nothing() -> None:
+    pm = partition(network(), devices=2, mode="pipeline", example_inputs=(X,), n_microbatches=3, training=False)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        pm(X)
+    assert torch.equal(torch.get_rng_state(), state)

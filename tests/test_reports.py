@@ -1,0 +1,178 @@
+"""What a partitioned model says of itself: the numbers are those of a run, the tables are aligned."""
+
+from __future__ import annotations
+
+import doctest
+import html
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cost_models import units
+from cost_models.units import format_bytes
+from partitioner import PartitionedModel
+from partitioner.reports import module_range, table
+from partitioner.reports.communication import transfers
+from partitioner.reports.timetable import timetable
+from partitioner.runtime import embedded
+from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from passes.lower import LoweredStages
+from tests.models.case import Case, Instance
+from tests.models.zoo import case_named
+from tests.transparency import make_partitioned
+
+
+def partitioned(name: str, **arguments: Any) -> tuple[Case, Instance, PartitionedModel]:
+    case = case_named(name)
+    instance = case.build()
+    return case, instance, make_partitioned(instance, mode="pipeline", n_microbatches=4, **arguments)
+
+
+@pytest.mark.parametrize("module", [module_range, table, units])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_counts_the_models_parameters() -> None:
+    _, instance, pm = partitioned("gpt", devices=3)
+    lines = str(pm).splitlines()
+    assert lines[0].startswith("Gpt: pipeline 3, ")
+    assert "batch of 8 in 4 microbatches, training" in lines[0]
+    parameters = list(instance.model.parameters())
+    total = next(line for line in lines if "total" in line)
+    assert f"{sum(parameter.numel() for parameter in parameters):,}" in total
+    assert format_bytes(sum(parameter.nbytes for parameter in parameters)) in total
+    assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
+    held = [sum(parameter.numel() for parameter in _held(pm, rank)) for rank in range(3)]
+    for line, count in zip(lines[3:6], held, strict=True):
+        assert f" {count:,} " in line
+
+
+def _held(pm: PartitionedModel, rank: int) -> list[Tensor]:
+    return [tensor for tensor in pm._state.by_rank[rank].values() if isinstance(tensor, torch.nn.Parameter)]
+
+
+def test_the_notebook_shows_the_same_cells() -> None:
+    *_, pm = partitioned("residual", devices=2)
+    shown = html.unescape(pm._repr_html_())
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", shown)
+    assert " ".join(" ".join(cells).split()) == " ".join(" ".join(str(pm).splitlines()[2:]).split())
+    assert str(pm).splitlines()[0] in shown
+
+
+def test_html_is_escaped() -> None:
+    assert "<b>" not in table.html_table([("a",), ("<b>",)], "<")
+
+
+# -- the explanation -------------------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Bytes that every rank of the embedded runtime sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        transport = embedded._EmbeddedTransport
+        send, all_reduce = transport.send, transport.all_reduce
+
+        def counted_send(this: Any, tensor: Tensor, destination: int, tag: int) -> None:
+            self.bytes += tensor.nbytes
+            send(this, tensor, destination, tag)
+
+        def counted_all_reduce(this: Any, tensors: Any, group: tuple[int, ...]) -> Any:
+            self.bytes += sum(tensor.nbytes for tensor in tensors)
+            return all_reduce(this, tensors, group)
+
+        monkeypatch.setattr(transport, "send", counted_send)
+        monkeypatch.setattr(transport, "all_reduce", counted_all_reduce)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("gpt", "ZB1P"), ("unet", "1F1B"), ("encoder_decoder", "ZBV"), ("returns_loss", "GPipe")])
+def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, instance, pm = partitioned(name, devices=3, schedule=schedule)
+    pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
+    counter = Counter(monkeypatch)
+    pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
+    lowered, programs = pm._shown()
+    assert sum(transfer.bytes for transfer in transfers(lowered, programs)) == counter.bytes
+    total = next(line for line in pm.explain().splitlines() if line.startswith("  total"))
+    assert format_bytes(counter.bytes) in total
+
+
+def test_kept_bytes_are_what_a_forward_keeps() -> None:
+    _, instance, pm = partitioned("gpt", devices=2, schedule="1F1B")
+    lowered, _ = pm._shown()
+    kept = [_saved_bytes(pm, lowered, instance.args[0], stage) for stage in range(2)]
+    section = pm.explain().partition("MEMORY")[2].partition("COMMUNICATION")[0].splitlines()
+    for stage, line in enumerate(section[2:4]):
+        assert f"  {format_bytes(kept[stage])}  " in line
+
+
+def _saved_bytes(pm: PartitionedModel, lowered: LoweredStages, tokens: Tensor, last: int) -> int:
+    """Run the stages up to one on the first microbatch of two rows; the bytes that its forward saves."""
+    values: dict[str, Any] = {"batch": 2, "tokens": tokens[:2]}
+    saved: tuple[Any, ...] = ()
+    for stage, training in zip(lowered.stages[: last + 1], lowered.training, strict=False):
+        given = {**pm._state.by_rank[lowered.stage_rank[stage.index]], **values}
+        *results, saved = training.forward(*(given[name] for name in stage.bound + stage.arguments))
+        values.update(zip(stage.outputs, results, strict=True))
+    return sum(value.nbytes for value in saved if isinstance(value, Tensor))
+
+
+def test_the_explanation_says_why() -> None:
+    *_, pm = partitioned("gpt", devices=2, schedule="1F1B")
+    text = pm.explain()
+    for title in ("STAGES", "MEMORY", "COMMUNICATION", "TIED PARAMETERS", "SCHEDULE"):
+        assert f"\n{title}\n" in text
+    plan = pm.plan
+    assert plan.bound_by.split(":")[0] in text
+    lowered, programs = pm._shown()
+    value = lowered.stages[0].outputs[0]
+    line = next(line for line in text.splitlines() if line.startswith(f"  {value} "))
+    assert "stage 0, rank 0" in line
+    assert "stage 1, rank 1" in line
+    assert re.search(r"blocks\.\d\S* gives it to blocks\.\d", line)
+    assert any("token.weight  also head.weight  held by ranks 0 and 1" in line for line in text.splitlines())
+    assert any(line.startswith("  rank 1 |...|1F0|1B0    |") for line in text.splitlines())
+    assert len({transfer.value for transfer in transfers(lowered, programs)}) >= 4
+
+
+def test_notes_are_told() -> None:
+    *_, pm = partitioned("batch_norm_convolution", devices=2)
+    assert "NOTES\n  1. batch normalisation in training (1, 5)" in pm.explain()
+
+
+def test_an_explanation_in_evaluation() -> None:
+    case = case_named("gpt")
+    instance = case.build()
+    instance.model.eval()
+    text = make_partitioned(instance, devices=2, mode="model").explain()
+    assert "none: a forward alone, stages one after the other" in text
+    assert "SCHEDULE" not in text
+    assert "all ranks return it" in text
+
+
+# -- the drawing -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(2, 2), (4, 8), (8, 16)])
+def test_the_drawing_fits_a_terminal(name: str, n_ranks: int, n_microbatches: int) -> None:
+    schedule = make_schedule(name, n_ranks, n_microbatches)
+    lines = timetable(schedule, 130)
+    assert len(lines) == n_ranks + 1
+    assert all(len(line) <= 135 for line in lines[:-1])
+    for rank, line in enumerate(lines[:-1]):
+        assert line.startswith(f"rank {rank} |")
+    first, last = schedule.actions[0][0], schedule.actions[0][-1]
+    assert f"|{first}" in lines[0]
+    assert str(last) in lines[0] or n_microbatches == 16

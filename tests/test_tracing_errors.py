@@ -1,0 +1,222 @@
+"""A model that cannot be traced is refused: what it does, in which module, on which line, and what to do instead."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from partitioner.tracing.trace import trace
+from passes.ir.errors import ConfigError, TraceError
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: its backward is not that of its forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+rounded: Callable[[Tensor], Tensor] = Rounded.apply
+WEIGHT = torch.ones(6, requires_grad=True)
+
+
+class Guilty(nn.Module):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.does = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self.layer(x))
+
+
+class Model(nn.Module):
+    """The guilty module is the second of a list."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), Guilty(forward)])
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def branches(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def counts(x: Tensor) -> Tensor:
+    return x[: int(x.abs().max())]
+
+
+def leaves_torch(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def straight_through(x: Tensor) -> Tensor:
+    return rounded(x)
+
+
+def straight_through_rows(x: Tensor) -> Tensor:
+    return torch.vmap(Rounded.apply)(x)
+
+
+def checkpoints(x: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
+
+
+def autocasts(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x.T
+
+
+def differentiates(x: Tensor) -> Any:
+    return torch.func.grad(lambda y: (y**2).sum())(x)
+
+
+def conditional(x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def learns_elsewhere(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def returns_an_object(x: Tensor) -> Any:
+    return re.compile("x"), object(), x
+
+
+def fails(x: Tensor) -> Tensor:
+    return x @ torch.ones(5, 5)
+
+
+CASES: dict[Callable[..., Any], tuple[str, str]] = {
+    branches: ("the values of a tensor decide", "torch.where"),
+    counts: ("the values of a tensor decide", "torch.where"),
+    leaves_torch: ("outside of PyTorch", "PyTorch's own operations"),
+    straight_through: (f"custom autograd function {__name__}.Rounded", "torch.library"),
+    checkpoints: ("reentrant", "use_reentrant=False"),
+    autocasts: ("torch.autocast", ".to(dtype)"),
+    differentiates: ("torch.func.grad", "outside of the model"),
+    conditional: ("cond", "torch.where"),
+    fails: ("RuntimeError", "call the model itself"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
+def test_refused_by_module_and_line(function: Callable[..., Any]) -> None:
+    problem, remedy = CASES[function]
+    model = Model(function)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(TraceError) as caught:
+        trace(model, (torch.ones(4, 6),))
+    error = caught.value
+    assert problem in error.problem
+    assert remedy in (error.remedy or "")
+    assert error.place is not None
+    assert error.place.module == "blocks.1"
+    first = inspect.getsourcelines(function)[1]
+    lines = range(first, first + len(inspect.getsource(function).splitlines()))
+    assert error.place.source in [f"{__file__}:{line}" for line in (*lines, inspect.getsourcelines(Guilty.forward)[1] + 1)]
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [straight_through_rows, learns_elsewhere, returns_an_object])
+def test_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(TraceError, match=r"blocks\.1|requires a gradient|not made of tensors"):
+        trace(Model(function), (torch.ones(4, 6),))
+
+
+def test_the_cause_is_kept() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Model(branches), (torch.ones(4, 6),))
+    assert caught.value.__cause__ is not None
+    assert "data-dependent" in str(caught.value.__cause__)
+
+
+def test_a_custom_function_without_gradients_is_traced() -> None:
+    def without_gradients(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return rounded(x)
+
+    graph = trace(Model(without_gradients), (torch.ones(4, 6),))
+    assert "aten.round.default" in [str(node.target) for node in graph.computing_nodes()]
+
+
+def test_custom_functions_work_while_another_thread_traces() -> None:
+    """The watch is for the thread that traces, and is taken down with the trace."""
+    with pytest.raises(TraceError):
+        trace(Model(straight_through), (torch.ones(4, 6),))
+    x = torch.full((2,), 0.3, requires_grad=True)
+    rounded(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(2))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta"))
+    with pytest.raises(TraceError, match=r"several devices already: 0.weight on cpu, 1.weight on meta"):
+        trace(model, (torch.ones(4, 6),))
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"0.weight has no shape yet"):
+        trace(nn.Sequential(nn.LazyLinear(6)), (torch.ones(4, 6),))
+
+
+def test_a_distributed_model_is_refused() -> None:
+    """What makes a tensor distributed is that it knows its mesh."""
+    model = nn.Linear(6, 6)
+    model.weight.device_mesh = "cpu"  # type: ignore[attr-defined]
+    with pytest.raises(TraceError, match=r"weight is distributed already"):
+        trace(model, (torch.ones(4, 6),))
+
+
+def test_tensors_that_overlap_are_refused() -> None:
+    memory = torch.zeros(10)
+    model = nn.Linear(2, 2)
+    model.register_buffer("left", memory[:6])
+    model.register_buffer("right", memory[4:])
+    with pytest.raises(TraceError, match=r"left and right share part of their memory"):
+        trace(model, (torch.ones(4, 2),))
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"do not fit Linear.forward: too many positional arguments"):
+        trace(nn.Linear(6, 6), (torch.ones(4, 6), torch.ones(4, 6)))
+    with pytest.raises(ConfigError, match="missing a required argument: 'input'"):
+        trace(nn.Linear(6, 6), ())
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch prints tracebacks and partial graphs before it raises."""
+    for function in (branches, fails):
+        with pytest.raises(TraceError):
+            trace(Model(function), (torch.ones(4, 6),))
+    output = capfd.readouterr()
+    assert (output.out, output.err) == ("", "")
