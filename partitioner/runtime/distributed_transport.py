@@ -19,6 +19,7 @@ from torch import Tensor
 
 from partitioner.runtime.connection import Connection, Route
 from partitioner.runtime.traffic import Traffic, arrivals_shown, message_name, traffic_of
+from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.program import Program
 
@@ -111,7 +112,7 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost("receive", source, tag, None) from error
 
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...]) -> _Sum:
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> _Sum:
         """Start one sum a dtype, over flat copies: every rank then has the very same bits."""
         by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
@@ -122,7 +123,7 @@ class DistributedTransport:
         try:
             for flat in flats:
                 summed = torch.view_as_real(flat) if flat.is_complex() else flat
-                work = dist.all_reduce(summed, group=self._connection.group(group), async_op=True)
+                work = dist.all_reduce(summed, _OPERATIONS[operation], group=self._connection.group(group), async_op=True)
                 assert work is not None
                 pending.works.append(work)
         except RuntimeError as error:
@@ -197,6 +198,8 @@ class DistributedTransport:
             remedy="look at what those ranks report",
         )
 
+
+_OPERATIONS: Mapping[Operation, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _NOT_IN_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128})
 """Dtypes that NCCL does not know; messages of them travel as bytes."""

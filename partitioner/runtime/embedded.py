@@ -17,7 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from partitioner.runtime.collectives import (
+    Exchange,
+    assemble,
+    gather_exchanges,
+    reduce_exchanges,
+    scatter_exchanges,
+    transpose_exchanges,
+)
 from partitioner.runtime.executor import ProgramSet, Run
+from passes.ir.communication import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
 __all__ = ["EmbeddedRuntime"]
@@ -36,15 +45,16 @@ class _Receive:
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """One all_reduce of a group: the how-manyeth, for which rank."""
+class _Collective:
+    """One collective of a group: which one, and the how-manyeth of the group."""
 
+    name: str
     group: tuple[int, ...]
     number: int
-    rank: int
 
     def __str__(self) -> str:
-        return f"all_reduce {self.number} of ranks {', '.join(str(rank) for rank in self.group)}"
+        ranks = f"rank{'s' if len(self.group) > 1 else ''} {', '.join(str(rank) for rank in self.group)}"
+        return f"{self.name}, collective {self.number} of {ranks}"
 
 
 @dataclass
@@ -52,7 +62,19 @@ class _Mailbox:
     """What is on its way between the ranks of one run."""
 
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
-    parts: defaultdict[tuple[tuple[int, ...], int], dict[int, Sequence[Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+    given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
+    waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank waits for of a collective."""
+
+    collective: _Collective
+    operation: Operation
+
+    def __str__(self) -> str:
+        return str(self.collective)
 
 
 class _EmbeddedTransport:
@@ -63,7 +85,7 @@ class _EmbeddedTransport:
         self.device = devices[rank]
         self._devices = devices
         self._mailbox = mailbox
-        self._sums: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         self._mailbox.messages[_Receive(self.rank, destination, tag)] = tensor.to(self._devices[destination], non_blocking=True)
@@ -71,26 +93,62 @@ class _EmbeddedTransport:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
         return _Receive(source, self.rank, tag)
 
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...]) -> _Sum:
-        pending = _Sum(group, self._sums[group], self.rank)
-        self._sums[group] += 1
-        self._mailbox.parts[group, pending.number][self.rank] = tensors
-        return pending
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> _Part:
+        return self._start(f"all_reduce of {operation}", group, reduce_exchanges(tensors, len(group)), operation)
 
-    def ready(self, pending: _Receive | _Sum) -> bool:
+    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> _Part:
+        return self._start("all_gather", group, gather_exchanges(tensors, dims, len(group), group.index(self.rank), sizes))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> _Part:
+        return self._start("reduce_scatter", group, scatter_exchanges(tensors, dims, len(group), group.index(self.rank), sizes))
+
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        split_dims: Sequence[int],
+        concat_dims: Sequence[int],
+        group: tuple[int, ...],
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> _Part:
+        position = group.index(self.rank)
+        exchanges = transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
+        return self._start("all_to_all", group, exchanges)
+
+    def _start(self, name: str, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation = "sum") -> _Part:
+        collective = _Collective(name, group, self._counts[group])
+        self._counts[group] += 1
+        self._mailbox.given[collective][self.rank] = exchanges
+        return _Part(collective, operation)
+
+    def ready(self, pending: _Receive | _Part) -> bool:
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
-        return len(self._mailbox.parts[pending.group, pending.number]) == len(pending.group)
+        return len(self._mailbox.given[pending.collective]) == len(pending.collective.group)
 
-    def wait(self, pending: _Receive | _Sum) -> Tensor | list[Tensor]:
+    def wait(self, pending: _Receive | _Part) -> Tensor | list[Tensor]:
         if isinstance(pending, _Receive):
             return self._mailbox.messages.pop(pending)
-        parts = self._mailbox.parts[pending.group, pending.number]
-        sums = [tensor.to(self.device, copy=True) for tensor in parts[pending.group[0]]]
-        for rank in pending.group[1:]:
-            for total, part in zip(sums, parts[rank], strict=True):
-                total.add_(part.to(self.device))
-        return sums
+        collective = pending.collective
+        given = self._mailbox.given[collective]
+        results = [self._result(pending, index, exchange, given) for index, exchange in enumerate(given[self.rank])]
+        self._mailbox.waited[collective] += 1
+        if self._mailbox.waited[collective] == len(collective.group):
+            del self._mailbox.given[collective], self._mailbox.waited[collective]
+        return results
+
+    def _result(self, pending: _Part, index: int, exchange: Exchange, given: Mapping[int, Sequence[Exchange]]) -> Tensor:
+        group = pending.collective.group
+        if len(group) == 1:
+            return exchange.pieces[0].contiguous()
+        pieces = [given[rank][index].pieces[group.index(self.rank)].to(self.device) for rank in group]
+        for rank, piece, shape in zip(group, pieces, exchange.shapes, strict=True):
+            if tuple(piece.shape) != tuple(shape):
+                raise CommunicationError(
+                    f"{pending}: rank {rank} gives rank {self.rank} shape {tuple(piece.shape)} where it expects {tuple(shape)}",
+                    remedy="every rank of a group gives tensors that fit together: pm.verify() names the nodes",
+                )
+        return assemble(pieces, exchange.dim, pending.operation)
 
     def finish(self) -> None:
         """Nothing is ever under way here."""

@@ -7,6 +7,18 @@ between the two overlaps with it:
     ...                                                             # compute
     x = wait(pending)                                               # the value
     send(y, destination=2, tag=9)                                   # returns at once; y is kept alive until it has left
+
+Messages go between two ranks. Collectives go between the ranks of a group, ``(0, 2)`` say, and take several tensors at once, which travel
+together; ``wait`` gives a list. For one tensor and two ranks (letters are pieces along a dimension, ``ab`` one after the other):
+
+                     rank 0     rank 1           rank 0     rank 1
+    all_reduce       x          y           ->   x + y      x + y
+    all_gather       a          b           ->   ab         ab
+    reduce_scatter   ab         cd          ->   a + c      b + d
+    all_to_all       ab         cd          ->   ac         bd
+
+Pieces may differ in size, and be empty: then ``sizes`` tells how large the piece of each rank of the group is, in the group's order.
+Programs do not change tensors that are communicated, before or after. The collectives of a group pair up in the order of their calls.
 """
 
 from __future__ import annotations
@@ -14,14 +26,34 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from passes.ir.errors import CommunicationError
 
-__all__ = ["COMMUNICATION", "Transport", "all_reduce", "receive", "send", "use_transport", "wait"]
+__all__ = [
+    "COLLECTIVES",
+    "COMMUNICATION",
+    "Operation",
+    "Sizes",
+    "Transport",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "receive",
+    "reduce_scatter",
+    "send",
+    "use_transport",
+    "wait",
+]
+
+Operation: TypeAlias = Literal["sum", "max", "min"]
+"""How numbers of several ranks become one."""
+
+Sizes: TypeAlias = Sequence[Sequence[int] | None]
+"""For each tensor, how large the piece of each rank of a group is along a dimension; None: all are equal."""
 
 
 class Transport(Protocol):
@@ -36,14 +68,31 @@ class Transport(Protocol):
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
         """Post a receive and return what ``wait`` takes."""
 
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...]) -> Any:
-        """Start summing each tensor over the ranks of the group and return what ``wait`` takes. Calls of a group pair up in order."""
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
+        """Start reducing each tensor over the ranks of the group and return what ``wait`` takes."""
+
+    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start putting the group's tensors together and return what ``wait`` takes."""
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start summing this rank's pieces of the group's tensors and return what ``wait`` takes."""
+
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        split_dims: Sequence[int],
+        concat_dims: Sequence[int],
+        group: tuple[int, ...],
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> Any:
+        """Start exchanging pieces with every rank of the group and return what ``wait`` takes."""
 
     def ready(self, pending: Any) -> bool:
         """Whether ``wait`` may be called now; a transport whose ``wait`` blocks always says yes."""
 
     def wait(self, pending: Any) -> Any:
-        """The received tensor, or the list of summed tensors; raises CommunicationError when it cannot come."""
+        """The received tensor, or the list of tensors that a collective gives; raises CommunicationError when it cannot come."""
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -82,17 +131,58 @@ def receive(shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> 
     return current_transport().receive(shape, dtype, source, tag)
 
 
-def all_reduce(tensors: Sequence[Tensor], group: tuple[int, ...]) -> Any:
-    """Start summing tensors over a group of ranks; ``wait`` gives the list of sums, bitwise the same on every rank."""
-    return current_transport().all_reduce(tensors, group)
+def all_reduce(tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
+    """Start reducing tensors over a group of ranks; ``wait`` gives the list of sums (or maxima, minima), bitwise the same on every rank."""
+    return current_transport().all_reduce(tensors, group, operation)
+
+
+def all_gather(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+    """Start putting tensors of a group of ranks together, each along its dimension, in the group's order; ``wait`` gives the list.
+
+    Args:
+        sizes: how large each rank's tensor is along that dimension.
+    """
+    return current_transport().all_gather(tensors, dims, group, sizes)
+
+
+def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+    """Start summing tensors over a group of ranks; ``wait`` gives the list of this rank's pieces of the sums.
+
+    Args:
+        dims: for each tensor, along which its sum is cut.
+        sizes: how large each rank's piece is.
+    """
+    return current_transport().reduce_scatter(tensors, dims, group, sizes)
+
+
+def all_to_all(
+    tensors: Sequence[Tensor],
+    split_dims: Sequence[int],
+    concat_dims: Sequence[int],
+    group: tuple[int, ...],
+    split_sizes: Sizes | None = None,
+    concat_sizes: Sizes | None = None,
+) -> Any:
+    """Start giving each rank of a group its piece of each tensor; ``wait`` gives the list of what all ranks gave to this one, put together.
+
+    Args:
+        split_dims: for each tensor, along which it is cut.
+        concat_dims: for each tensor, along which what comes is put together, in the group's order.
+        split_sizes: how large the piece for each rank is.
+        concat_sizes: how large the piece from each rank is, along ``concat_dims``.
+    """
+    return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
 
 
 def wait(pending: Any) -> Any:
-    """Finish a receive or an all_reduce."""
+    """Finish a receive or a collective."""
     return current_transport().wait(pending)
 
 
-COMMUNICATION = (send, receive, all_reduce, wait)
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
+"""What goes between all ranks of a ``group``; the first argument is the tensors."""
+
+COMMUNICATION = (send, receive, *COLLECTIVES, wait)
 """Every function of this module that a program may call: kept by dead-code elimination."""
 
 for _function in COMMUNICATION:

@@ -1,0 +1,175 @@
+"""What each rank gives and gets in a collective: the same for every transport.
+
+Every collective is one exchange of pieces within a group, after which a rank puts together what it got, or reduces it:
+
+                     gives to each rank        makes of what it gets
+    all_reduce       the tensor                sum, maximum or minimum
+    all_gather       the tensor                concatenation
+    reduce_scatter   that rank's piece         sum
+    all_to_all       that rank's piece         concatenation
+
+A transport that moves pieces can carry out all of them. Reduced is in the group's order, first to last, so that all ranks have the
+very same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from passes.ir.communication import Operation, Sizes
+from passes.ir.errors import CommunicationError
+
+__all__ = [
+    "Exchange",
+    "assemble",
+    "flatten",
+    "gather_exchanges",
+    "is_leading",
+    "reduce_exchanges",
+    "reduce_pieces",
+    "scatter_exchanges",
+    "transpose_exchanges",
+]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One tensor's part in a collective, on one rank.
+
+    Attributes:
+        pieces: what each rank of the group is given, in the group's order.
+        shapes: the shape of what each rank gives to this one.
+        dim: along which that is put together; None: it is reduced.
+    """
+
+    pieces: Sequence[Tensor]
+    shapes: Sequence[Sequence[int]]
+    dim: int | None
+
+
+# -- the collectives -------------------------------------------------------------------------------------------------------------------
+
+
+def reduce_exchanges(tensors: Sequence[Tensor], n_ranks: int) -> list[Exchange]:
+    """Of an all_reduce."""
+    return [Exchange([tensor] * n_ranks, [tensor.shape] * n_ranks, None) for tensor in tensors]
+
+
+def gather_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
+    """Of an all_gather. ``position``: of this rank in the group."""
+    exchanges = []
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        parts = _sizes_of(sizes, index, n_ranks) or [tensor.shape[dim]] * n_ranks
+        _require(parts[position] == tensor.shape[dim], "all_gather", tensor, dim, parts)
+        exchanges.append(Exchange([tensor] * n_ranks, [_resized(tensor.shape, dim, size) for size in parts], dim))
+    return exchanges
+
+
+def scatter_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
+    """Of a reduce_scatter. ``position``: of this rank in the group."""
+    exchanges = []
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        parts = _split_sizes("reduce_scatter", tensor, dim, _sizes_of(sizes, index, n_ranks), n_ranks)
+        own = _resized(tensor.shape, dim, parts[position])
+        exchanges.append(Exchange(tensor.split(parts, dim), [own] * n_ranks, None))
+    return exchanges
+
+
+def transpose_exchanges(
+    tensors: Sequence[Tensor],
+    split_dims: Sequence[int],
+    concat_dims: Sequence[int],
+    n_ranks: int,
+    position: int,
+    split_sizes: Sizes | None,
+    concat_sizes: Sizes | None,
+) -> list[Exchange]:
+    """Of an all_to_all. ``position``: of this rank in the group."""
+    exchanges = []
+    for index, (tensor, split_dim, concat_dim) in enumerate(zip(tensors, split_dims, concat_dims, strict=True)):
+        split = _split_sizes("all_to_all", tensor, split_dim, _sizes_of(split_sizes, index, n_ranks), n_ranks)
+        own = _resized(tensor.shape, split_dim, split[position])
+        parts = _sizes_of(concat_sizes, index, n_ranks) or [own[concat_dim]] * n_ranks
+        _require(parts[position] == own[concat_dim], "all_to_all", tensor, concat_dim, parts)
+        shapes = [_resized(own, concat_dim, size) for size in parts]
+        exchanges.append(Exchange(tensor.split(split, split_dim), shapes, concat_dim))
+    return exchanges
+
+
+def _sizes_of(sizes: Sizes | None, index: int, n_ranks: int) -> list[int] | None:
+    found = None if sizes is None else sizes[index]
+    if found is not None and len(found) != n_ranks:
+        raise CommunicationError(
+            f"{len(found)} sizes for a group of {n_ranks} ranks", remedy="sizes has the size of each rank's piece, in the group's order"
+        )
+    return None if found is None else list(found)
+
+
+def _split_sizes(name: str, tensor: Tensor, dim: int, sizes: list[int] | None, n_ranks: int) -> list[int]:
+    """How large the piece for each rank is."""
+    whole = tensor.shape[dim]
+    parts = [whole // n_ranks] * n_ranks if sizes is None else sizes
+    _require(sum(parts) == whole, name, tensor, dim, parts)
+    return parts
+
+
+def _require(fits: bool, name: str, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    if not fits:
+        raise CommunicationError(
+            f"{name}: a tensor of shape {tuple(tensor.shape)} does not have pieces of sizes {', '.join(map(str, sizes))} "
+            f"along dimension {dim}",
+            remedy="give sizes where the pieces of a group's ranks differ",
+        )
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    resized = list(shape)
+    resized[dim] = size
+    return resized
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------------------------
+
+
+def assemble(pieces: Sequence[Tensor], dim: int | None, operation: Operation = "sum") -> Tensor:
+    """What a collective gives, in new memory, from what each rank of the group has given, in the group's order."""
+    # What is concatenated keeps the strides of the pieces, which a program's graphs do not expect.
+    return reduce_pieces(pieces, operation) if dim is None else torch.cat(tuple(pieces), dim).contiguous()
+
+
+def reduce_pieces(pieces: Sequence[Tensor], operation: Operation) -> Tensor:
+    """The reduction, first to last, contiguous and in new memory."""
+    if len(pieces) == 1:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    function = _REDUCTIONS[operation]
+    total = function(pieces[0], pieces[1]).contiguous()
+    for piece in pieces[2:]:
+        function(total, piece, out=total)
+    return total
+
+
+_REDUCTIONS: Mapping[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def flatten(pieces: Sequence[Tensor]) -> Tensor:
+    """The elements of all pieces one after another, in one dimension; a single contiguous piece is not copied."""
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    if all(piece.is_contiguous() for piece in pieces):
+        return torch.cat([piece.view(-1) for piece in pieces])
+    flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    start = 0
+    for piece in pieces:
+        flat[start : start + piece.numel()].view(piece.shape).copy_(piece)
+        start += piece.numel()
+    return flat
+
+
+def is_leading(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces along the dimension lie one after another in a contiguous tensor."""
+    return math.prod(shape[: dim % len(shape)]) == 1
