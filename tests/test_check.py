@@ -39,6 +39,16 @@ def test_equal_models_are_equal(name: str, schedule: str) -> None:
     assert str(report).endswith("EQUAL: the partitioned model computes what the original computes")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    """Products of fewer rows round otherwise; every number that comes out is judged by the precision of the model."""
+    case = case_named("residual")
+    instance = case.build(batch_size=32, dtype=dtype)
+    report = make_partitioned(instance, devices=2, mode="pipeline", n_microbatches=3).check(*instance.args)
+    assert max(comparison.error for part in report.parts for comparison in part.comparisons) > 0
+    assert report, str(report)
+
+
 def test_gradients_of_inputs() -> None:
     case = case_named("residual")
     (x,) = case.build().args

@@ -177,7 +177,8 @@ class _Check:
         loss_fn, target = (objective, objective.target) if own is None else (None, None)
         loss = self.partitioned.train_step(*call.args, target=target, loss_fn=loss_fn, **call.kwargs)
         expected = gradients if own is None else own
-        self.parts.append(Part("loss", (compare("loss", expected.loss, loss.detach()),)))
+        scale, computed_in = (objective.scale, objective.computed_in) if own is None else (0.0, None)
+        self.parts.append(Part("loss", (compare("loss", expected.loss, loss.detach(), scale=scale, computed_in=computed_in),)))
         self._gradients("train_step", expected, call)
 
     def _restart(self) -> Call:

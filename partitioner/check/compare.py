@@ -45,7 +45,9 @@ class Comparison:
         return f"{self.what}: differs by {self.error:.1e}, allowed {self.allowed:.1e}, largest value {self.largest:.1e}"
 
 
-def compare(what: str, reference: Tensor | None, found: Tensor | None, *, scale: float = 0.0) -> Comparison:
+def compare(
+    what: str, reference: Tensor | None, found: Tensor | None, *, scale: float = 0.0, computed_in: torch.dtype | None = None
+) -> Comparison:
     """Compare a tensor with a reference.
 
     Args:
@@ -53,6 +55,7 @@ def compare(what: str, reference: Tensor | None, found: Tensor | None, *, scale:
         reference: what it should be; None for a gradient that there is none of.
         found: what it is.
         scale: magnitude of what it was computed from: a value that is zero but for rounding has no scale of its own.
+        computed_in: the dtype of what it was computed from, where that is less precise than its own.
     """
     if reference is None and found is None:
         return Comparison(what, 0.0, 0.0, 0.0)
@@ -60,7 +63,7 @@ def compare(what: str, reference: Tensor | None, found: Tensor | None, *, scale:
         return _unlike(what, "none, where the original has one" if found is None else "there is one, where the original has none")
     if (reference.shape, reference.dtype) != (found.shape, found.dtype):
         return _unlike(what, f"{found.dtype} {tuple(found.shape)}, where the original has {reference.dtype} {tuple(reference.shape)}")
-    tolerance = TOLERANCE.get(reference.dtype.to_real(), 0.0) if _is_inexact(reference) else 0.0
+    tolerance = TOLERANCE.get((computed_in or reference.dtype).to_real(), 0.0) if _is_inexact(reference) else 0.0
     one, other = _wide(reference), _wide(found)
     same = (one == other) | (one.isnan() & other.isnan())
     difference = torch.where(same, 0.0, (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))

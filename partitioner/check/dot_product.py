@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partitioner.check.compare import largest_magnitude
 from passes.ir.graph import Output
 
 __all__ = ["DotProduct"]
@@ -30,6 +31,8 @@ class DotProduct:
     Attributes:
         target: what to pass to ``train_step`` beside it.
         is_empty: whether no result is differentiable.
+        computed_in: the least precise dtype of the differentiable results: the number, though a double, is no more precise.
+        scale: the largest magnitude of those results.
     """
 
     def __init__(self, outputs: tuple[Output, ...], leaves: list[Any], batch: int) -> None:
@@ -37,7 +40,10 @@ class DotProduct:
         self.batch = batch
         generator = torch.Generator().manual_seed(_SEED)
         weights = [self._weights(output, leaf, generator) for output, leaf in zip(outputs, leaves, strict=True)]
-        self.is_empty = all(weight is None for weight in weights)
+        taken = [leaf for leaf, weight in zip(leaves, weights, strict=True) if weight is not None]
+        self.is_empty = not taken
+        self.computed_in = max((leaf.dtype for leaf in taken), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        self.scale = max(map(largest_magnitude, taken), default=0.0)
         self.target = {"rows": torch.arange(batch), "weights": weights}
 
     def _weights(self, output: Output, leaf: Any, generator: torch.Generator) -> Tensor | None:
