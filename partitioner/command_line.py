@@ -4,28 +4,28 @@
     partitioner inspect net.py:factory --devices 2 --rank 1
     partitioner check   net.py:factory --devices 4 --schedule ZB1P
 
-``factory()`` returns ``(model, args)`` or ``(model, args, kwargs)``. Exit codes: 0 it worked; 1 a check found a difference; 2 the request
-was wrong or cannot be met.
+``factory()`` returns ``(model, args)`` or ``(model, args, kwargs)``. Exit codes: 0 it worked; 1 a check did not find everything equal;
+2 the request was wrong or cannot be met.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from partitioner.api import partition
+from partitioner.factory import Made, call_factory
 from partitioner.model import PartitionedModel
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.plan import Plan
 
 __all__ = ["main"]
+
+_EXIT_CODES = "exit code: 0 it worked, 2 the request was wrong or cannot be met"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,120 +40,133 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except PartitionError as error:
         if arguments.debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. What is still to be flushed goes nowhere, so that Python does not complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="partitioner", description="Partition a PyTorch model over devices, and see what comes out.")
+    parser = argparse.ArgumentParser(
+        prog="partitioner",
+        description="Partition a PyTorch model over devices, and see what comes out.",
+        epilog="partitioner COMMAND --help shows the options of a command, and an example.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, run, text, example in (
-        ("plan", _plan, "plan a model and explain the plan", "partitioner plan net.py:factory --devices 4 --json plan.json"),
-        ("inspect", _inspect, "print the programs of the ranks", "partitioner inspect net.py:factory --devices 2 --rank 1"),
-        ("check", _check, "compare the partitioned model with the original", "partitioner check net.py:factory --devices 4"),
-    ):
-        layout = argparse.RawTextHelpFormatter
-        command = commands.add_parser(
-            name, help=text, description=f"{text.capitalize()}.", epilog=f"example: {example}", formatter_class=layout
-        )
-        _common(command)
-        command.set_defaults(run=run)
-        if name == "plan":
-            command.add_argument("--json", metavar="FILE", help="also write the plan to a file")
-        if name == "inspect":
-            command.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
+    add = commands.add_parser
+    plan = _command(add, "plan", _plan, "plan a model and explain the plan", "net.py:factory --devices 4 --json plan.json")
+    plan.add_argument("--json", metavar="FILE", help="also write the plan to a file, for --plan")
+    inspect = _command(add, "inspect", _inspect, "print the programs of the ranks", "net.py:factory --devices 2 --rank 1")
+    inspect.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
+    codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
+    _command(add, "check", _check, "compare the partitioned model with the original", "net.py:factory --devices 4", codes)
     return parser
 
 
-def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("factory", metavar="FILE.py:FACTORY", help="a function that returns (model, args) or (model, args, kwargs)")
+def _command(
+    add: Callable[..., argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    example: str,
+    codes: str = _EXIT_CODES,
+) -> argparse.ArgumentParser:
+    """A command with the options that all have."""
+    command = add(
+        name,
+        help=text,
+        description=f"{text.capitalize()}.",
+        epilog=f"example: partitioner {name} {example}\n{codes}",
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
+    command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
-    command.add_argument("--mode", default="auto", metavar="MODE", help="auto, pipeline or model (default: auto)")
-    command.add_argument("--schedule", metavar="NAME", help="GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV (default: planned)")
+    command.add_argument("--mode", metavar="MODE", help="auto, pipeline or model (default: auto)")
+    schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
+    command.add_argument("--schedule", metavar="NAME", help=schedules)
     command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
-    command.add_argument("--cluster", metavar="KIND:NODESxDEVICES", help="hardware to plan for, h100:1x4 (default: what is here)")
-    command.add_argument("--memory-limit", metavar="SIZE", help="per device, 16GiB (default: what the device has)")
-    command.add_argument("--plan", metavar="FILE", help="lower this plan instead of making one")
+    cluster = "hardware to plan for: kind, nodes and devices in each,\nas h100:1x4 (default: what is here)"
+    command.add_argument("--cluster", metavar="CLUSTER", help=cluster)
+    command.add_argument("--memory-limit", metavar="SIZE", help="per device, as 16GiB (default: what the device has)")
+    plan = "lower this plan, which plan --json wrote, instead of\nmaking one"
+    command.add_argument("--plan", metavar="FILE", help=plan)
     command.add_argument("--debug", action="store_true", help="show where in the code an error came from")
+    return command
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    pm = _partition(arguments)
+    pm = _partition(call_factory(arguments.factory), arguments)
     print(pm.explain())
     if arguments.json:
-        Path(arguments.json).write_text(pm.plan.to_json() + "\n", encoding="utf-8")
+        _write(arguments.json, pm.plan.to_json() + "\n")
         print(f"\nplan written to {arguments.json}")
     return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    pm = _partition(arguments)
-    ranks = range(arguments.devices) if arguments.rank is None else [arguments.rank]
-    for rank in ranks:
-        print(pm.graph(rank).code)
+    pm = _partition(call_factory(arguments.factory), arguments)
+    ranks = range(pm.plan.n_ranks) if arguments.rank is None else [arguments.rank]
+    codes = {rank: pm.graph(rank).code.strip() for rank in ranks}
+    print("\n\n\n".join(f"{_heading(pm.plan, rank)}\n{code}" for rank, code in codes.items()))
     return 0
 
 
+def _heading(plan: Plan, rank: int) -> str:
+    """A comment that says whose program follows."""
+    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.rank == rank]
+    return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
+
+
 def _check(arguments: argparse.Namespace) -> int:
-    model, args, kwargs = _call_factory(arguments.factory)
-    report = _partition_model(model, args, kwargs, arguments).check(*args, **kwargs)
+    made = call_factory(arguments.factory)
+    report = _partition(made, arguments).check(*made.args, **made.kwargs)
     print(report)
     return 0 if report else 1
 
 
-def _partition(arguments: argparse.Namespace) -> PartitionedModel:
-    model, args, kwargs = _call_factory(arguments.factory)
-    return _partition_model(model, args, kwargs, arguments)
-
-
-def _partition_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], arguments: argparse.Namespace) -> PartitionedModel:
+def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
+    plan = None
+    if arguments.plan is not None:
+        decided = [name for name in ("mode", "schedule", "microbatches", "cluster", "memory_limit") if getattr(arguments, name) is not None]
+        if decided:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
+            raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")
+        plan = Plan.from_json(_read(arguments.plan))
     return partition(
-        model,
+        made.model,
         devices=arguments.devices,
-        mode=arguments.mode,
-        example_inputs=args,
-        example_kwargs=kwargs,
+        mode=arguments.mode or "auto",
+        example_inputs=made.args,
+        example_kwargs=made.kwargs,
         schedule=arguments.schedule,
         n_microbatches=arguments.microbatches,
         cluster=arguments.cluster,
         memory_limit=arguments.memory_limit,
-        plan=None if arguments.plan is None else Plan.from_json(_read(arguments.plan)),
+        plan=plan,
     )
 
 
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"the plan file {path} cannot be read: {reason}", remedy="partitioner plan ... --json FILE writes one") from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"the plan file {path} cannot be read: {error.strerror}", remedy="partitioner plan ... --json FILE writes one"
+            f"the plan cannot be written to {path}: {error.strerror}", remedy="name a file in a folder that is there"
         ) from error
-
-
-def _call_factory(text: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
-    """What ``FILE.py:FACTORY`` names, called."""
-    path, _, name = text.rpartition(":")
-    if not path or not name:
-        raise ConfigError(f"{text!r} names no factory", remedy="write the file and the function in it: net.py:factory")
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}", remedy="write the file and the function in it: net.py:factory")
-    specification = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        functions = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_")))
-        raise ConfigError(f"{path} has no function {name!r}", remedy=f"it has {functions or 'none'}")
-    made = factory()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module) or not isinstance(made[1], tuple):
-        raise ConfigError(
-            f"{name}() returned {type(made).__name__}", remedy="return (model, args) or (model, args, kwargs), args being a tuple"
-        )
-    return made[0], made[1], made[2] if len(made) == 3 else {}
