@@ -95,7 +95,7 @@ def partition(
     placement = resolve_devices(devices, world_size)
     mode = _pipeline_mode(mode, len(placement.devices))
     _check_later(precision, batchnorm, inputs)
-    steps = Progress("partition", 3, progress)
+    steps = Progress("partition", 3 if plan is None else 2, progress)
     with steps.step("tracing"):
         graph = trace(model, example_inputs, example_kwargs, training)
     if plan is None:

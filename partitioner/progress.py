@@ -12,7 +12,7 @@ __all__ = ["Progress"]
 class Progress:
     """Shows the step under way on one line of the error stream.
 
-        partition  [##--]  2/4  planning
+        partition  [#--]  2/3  planning
 
     Args:
         title: in front of the line.
