@@ -273,7 +273,10 @@ ERRORS = [
     ("net.py:too_many --devices 2", "too_many() returned (Linear, tuple, dict, int)\n  remedy: return (model, args)"),
     ("net.py:branches --devices 2", "Branches cannot be traced"),
     ("net.py:factory --devices 0", "devices=0: there must be at least one device"),
-    ("net.py:factory --devices 99", "99 stages, the model can be cut into 8"),
+    (
+        "net.py:factory --devices 99",
+        "99 devices with 1 stage each: 99 stages, the model can be cut into 8\n  remedy: pass devices=8 or fewer\n",
+    ),
     ("net.py:factory --devices 2 --mode sideways", "there is no mode 'sideways'"),
     ("net.py:factory --devices 2 --schedule 1f1b", "did you mean '1F1B'"),
     ("net.py:factory --devices 2 --cluster abacus", "there is no device preset 'abacus'"),

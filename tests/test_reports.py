@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cost_models import units
 from cost_models.units import format_bytes
-from partitioner import PartitionedModel
+from partitioner import PartitionedModel, partition
 from partitioner.reports import module_range, table
 from partitioner.reports.communication import transfers
 from partitioner.reports.timetable import timetable
@@ -22,6 +22,7 @@ from partitioner.runtime import embedded
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from passes.lower import LoweredStages
 from tests.models.case import Case, Instance
+from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
 from tests.transparency import make_partitioned
 
@@ -65,12 +66,28 @@ def test_the_notebook_shows_the_same_cells() -> None:
     *_, pm = partitioned("residual", devices=2)
     shown = html.unescape(pm._repr_html_())
     cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", shown)
-    assert " ".join(" ".join(cells).split()) == " ".join(" ".join(str(pm).splitlines()[2:]).split())
-    assert str(pm).splitlines()[0] in shown
+    assert " ".join(" ".join(cells).split()) == " ".join(" ".join(str(pm).splitlines()[2:-1]).split())
+    assert f"{str(pm).splitlines()[0]} ({str(pm).splitlines()[-1]})" in shown
 
 
 def test_html_is_escaped() -> None:
     assert "<b>" not in table.html_table([("a",), ("<b>",)], "<")
+
+
+@pytest.mark.parametrize(("n_ranks", "depth", "schedule"), [(2, 3, None), (8, 12, None), (4, 6, "ZBV"), (4, 12, "Interleaved1F1B")])
+def test_what_is_printed_fits_a_terminal(n_ranks: int, depth: int, schedule: str | None) -> None:
+    tokens = torch.zeros(16, 6, dtype=torch.long)
+    pm = partition(Gpt(depth=depth), devices=n_ranks, mode="pipeline", example_inputs=(tokens,), schedule=schedule, progress=False)
+    text = pm.explain()
+    assert max(map(len, str(pm).splitlines())) <= 140
+    assert max(map(len, text.splitlines())) <= 140
+    for title in ("STAGES", "MEMORY"):  # numbers end where their heading ends
+        heading, *rows = text.partition(f"\n{title}\n")[2].splitlines()[: len(pm.plan.stages) + 1]
+        ends = [re.match(r"\s*\d+\s+\d+", row) for row in rows]
+        assert {match.end() for match in ends if match} == {heading.index("rank") + len("rank")}
+    drawn = [line for line in text.partition("\nSCHEDULE\n")[2].splitlines() if line.startswith("  rank")]
+    assert len(drawn) == n_ranks
+    assert len({len(line) for line in drawn}) == 1
 
 
 # -- the explanation -------------------------------------------------------------------------------------------------------------------
@@ -140,7 +157,7 @@ def test_the_explanation_says_why() -> None:
     line = next(line for line in text.splitlines() if line.startswith(f"  {value} "))
     assert "stage 0, rank 0" in line
     assert "stage 1, rank 1" in line
-    assert re.search(r"blocks\.\d\S* gives it to blocks\.\d", line)
+    assert re.search(r"blocks\.\d\S* -> blocks\.\d", line)
     assert any("token.weight  also head.weight  held by ranks 0 and 1" in line for line in text.splitlines())
     assert any(line.startswith("  rank 1 |...|1F0|1B0    |") for line in text.splitlines())
     assert len({transfer.value for transfer in transfers(lowered, programs)}) >= 4

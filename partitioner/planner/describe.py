@@ -36,7 +36,7 @@ def runner_up(chosen: StagedModel, tried: Sequence[StagedModel]) -> str:
     change = 100 * (best.step.seconds / chosen.step.seconds - 1) if chosen.step.seconds else 0.0
     if abs(change) < 0.05:
         return f"{candidate_words(best.candidate)}: as fast"
-    verdict = f"{change:.1f} % slower" if change >= 0 else f"{-change:.1f} % faster, less than it may be wrong"
+    verdict = f"{change:.1f} % slower" if change >= 0 else f"{-change:.1f} % faster, which is less than predictions may be wrong"
     return f"{candidate_words(best.candidate)}: {format_seconds(best.step.seconds)} a step, {verdict}"
 
 

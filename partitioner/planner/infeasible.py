@@ -24,11 +24,12 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
     n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
     n_stages = n_ranks * candidate.stages_per_rank
     if n_units < n_stages:
+        each = candidate.stages_per_rank
+        fewer = "put fewer stages on each device" if each > 1 else ""
+        most = f"pass devices={n_units // each}{' or fewer' if n_units > 2 * each else ''}" if n_units >= each else ""
         return ConfigError(
-            f"{n_ranks} devices with {candidate.stages_per_rank} stages each are {n_stages} stages, the model can be cut into {n_units}",
-            remedy=f"pass {n_units // candidate.stages_per_rank} devices or fewer, or fewer stages on each"
-            if n_units >= candidate.stages_per_rank
-            else "pass fewer stages on each device",
+            f"{_count(n_ranks, 'device')} with {_count(each, 'stage')} each: {n_stages} stages, the model can be cut into {n_units}",
+            remedy=", or ".join(filter(None, (most, fewer))),
         )
     schedule = problems.schedule(candidate)
     problem = problems.problem(candidate, schedule)
@@ -39,11 +40,16 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
         )
     missing = shortfall(problem)
     limit = min(problems.limits())
+    count = _count(candidate.n_microbatches, "microbatch", "es")
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     return InfeasiblePlanError(
-        f"the model does not fit {n_ranks} devices of {format_bytes(limit)}: {lacks} with {candidate.n_microbatches} microbatches",
+        f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
         remedy=_remedy(problems, candidate),
     )
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"
 
 
 def _remedy(problems: PipelineProblems, candidate: Candidate) -> str:

@@ -29,7 +29,7 @@ class Transfer:
         bytes: in the whole step, over all microbatches.
         times: messages in the step.
         source, destination: ``"stage 0, rank 0"``; for a sum over ranks, the ranks.
-        reason: which module computes it and which reads it.
+        reason: which module computes it and which reads it: ``"computes -> reads"``, ``"computes <- reads"`` for the gradient.
         ranks: those that send it.
     """
 
@@ -107,7 +107,7 @@ def _route(lowered: LoweredStages, message: Message, node: fx.Node) -> tuple[str
         if message.consumer == -1:
             return f"rank {message.source}", producing, "the loss reads the result"
         reader = _reader(lowered, message.value, [message.consumer])
-        return f"stage {message.consumer}, rank {message.source}", producing, f"{reader} gives it back to {computed}"
+        return f"stage {message.consumer}, rank {message.source}", producing, f"{computed} <- {reader}"
     reading = [
         stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == message.destination and message.value in stage.values
     ]
@@ -117,7 +117,7 @@ def _route(lowered: LoweredStages, message: Message, node: fx.Node) -> tuple[str
     return (
         producing,
         f"{stages}, rank {message.destination}",
-        f"{computed} gives it to {_reader(lowered, message.value, reading)}",
+        f"{computed} -> {_reader(lowered, message.value, reading)}",
     )
 
 

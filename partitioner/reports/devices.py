@@ -19,6 +19,9 @@ __all__ = ["device_html", "device_table", "headline"]
 
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
+_FOOTNOTE = "work and sends are of all forwards of a step; memory is predicted"
+_MODULES_WIDTH = 52
+"""Of the column, if the stages of a rank share it: the table then fits 140 columns."""
 
 
 def device_table(name: str, plan: Plan, lowered: LoweredStages) -> str:
@@ -28,12 +31,12 @@ def device_table(name: str, plan: Plan, lowered: LoweredStages) -> str:
         name: of the model.
         lowered: its stages.
     """
-    return "\n".join([headline(name, plan, training=lowered.graph.training), "", *align(_rows(plan, lowered), _COLUMNS)])
+    return "\n".join([headline(name, plan, training=lowered.graph.training), "", *align(_rows(plan, lowered), _COLUMNS), _FOOTNOTE])
 
 
 def device_html(name: str, plan: Plan, lowered: LoweredStages) -> str:
     """The table as HTML, for notebooks."""
-    return html_table(_rows(plan, lowered), _COLUMNS, caption=headline(name, plan, training=lowered.graph.training))
+    return html_table(_rows(plan, lowered), _COLUMNS, caption=f"{headline(name, plan, training=lowered.graph.training)} ({_FOOTNOTE})")
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:
@@ -56,7 +59,7 @@ def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
                 str(rank),
                 device,
                 ", ".join(str(index) for index, _ in here),
-                "; ".join(module_range(stage.modules) for _, stage in here),
+                "; ".join(module_range(stage.modules, _MODULES_WIDTH // max(len(here), 1) - 2) for _, stage in here),
                 *_numbers([stage for _, stage in here], plan.n_microbatches),
                 format_bytes(plan.memory[rank]),
                 format_bytes(sent[rank]),

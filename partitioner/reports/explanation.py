@@ -48,7 +48,7 @@ class Explained:
 
 
 def explain(explained: Explained) -> str:
-    """The explanation, for a terminal of 132 columns."""
+    """The explanation, for a terminal of 140 columns; what needs more are tables with long names."""
     sections = (
         ("", _summary(explained)),
         ("STAGES", _stages(explained)),
@@ -69,7 +69,7 @@ def explain(explained: Explained) -> str:
 def _summary(explained: Explained) -> list[str]:
     plan = explained.plan
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
-    cut = f"{rows[0]} rows each" if len(set(rows)) == 1 else f"{rows[0]} or {rows[-1]} rows each"
+    cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
     stages = len(plan.stages) // plan.n_ranks
     schedule = "none: a forward alone, stages one after the other"
     if explained.schedule is not None:
@@ -77,9 +77,12 @@ def _summary(explained: Explained) -> list[str]:
         schedule = f"{plan.schedule} ({source}), {stages} stage{'s' if stages > 1 else ''} on each device"
     kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
     pairs = [
-        ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh) + f"; {_devices(plan.devices)}"),
+        ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh) + f", {_devices(plan.devices)}"),
         ("schedule", schedule),
-        ("batch", f"{plan.batch_size} rows in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''} of {cut}"),
+        (
+            "batch",
+            f"{plan.batch_size} rows in " + (f"{plan.n_microbatches} microbatches{cut}" if plan.n_microbatches > 1 else "1 microbatch"),
+        ),
         ("recompute", kept if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted"),
         ("bound by", plan.bound_by),
@@ -89,8 +92,8 @@ def _summary(explained: Explained) -> list[str]:
 
 
 def _devices(devices: Sequence[str]) -> str:
-    """``"cuda:0, cuda:1"``; ``"cpu, 8 times"``."""
-    return f"{devices[0]}, {len(devices)} times" if len(devices) > 1 and len(set(devices)) == 1 else ", ".join(devices)
+    """``"on cuda:0, cuda:1"``; ``"every rank on cpu"``."""
+    return f"every rank on {devices[0]}" if len(devices) > 1 and len(set(devices)) == 1 else f"on {', '.join(devices)}"
 
 
 def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -118,7 +121,7 @@ def _stages(explained: Explained) -> list[str]:
         )
         for index, stage in enumerate(explained.plan.stages)
     ]
-    return [*align([heading, *rows], "><<>>>>>"), "work and times are of one microbatch; times are predicted"]
+    return [*align([heading, *rows], ">><>>>>>"), "work and times are of one microbatch; times are predicted"]
 
 
 def _memory(explained: Explained) -> list[str]:
@@ -127,7 +130,7 @@ def _memory(explained: Explained) -> list[str]:
     heading = ("stage", "rank", "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
-        return align([("rank", "predicted peak"), *peaks], "<>")
+        return align([("rank", "predicted peak"), *peaks], ">>")
     held = peak_in_flight(explained.schedule)
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     lines = [heading]
@@ -138,7 +141,7 @@ def _memory(explained: Explained) -> list[str]:
         peak = format_bytes(plan.memory[rank])
         lines.append((str(stage.index), str(rank), format_bytes(kept), str(count), format_bytes(kept * count), peak))
     return [
-        *align(lines, "><>>>>"),
+        *align(lines, ">>>>>>"),
         "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states",
     ]
 
@@ -165,7 +168,8 @@ def _communication(explained: Explained) -> list[str]:
     lines = align(
         [heading, *rows, ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")], "<<>><<<"
     )
-    return [*lines, f"bytes and messages are of a whole {step}"]
+    arrows = "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if explained.schedule is not None else "")
+    return [*lines, f"bytes and messages are of a whole {step}; {arrows}"]
 
 
 def _tied(explained: Explained) -> list[str]:

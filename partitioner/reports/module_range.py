@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ def module_range(modules: Sequence[str], width: int = 44) -> str:
     'wte, h.0-2, ln_f, lm_head'
     >>> module_range(("encoder.embeddings", "encoder.layers.0", "pooler", "classifier.dense"), width=40)
     'encoder.embeddings ... classifier.dense'
+    >>> [module_range(("h.1.ln_1", "h.1.attn.c_attn", "h.1.attn.c_proj"), width) for width in (26, 20)]
+    ['h.1.(ln_1 ... attn.c_proj)', 'part of h.1']
     """
     named = [name or "(the model itself)" for name in modules]
     parts: list[str] = []
@@ -30,9 +33,20 @@ def module_range(modules: Sequence[str], width: int = 44) -> str:
             parts.append(name)
         last = name
     text = ", ".join(parts)
-    if len(text) <= width or len(parts) < 3:
-        return text
-    return f"{parts[0]} ... {parts[-1]}"
+    return text if len(text) <= width or len(parts) == 1 else _from_to(parts[0], ", " if len(parts) == 2 else " ... ", parts[-1], width)
+
+
+def _from_to(first: str, joint: str, last: str, width: int) -> str:
+    """Two names, and where they are too long, the module that holds both but once, or nothing but the block that does."""
+    plain = f"{first}{joint}{last}"
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split(".")[:-1], last.split(".")[:-1], strict=False))
+    shared = ".".join(part for part, _ in pairs)
+    if len(plain) <= width or not shared:
+        return plain
+    inside = f"{first.removeprefix(f'{shared}.')}{joint}{last.removeprefix(f'{shared}.')}"
+    if len(shared) + len(inside) + 3 <= width:
+        return f"{shared}.({inside})"
+    return f"part of {shared}" if _NUMBERED.fullmatch(shared) else f"...{inside}"
 
 
 def short_name(name: str, width: int = 24) -> str:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from partitioner.schedules.unit_time import Durations, draw, simulate
-from passes.ir.schedule import Schedule
+from passes.ir.schedule import ActionKind, Schedule
 
 __all__ = ["timetable"]
+
+_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward (two units)",
+    ActionKind.BACKWARD_INPUT: "input gradients",
+    ActionKind.BACKWARD_WEIGHT: "weight gradients",
+}
 
 
 def timetable(schedule: Schedule, width: int = 132) -> list[str]:
@@ -17,12 +24,13 @@ def timetable(schedule: Schedule, width: int = 132) -> list[str]:
     drawn = draw(schedule).splitlines()
     timeline = simulate(schedule, Durations())
     longest = max(len(line) for line in drawn)
-    lines = [line.ljust(longest) for line in drawn]
+    lines = [line if len(line) == longest else f"{line:.<{longest - 1}}|" for line in drawn]
     label = lines[0].index("|")
     cell = max(len(str(action)) for action in schedule) + 1
     if longest > width:
         shown = (width - label - 5) // 2 // cell * cell
         lines = [f"{line[: label + shown]} ... {line[len(line) - shown - 1 :]}" for line in lines]
-    halves = ", I input gradients, W weight gradients" if schedule.splits_backward else ""
-    idle = f"{timeline.bubble_fraction:.0%} of the ranks' time is idle"
-    return [*(line.rstrip() for line in lines), f"a cell is a unit of time; F forward, B backward (two units){halves}; {idle}"]
+    kinds = {action.kind for action in schedule}
+    words = ", ".join(f"{kind.value} {text}" for kind, text in _WORDS.items() if kind in kinds)
+    idle = f"{100 * timeline.bubble_fraction:.0f} % of the ranks' time is idle"
+    return [*lines, f"a cell is a unit of time; {words}; {idle}"]
