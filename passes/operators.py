@@ -14,7 +14,16 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["bound_arguments", "draws", "draws_random_numbers", "node_leaves", "packet", "viewed_arguments", "written_arguments"]
+__all__ = [
+    "bound_arguments",
+    "draws",
+    "draws_random_numbers",
+    "node_leaves",
+    "packet",
+    "tensor_parameters",
+    "viewed_arguments",
+    "written_arguments",
+]
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class _Parameter:
     default: Any
     aliased: bool
     written: bool
+    takes_tensors: bool
 
 
 @functools.cache
@@ -33,9 +43,16 @@ def _parameters(operator: OpOverload) -> tuple[_Parameter, ...]:
             argument.default_value if argument.has_default_value() else None,
             argument.alias_info is not None,
             argument.alias_info is not None and argument.alias_info.is_write,
+            "Tensor" in str(argument.type),
         )
         for argument in operator._schema.arguments  # noqa: SLF001  no public way to alias annotations
     )
+
+
+@functools.cache
+def tensor_parameters(operator: OpOverload) -> tuple[str, ...]:
+    """The parameters that take a tensor, perhaps none, or a list of tensors; in the order of the schema."""
+    return tuple(parameter.name for parameter in _parameters(operator) if parameter.takes_tensors)
 
 
 def packet(target: Any) -> Any:

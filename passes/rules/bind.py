@@ -1,0 +1,255 @@
+"""A line of the rule language and a call make loops: dimensions are matched with terms, and sizes of factors follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from passes.rules.call import Call, Operand, Shape
+from passes.rules.language import ANY_DIMENSION, Dim, Line, Term
+from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
+
+__all__ = ["MisfitError", "bind", "linear_sets", "quotient"]
+
+_Key: TypeAlias = "tuple[str, int]"
+"""A factor: its name and, for one of several dimensions under a star, its place from the right."""
+
+_ELEMENTWISE = Term((Dim((ANY_DIMENSION,), star=True),))
+
+
+class MisfitError(Exception):
+    """The call is not as the line says; the text says where."""
+
+
+def bind(line: Line, call: Call) -> Loops:
+    """The loops of a call.
+
+    Raises:
+        MisfitError: dimensions or sizes are not those of the line.
+    """
+    operands = _operand_dimensions(line, call)
+    results = _result_dimensions(line, call)
+    known = {(name, 0): _given_size(call, argument) for name, argument in line.sizes.items()}
+    read = [(keys, operand.shape) for operand, keys, _ in operands if keys is not None]
+    sizes = _solve(known, read, list(zip(results, call.results, strict=True)), line)
+    kept = [key for key in sizes if sizes[key] != 1]
+    numbers = {key: index for index, key in enumerate(kept)}
+    added = frozenset(operand.index for operand, _, term in operands if term.added)
+    by_index: dict[int, tuple[Dimension, ...]] = {}
+    for operand, keys, _ in operands:
+        by_index[operand.index] = ((),) * len(operand.shape) if keys is None else _numbered(keys, operand.shape, sizes, numbers)
+    return Loops(
+        factors=_factors(line, kept, sizes, results),
+        operands=tuple(by_index[index] for index in range(len(by_index))),
+        results=tuple(_numbered(keys, shape, sizes, numbers) for keys, shape in zip(results, call.results, strict=True)),
+        added=added,
+        linear=linear_sets(line.linear, call, added),
+        unread=frozenset(operand.index for operand, keys, _ in operands if keys is None),
+        localize=_localizer(line, numbers),
+    )
+
+
+def _operand_dimensions(line: Line, call: Call) -> list[tuple[Operand, list[tuple[_Key, ...]] | None, Term]]:
+    if line.operands is None:
+        return [(operand, _aligned(_ELEMENTWISE, len(operand.shape)), _ELEMENTWISE) for operand in call.operands]
+    slots = call.slots
+    if any(slot is not None for slot in slots[len(line.operands) :]):
+        raise MisfitError(f"the call has more tensors than the {len(line.operands)} of the rule")
+    return [
+        (operand, None if term.unread else _aligned(term, len(operand.shape)), term)
+        for term, operand in zip(line.operands, slots, strict=False)
+        if operand is not None
+    ]
+
+
+def _result_dimensions(line: Line, call: Call) -> list[list[tuple[_Key, ...]]]:
+    terms = line.results * len(call.results) if len(line.results) == 1 else line.results
+    if len(terms) != len(call.results):
+        raise MisfitError(f"the call has {len(call.results)} results, the rule {len(terms)}")
+    return [_aligned(term, len(shape)) for term, shape in zip(terms, call.results, strict=True)]
+
+
+def _aligned(term: Term, rank: int) -> list[tuple[_Key, ...]]:
+    """For each dimension of a tensor its factors. A star takes what is left; where there is too little, optional dimensions lack."""
+    dims = list(term.dims)
+    starred = any(dim.star for dim in dims)
+    lacking = sum(not dim.star for dim in dims) - rank
+    while lacking > 0:
+        optional = next((index for index, dim in enumerate(dims) if dim.optional and not dim.star), None)
+        if optional is None:
+            break
+        del dims[optional]
+        lacking -= 1
+    if lacking > 0 or (lacking < 0 and not starred):
+        raise MisfitError(f"a tensor of {rank} dimensions does not fit a term of {sum(not dim.star for dim in dims)}")
+    found: list[tuple[_Key, ...]] = []
+    for dim in dims:
+        if dim.star:
+            found += [((dim.names[0], place),) for place in reversed(range(-lacking))]
+        else:
+            found.append(tuple((name, 0) for name in dim.names))
+    return found
+
+
+def _given_size(call: Call, argument: str | int) -> Size:
+    size = call.get(argument) if isinstance(argument, str) else argument
+    if isinstance(size, bool) or not isinstance(size, int | sympy.Expr):
+        raise MisfitError(f"the argument {argument!r} is no size")
+    return size
+
+
+_Tensor: TypeAlias = "tuple[Sequence[tuple[_Key, ...]], Shape]"
+
+
+def _solve(known: dict[_Key, Size], operands: Sequence[_Tensor], results: Sequence[_Tensor], line: Line) -> dict[_Key, Size]:
+    """The size of every factor, in the order in which they appear."""
+    order: dict[_Key, None] = {}
+    composed: list[tuple[tuple[_Key, ...], Size]] = []
+    for keys, size in _dimensions([*operands, *results]):
+        order.update(dict.fromkeys(keys))
+        if len(keys) == 1:
+            earlier = known.get(keys[0])
+            if earlier is None or (earlier == 1 and (keys[0][0] not in line.sizes)):
+                known[keys[0]] = size
+        elif keys:
+            composed.append((keys, size))
+    _divide(known, composed)
+    for keys, size in _dimensions(operands):
+        if size != 1 and _product(known, keys) != size:
+            raise MisfitError(f"{_text(keys)} is {_product(known, keys)} in one place and {size} in another")
+    for keys, size in _dimensions(results):
+        if _product(known, keys) != size:
+            raise MisfitError(f"{_text(keys)} is {_product(known, keys)}, but the result has {size}")
+    return {key: known[key] for key in order}
+
+
+def _dimensions(tensors: Sequence[_Tensor]) -> Iterator[tuple[tuple[_Key, ...], Size]]:
+    for keys, shape in tensors:
+        yield from zip(keys, shape, strict=True)
+
+
+def _divide(known: dict[_Key, Size], composed: list[tuple[tuple[_Key, ...], Size]]) -> None:
+    """Find the sizes in composed dimensions that lack one."""
+    while composed:
+        left = []
+        for keys, size in composed:
+            unknown = [key for key in keys if key not in known]
+            if len(unknown) > 1 and size == 1:
+                known.update(dict.fromkeys(unknown, 1))
+            elif len(unknown) == 1:
+                found = quotient(size, _product(known, [key for key in keys if key in known]))
+                if found is None:
+                    raise MisfitError(f"{size} is no multiple of what is known of {_text(keys)}")
+                known[unknown[0]] = found
+            elif unknown:
+                left.append((keys, size))
+        if len(left) == len(composed):
+            raise MisfitError(f"nothing says how {left[0][1]} is divided into {_text(left[0][0])}")
+        composed = left
+
+
+def quotient(size: Size, divisor: Size) -> Size | None:
+    """``size / divisor`` where that is a whole number for every batch; else None."""
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if divisor and size % divisor == 0 else None
+    if size == divisor:
+        return 1
+    if divisor == 0 or size == 0:
+        return None
+    found = sympy.cancel(sympy.sympify(size) / divisor)
+    if sympy.fraction(found)[1] != 1:
+        return None
+    return int(found) if found.is_Integer else found
+
+
+def _product(sizes: Mapping[_Key, Size], keys: Sequence[_Key]) -> Size:
+    return math.prod((sizes[key] for key in keys), start=1)
+
+
+def _text(keys: Sequence[_Key]) -> str:
+    return "(" + " ".join(name for name, _ in keys) + ")" if len(keys) != 1 else keys[0][0]
+
+
+def _numbered(
+    keys: Sequence[tuple[_Key, ...]], shape: Shape, sizes: Mapping[_Key, Size], numbers: Mapping[_Key, int]
+) -> tuple[Dimension, ...]:
+    """Factors by number; a dimension of size one has none."""
+    return tuple(
+        () if size == 1 else tuple(numbers[key] for key in each if sizes[key] != 1) for each, size in zip(keys, shape, strict=True)
+    )
+
+
+def _factors(line: Line, kept: list[_Key], sizes: Mapping[_Key, Size], results: list[list[tuple[_Key, ...]]]) -> tuple[Factor, ...]:
+    in_results = [{key for each in keys for key in each} for keys in results]
+    width: dict[str, int] = {}
+    for name, place in sizes:
+        width[name] = max(width.get(name, 0), place + 1)
+    factors = []
+    for key in kept:
+        name, place = key
+        reduction = line.marks.get(name)
+        having = sum(key in keys for keys in in_results)
+        if reduction is None and having not in (0, len(results)):
+            raise MisfitError(f"{name!r} is in some results and not in others")
+        if reduction is None and not having:
+            reduction = "sum"
+        readable = name.rstrip("'")
+        numbered = width[name] > 1 or name == ANY_DIMENSION
+        factors.append(Factor(f"{readable}{width[name] - 1 - place}" if numbered else readable, sizes[key], reduction))
+    return tuple(factors)
+
+
+def linear_sets(
+    sets: Sequence[Sequence[tuple[str, int | None]]], call: Call, added: frozenset[int] = frozenset()
+) -> tuple[frozenset[int], ...]:
+    """Sets of parameters as sets of operands.
+
+    A number in a set is a constant that does not grow with the operands: only zero leaves the result linear. Rounding to whole numbers,
+    and flags, leave nothing linear.
+    """
+    found = []
+    for members in sets:
+        operands: set[Operand] = set()
+        for name, index in members:
+            value = call.get(name)
+            if isinstance(value, Operand):
+                operands.add(value)
+            elif isinstance(value, tuple):
+                tensors = [each for each in value if isinstance(each, Operand)]
+                operands.update(tensors if index is None else tensors[index : index + 1])
+            elif value is not None and value != 0:
+                break
+        else:
+            if operands and not _rounds(operands, call.dtypes):
+                found.append(frozenset(operand.index for operand in operands) | added)
+    return tuple(dict.fromkeys(found))
+
+
+def _rounds(operands: set[Operand], results: Sequence[torch.dtype]) -> bool:
+    if any(operand.dtype == torch.bool for operand in operands) or torch.bool in results:
+        return True
+    continuous = any(operand.dtype.is_floating_point or operand.dtype.is_complex for operand in operands)
+    return continuous and not all(dtype.is_floating_point or dtype.is_complex for dtype in results)
+
+
+def _localizer(line: Line, numbers: Mapping[_Key, int]) -> Callable[[LocalCall], Mapping[str, Any]] | None:
+    sizes = {
+        argument: numbers[name, 0]
+        for name, argument in line.sizes.items()
+        if isinstance(argument, str) and (name, 0) in numbers and line.marks.get(name) != "whole"
+    }
+    shape = line.shape
+    if not sizes and shape is None:
+        return None
+
+    def localize(part: LocalCall) -> Mapping[str, Any]:
+        found: dict[str, Any] = {argument: part.factors[number] for argument, number in sizes.items()}
+        if shape is not None:
+            found[shape] = list(part.results[0])
+        return found
+
+    return localize

@@ -1,0 +1,88 @@
+"""One call of an operation as loops over factors: what a rule says of it.
+
+    linear(x, weight, bias), shapes (8, 16, 64), (256, 64), (256,):
+
+    factors   0: batch0 8    1: batch1 16    2: in 64 summed    3: out 256
+    operands  x ((0,), (1,), (2,))    weight ((3,), (2,))    bias ((3,),), added
+    results   ((0,), (1,), (3,))
+
+Cutting a factor cuts the loop: every part runs the same operation on its parts of the operands that have the factor and on the whole
+of those that do not, and gives its part of the results that have the factor. A result that does not have it is reduced over the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import sympy
+
+__all__ = ["Dimension", "Factor", "LocalCall", "Loops", "Reduction", "Size"]
+
+Size: TypeAlias = "int | sympy.Expr"
+"""A number, or an expression in the batch size."""
+
+Dimension: TypeAlias = tuple[int, ...]
+"""The factors of one dimension of a tensor, outermost first; none for a dimension of size one that is broadcast or that nobody cuts."""
+
+Reduction = Literal["sum", "mean", "max", "min", "whole"]
+"""How the results of the parts make the result where a factor is in no result (``"mean"``: weighted by the sizes of the parts);
+``"whole"``: the factor cannot be cut."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One loop of a call.
+
+    Attributes:
+        name: as the rule calls it (``"in"``, ``"heads"``, ``"batch0"``); gives axes their readable names.
+        size: how often it runs.
+        reduction: None: each part gives its own part of every result that has the factor, and all results have it. Otherwise how the
+            parts' results are combined, or ``"whole"``.
+    """
+
+    name: str
+    size: Size
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What ``Loops.localize`` is given: the sizes of one part.
+
+    Attributes:
+        arguments: the operator's parameters by name as the whole call has them.
+        operands: shape of each tensor operand of the part.
+        results: shape of each result of the part.
+        factors: size of each factor of the part.
+    """
+
+    arguments: Mapping[str, Any]
+    operands: tuple[tuple[Size, ...], ...]
+    results: tuple[tuple[Size, ...], ...]
+    factors: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Loops:
+    """A call as loops.
+
+    Attributes:
+        factors: the loops; dimensions name them by index.
+        operands: for each tensor among the arguments (in the order of the operator's schema, lists of tensors spread, None left out),
+            its dimensions.
+        results: for each tensor that it returns, its dimensions.
+        added: operands that are added to the result (a bias): where a part gives a summed result, one part alone adds them.
+        linear: sets of operands in each of which the results are linear (homogeneous of degree one, all operands of the set together).
+        unread: operands that only lend a type or a place (``new_zeros``): neither their numbers nor their sizes are read.
+        localize: arguments that hold sizes -> what a part passes instead; None when a part passes the same arguments.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[tuple[Dimension, ...], ...]
+    results: tuple[tuple[Dimension, ...], ...]
+    added: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    unread: frozenset[int] = frozenset()
+    localize: Callable[[LocalCall], Mapping[str, Any]] | None = field(default=None, compare=False)

@@ -1,0 +1,86 @@
+"""Which rule an operation follows, and the loops of a call."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.functionalize import functional
+from passes.operators import packet
+from passes.rules.bind import MisfitError, bind
+from passes.rules.call import Call, call_of
+from passes.rules.language import parse
+from passes.rules.loops import Loops
+from passes.rules.table_contractions import CONTRACTIONS, LAYERS, LOSSES, SPACE
+from passes.rules.table_dimensions import ALONG, INDEXING, SHAPES
+from passes.rules.table_elementwise import CREATION, ELEMENTWISE
+
+__all__ = ["RULES", "Rule", "loops_of", "rule_of"]
+
+Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
+"""A line of the language, or what writes the line (or the loops) of a call."""
+
+
+def _lines() -> Iterator[tuple[Any, Rule]]:
+    tables: tuple[Mapping[Any, list[Any]], ...] = (
+        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, SHAPES, INDEXING, ALONG,
+    )  # fmt: skip
+    for rule, operators in itertools.chain.from_iterable(table.items() for table in tables):
+        for operator in operators:
+            yield operator, rule
+
+
+RULES: Mapping[Any, Rule] = dict(_lines())
+"""Operator, or one of its overloads, -> its rule."""
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operation: of the overload, else of the operator; an in-place one follows the functional one.
+
+    What PyTorch tags as pointwise is elementwise; None when there is no rule.
+    """
+    if not isinstance(target, OpOverload):
+        return None
+    target = functional(target) or target
+    found = RULES.get(target) or RULES.get(packet(target))
+    if found is None and torch.Tag.pointwise in target.tags:
+        return "..."
+    return found
+
+
+def loops_of(node: fx.Node) -> Loops | None:
+    """What a rule says of a call; None when there is no rule, or the call is not as its operation's rule knows it.
+
+    Args:
+        node: a call of an operator whose operands have ``meta["val"]``.
+    """
+    rule = rule_of(node.target) if node.op == "call_function" else None
+    if rule is None:
+        return None
+    call = call_of(node)
+    if call is None:
+        return None
+    try:
+        return _loops_of_call(call)
+    except TypeError:  # an argument that does not hash
+        return _loops(call)
+
+
+@functools.lru_cache(maxsize=8192)
+def _loops_of_call(call: Call) -> Loops | None:
+    return _loops(call)
+
+
+def _loops(call: Call) -> Loops | None:
+    rule = rule_of(call.operator)
+    try:
+        found = rule(call) if callable(rule) else rule
+        return bind(parse(found), call) if isinstance(found, str) else found
+    except MisfitError:
+        return None

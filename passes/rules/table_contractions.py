@@ -1,0 +1,113 @@
+"""Rules of matrix products, convolutions, attention, normalisation, recurrent layers, resampling and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from passes.rules import contractions, layers
+
+__all__ = ["CONTRACTIONS", "LAYERS", "LOSSES", "SPACE"]
+
+aten = torch.ops.aten
+
+_conv, _space = contractions.convolution_line, "batch* channels {0} -> batch* channels {1}{2}"
+
+
+def _resampled(rank: int, *clauses: str) -> str:
+    """``(batch, channels, space*)`` to another space."""
+    names = ("depth", "height", "width")[3 - rank :] if rank > 1 else ("length",)
+    before, after = (" ".join(f"{name}{prime}!" for name in names) for prime in ("", "'"))
+    return _space.format(before, after, "".join(f"; {clause}" for clause in clauses))
+
+
+CONTRACTIONS: Mapping[Any, list[Any]] = {
+    "batch* in, out in, +out -> batch* out; linear input | weight": [aten.linear],
+    contractions.matmul: [aten.matmul],
+    "rows in, in columns -> rows columns; linear self | mat2": [aten.mm],
+    "batch rows in, batch in columns -> batch rows columns; linear self | mat2": [aten.bmm],
+    "rows in, in -> rows; linear self | vec": [aten.mv],
+    "in, in ->; linear self | other": [aten.vdot],
+    "in, in ->; linear self | tensor": [aten.dot],
+    "rows, columns -> rows columns; linear self | vec2": [aten.outer, aten.ger],
+    "+rows? columns?, rows in, in columns -> rows columns; linear mat1 | mat2": [aten.addmm],
+    "+batch? rows? columns?, batch rows in, batch in columns -> batch rows columns; linear batch1 | batch2": [aten.baddbmm],
+    "+rows? columns?, batch rows in, batch in columns -> rows columns; linear batch1 | batch2": [aten.addbmm],
+    "+rows?, rows in, in -> rows; linear mat | vec": [aten.addmv],
+    "+rows? columns?, rows, columns -> rows columns; linear vec1 | vec2": [aten.addr],
+    "batch* left, batch* right, out left right, +out -> batch* out; linear input1 | input2 | weight": [aten.bilinear],
+    "batch* rows width!, batch* columns width! -> batch* rows columns": [aten.cdist],
+    contractions.tensordot: [aten.tensordot],
+    contractions.einsum: [aten.einsum],
+    contractions.attention: [aten.scaled_dot_product_attention],
+    _conv(1): [aten.conv1d],
+    _conv(2): [aten.conv2d],
+    _conv(3): [aten.conv3d],
+    _conv(1, transposed=True): [aten.conv_transpose1d],
+    _conv(2, transposed=True): [aten.conv_transpose2d],
+    _conv(3, transposed=True): [aten.conv_transpose3d],
+    contractions.convolution: [aten.convolution],
+}
+"""Rule -> operators."""
+
+LAYERS: Mapping[Any, list[Any]] = {
+    "vocab! width, batch* -> batch* width; linear weight": [aten.embedding],
+    contractions.layer_norm: [aten.layer_norm, aten.rms_norm],
+    layers.batch_norm: [aten.batch_norm],
+    layers.instance_norm: [aten.instance_norm],
+    "batch (groups channels!) space*!, (groups channels!), (groups channels!) -> batch (groups channels!) space*!; groups = num_groups": [
+        aten.group_norm
+    ],
+    layers.weight_norm: [aten._weight_norm],  # noqa: SLF001
+    layers.recurrent: [aten.gru, aten.lstm, aten.rnn_relu, aten.rnn_tanh],
+    layers.recurrent_cell: [aten.gru_cell, aten.lstm_cell, aten.rnn_relu_cell, aten.rnn_tanh_cell],
+}
+"""Rule -> operators."""
+
+SPACE: Mapping[Any, list[Any]] = {
+    _resampled(1): [aten.adaptive_max_pool1d, aten.max_pool1d, aten.max_pool1d_with_indices],
+    _resampled(2): [
+        aten.adaptive_max_pool2d, aten.fractional_max_pool2d, aten.max_pool2d, aten.max_pool2d_with_indices,
+    ],
+    _resampled(3): [aten.adaptive_max_pool3d, aten.max_pool3d, aten.max_pool3d_with_indices],
+    _resampled(1, "linear self"): [aten.adaptive_avg_pool1d, aten.avg_pool1d],
+    _resampled(2, "linear self"): [aten.adaptive_avg_pool2d, aten.avg_pool2d],
+    _resampled(3, "linear self"): [aten.adaptive_avg_pool3d, aten.avg_pool3d],
+    _resampled(1, "linear input self"): [aten.upsample_linear1d, aten.upsample_nearest1d, aten._upsample_nearest_exact1d],  # noqa: SLF001
+    _resampled(2, "linear input self"): [
+        aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d,  # noqa: SLF001
+        aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa,  # noqa: SLF001
+    ],
+    _resampled(3, "linear input self"): [
+        aten.upsample_nearest3d, aten.upsample_trilinear3d, aten._upsample_nearest_exact3d,  # noqa: SLF001
+    ],
+    "batch* (channels up! across!) height width -> batch* channels (height up!) (width across!)"
+    "; up = upscale_factor; across = upscale_factor; linear self": [aten.pixel_shuffle],
+    "batch* channels (height down!) (width across!) -> batch* (channels down! across!) height width"
+    "; down = downscale_factor; across = downscale_factor; linear self": [aten.pixel_unshuffle],
+    "batch (groups channels) space* -> batch (channels groups) space*; groups = groups; linear self": [
+        aten.channel_shuffle, aten.native_channel_shuffle,
+    ],
+    "batch channels height! width!, batch height' width' pair! -> batch channels height' width'; linear input": [
+        aten.grid_sampler, aten.grid_sampler_2d,
+    ],
+    "batch channels depth! height! width!, batch depth' height' width' triple! -> batch channels depth' height' width'; linear input": [
+        aten.grid_sampler_3d,
+    ],
+    "batch rows! columns! -> batch height! width! pair!; linear theta": [aten.affine_grid_generator],
+    "batch* channels! height! width! -> batch* patch! places!; linear self": [aten.im2col],
+    "batch* patch! places! -> batch* channels! height! width!; linear self": [aten.col2im],
+}  # fmt: skip
+"""Rule -> operators."""
+
+LOSSES: Mapping[Any, list[Any]] = {
+    layers.elementwise_loss: [
+        aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.hinge_embedding_loss, aten.huber_loss, aten.kl_div,
+        aten.l1_loss, aten.margin_ranking_loss, aten.mse_loss, aten.poisson_nll_loss, aten.smooth_l1_loss, aten.soft_margin_loss,
+    ],
+    layers.vector_loss("anchor", "positive", "negative"): [aten.triplet_margin_loss],
+    layers.classification: [aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_nd],
+}  # fmt: skip
+"""Rule -> operators."""
