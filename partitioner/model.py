@@ -14,6 +14,7 @@ from partitioner.autograd import tracked_call
 from partitioner.binding import BoundInputs, bind_inputs, check_target, to_device
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
+from partitioner.freezing import Freezing
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
 from partitioner.reports.devices import device_html, device_table
@@ -58,6 +59,7 @@ class PartitionedModel(nn.Module):
         self._plan = plan
         self._runtime = runtime
         self._state = state
+        self._freezing = Freezing(state.named_parameters())
         self._lowering_at = lowering_at
         self._lowerings: dict[tuple[int | None, bool], Lowering] = {}
         self._dependence: dict[Any, LossDependence] = {}
@@ -76,6 +78,7 @@ class PartitionedModel(nn.Module):
         return self._result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
 
     def _tracked_forward(self, lowering: Lowering, differentiation: Differentiation, count: int, inputs: BoundInputs) -> tuple[Tensor, ...]:
+        self._freezing.check()
         training = lowering.training(differentiation)
         differentiated = differentiated_outputs(training)
         shapes: dict[str, torch.Size] = {}
@@ -128,6 +131,7 @@ class PartitionedModel(nn.Module):
         """
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
+        self._freezing.check()
         inputs = self._bind(args, kwargs)
         count, lowering = self.lowering_for(inputs.batch, in_parts=False)
         check_target(target, inputs.batch, count)
@@ -291,6 +295,7 @@ class PartitionedModel(nn.Module):
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
         twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, self._lowering_at)
         twin._lowerings = self._lowerings
+        twin._freezing = self._freezing
         return twin
 
     # -- parameters ----------------------------------------------------------------------------------------------------------------

@@ -130,9 +130,13 @@ def _full_tensors(subject: Subject) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _undisturbed(subject: Subject) -> Iterator[None]:
-    """Put back gradients, buffers and the state of random number generators."""
-    parameters = [parameter for _, parameter in subject.state.named_parameters()]
+    """Let parameters be frozen as in the original; at the end put back that, gradients, buffers and random number generators."""
+    named = [(name.partition("@")[0], parameter) for name, parameter in subject.state.named_parameters()]
+    parameters = [parameter for _, parameter in named]
     gradients = [parameter.grad for parameter in parameters]
+    requiring = [parameter.requires_grad for parameter in parameters]
+    for name, parameter in named:
+        parameter.requires_grad_(subject.original.get_parameter(name).requires_grad)
     buffers = [buffer for _, buffer in subject.state.named_buffers()]
     values = [buffer.clone() for buffer in buffers]
     devices = sorted({device.index or 0 for device in subject.runtime.devices if device.type == "cuda"})
@@ -143,8 +147,9 @@ def _undisturbed(subject: Subject) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            for parameter, gradient, required in zip(parameters, gradients, requiring, strict=True):
                 parameter.grad = gradient
+                parameter.requires_grad_(required)
 
 
 class _Check:

@@ -84,7 +84,7 @@ class StageCall(nn.Module):
 
 
 class StoreGradients(nn.Module):
-    """Adds gradients to ``.grad``, as autograd does.
+    """Adds gradients to ``.grad``, as autograd does: a parameter that was frozen after the program was made gets none.
 
     Args:
         names: for each gradient, the parameter's placeholder; None leaves the gradient to somebody else.
@@ -100,7 +100,7 @@ class StoreGradients(nn.Module):
 
     def forward(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self._parameters_of, gradients, strict=True):
-            if parameter is None:
+            if parameter is None or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = gradient
