@@ -118,6 +118,8 @@ def _statement(node: fx.Node) -> str:
 def _call(node: fx.Node) -> str:
     if node.op == "call_module":
         return f"self.{node.target}({_arguments(node)})"
+    if node.op == "get_attr":
+        return f"self.{node.target}"
     if node.target is operator.getitem:
         value, index = node.args
         return f"{_value(value)}[{_value(index)}]"

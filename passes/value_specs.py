@@ -14,46 +14,35 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from passes.collective_specs import CollectiveSpec, collective_arguments, collective_spec
 from passes.ir import microbatch
-from passes.ir.communication import all_reduce, receive, send, wait
+from passes.ir.communication import COLLECTIVES, receive, send, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action
 from passes.size_expression import SIZE_OPERATORS, apply_to_sizes, canonical_size, size_of
+from passes.tensor_spec import Size, TensorSpec
 
 __all__ = ["UNKNOWN", "Pending", "TensorSpec", "ValueSpecs", "describe_values"]
-
-Size: TypeAlias = int | sympy.Expr
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor.
-
-    Attributes:
-        shape: sizes in the symbols of the program.
-        dtype: None where it is known only when the program runs (that of a loss).
-    """
-
-    shape: tuple[Size, ...]
-    dtype: torch.dtype | None
-
-    def __str__(self) -> str:
-        dtype = "any dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return f"{dtype} ({', '.join(str(size) for size in self.shape)})"
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What a receive or an all_reduce returns; ``value`` is what ``wait`` makes of it."""
+    """What a receive or a collective returns.
+
+    Attributes:
+        value: what ``wait`` makes of it.
+        collective: what goes between the ranks; None for a receive.
+    """
 
     value: Any
+    collective: CollectiveSpec | None = None
 
 
 class _Unknown:
@@ -153,6 +142,8 @@ class _Reader:
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return UNKNOWN
+        if node.op == "get_attr":
+            return _of_traced(operator.attrgetter(str(node.target))(self.program.module), {})
         arguments = fx.map_arg(node.args, self.values.__getitem__)
         keywords = fx.map_arg(node.kwargs, self.values.__getitem__)
         if node.op == "output":
@@ -282,9 +273,22 @@ class _Reader:
             raise self.error(f"takes item {index} of {value}")
         return value[index]
 
+    def collective(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Pending:
+        function = self.node.target
+        assert callable(function)
+        try:
+            arguments = collective_arguments(function, args, keywords)
+            spec = collective_spec(function, arguments, self.program.rank, self.same_size)
+        except VerificationError as error:
+            raise self.error(error.problem) from error
+        return Pending(list(spec.results), spec)
+
+    def same_size(self, one: Size, other: Size) -> bool:
+        return _same_size(one, other, self.batch, self.sizes)
+
     def wait(self, value: Any) -> Any:
         if not isinstance(value, Pending):
-            raise self.error("waits for something that is neither a receive nor an all_reduce")
+            raise self.error("waits for something that is neither a receive nor a collective")
         return value.value
 
 
@@ -311,7 +315,7 @@ _RULES: Mapping[Callable[..., Any], Callable[[_Call], Any]] = {
     torch.zeros_like: lambda call: call.args[0],
     torch.mul: lambda call: call.args[0],
     receive: lambda call: Pending(TensorSpec(tuple(call.args[0]), call.args[1])),
-    all_reduce: lambda call: Pending(list(call.args[0])),
+    **dict.fromkeys(COLLECTIVES, lambda call: call.reader.collective(call.args, call.keywords)),
     send: lambda _: None,
     wait: lambda call: call.reader.wait(call.args[0]),
 }

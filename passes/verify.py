@@ -8,7 +8,8 @@ What is proved, for every batch size:
 - every graph is well formed, and every stage is called with what its graph takes (``passes.value_specs``);
 - every send has exactly one receive, with the same tag, dtype and shape;
 - on each channel (a source and a destination) receives are posted in the order of sending, so a transport without tags serves as well;
-- any two ranks start the all_reduces that both take part in in the same order, with the same shapes;
+- any two ranks start the collectives that both take part in in the same order: of the same kind, along the same dimensions, each giving
+  the other tensors of the shapes and dtypes that it expects;
 - whatever is started is waited for once;
 - the ranks cannot wait for each other in a circle.
 
@@ -22,11 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch import fx
 
-from passes.ir.communication import all_reduce, receive, send, wait
+from passes.collective_specs import CollectiveSpec
+from passes.ir.communication import COLLECTIVES, receive, send, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import Program
 from passes.value_specs import Pending, TensorSpec, ValueSpecs, describe_values
@@ -52,14 +54,13 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _Reduction:
-    """One rank's part in an all_reduce; ``number`` counts those of its group."""
+class _Collective:
+    """One rank's part in a collective; ``number`` counts those of its group."""
 
     rank: int
     node: fx.Node
-    group: Group
     number: int
-    values: Sequence[Any]
+    spec: CollectiveSpec
 
     def __str__(self) -> str:
         return f"{self.node.name} of rank {self.rank}"
@@ -80,13 +81,13 @@ class _Trace:
 
     rank: int
     specs: ValueSpecs
-    steps: tuple[_Message | _Reduction | _Wait, ...]
+    steps: tuple[_Message | _Collective | _Wait, ...]
 
     def messages(self, function: object) -> Iterator[_Message]:
         return (step for step in self.steps if isinstance(step, _Message) and step.node.target is function)
 
-    def reductions(self) -> Iterator[_Reduction]:
-        return (step for step in self.steps if isinstance(step, _Reduction))
+    def collectives(self) -> Iterator[_Collective]:
+        return (step for step in self.steps if isinstance(step, _Collective))
 
 
 def verify(programs: Sequence[Program]) -> None:
@@ -105,7 +106,7 @@ def verify(programs: Sequence[Program]) -> None:
     for trace in traces:
         _check_waits(trace)
     sends = _check_messages(traces)
-    _check_reductions(traces)
+    _check_collectives(traces)
     _check_progress(traces, sends)
 
 
@@ -118,12 +119,12 @@ def _trace(program: Program, n_ranks: int) -> _Trace:
         ) from error
     specs = describe_values(program)
     counts: defaultdict[Group, int] = defaultdict(int)
-    steps: list[_Message | _Reduction | _Wait] = []
+    steps: list[_Message | _Collective | _Wait] = []
     for node in program.module.graph.nodes:
         if node.target in (send, receive):
             steps.append(_message(program.rank, node, specs, n_ranks))
-        elif node.target is all_reduce:
-            steps.append(_reduction(program.rank, node, specs, n_ranks, counts))
+        elif node.target in COLLECTIVES:
+            steps.append(_collective(program.rank, node, specs, n_ranks, counts))
         elif node.target is wait:
             steps.append(_Wait(program.rank, node, node.args[0]))
     return _Trace(program.rank, specs, tuple(steps))
@@ -149,15 +150,14 @@ def _message(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int) -> _Mess
     return _Message(rank, node, (rank, peer) if sends else (peer, rank), tag, value)
 
 
-def _reduction(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int, counts: defaultdict[Group, int]) -> _Reduction:
-    group, pending = cast(Group, node.kwargs["group"]), specs.of[node]
-    if rank not in group or not set(group) <= set(range(n_ranks)) or len(set(group)) != len(group):
+def _collective(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int, counts: defaultdict[Group, int]) -> _Collective:
+    spec = specs.of[node].collective
+    if not set(spec.group) <= set(range(n_ranks)):
         raise VerificationError(
-            f"rank {rank}, {node.name}: the group {group} is not a set of ranks that holds rank {rank}",
-            remedy=f"ranks are 0 to {n_ranks - 1}, each once",
+            f"rank {rank}, {node.name}: the group {spec.group} has ranks that are not there", remedy=f"ranks are 0 to {n_ranks - 1}"
         )
-    counts[group] += 1
-    return _Reduction(rank, node, group, counts[group], pending.value)
+    counts[spec.group] += 1
+    return _Collective(rank, node, counts[spec.group], spec)
 
 
 # -- what is started is waited for -----------------------------------------------------------------------------------------------------
@@ -249,45 +249,56 @@ def _between(channel: Channel) -> str:
     return f"from rank {channel[0]} to rank {channel[1]}"
 
 
-# -- all_reduces -----------------------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------------------------------------------
 
 
-def _check_reductions(traces: Sequence[_Trace]) -> None:
-    """Any two ranks must agree on the all_reduces that both take part in; so every group agrees."""
+def _check_collectives(traces: Sequence[_Trace]) -> None:
+    """Any two ranks must agree on the collectives that both take part in; so every group agrees."""
     for one, other in combinations(traces, 2):
         both = {one.rank, other.rank}
         pairs = zip_longest(
-            (step for step in one.reductions() if both <= set(step.group)),
-            (step for step in other.reductions() if both <= set(step.group)),
+            (step for step in one.collectives() if both <= set(step.spec.group)),
+            (step for step in other.collectives() if both <= set(step.spec.group)),
         )
         for first, second in pairs:
             if first is None or second is None:
                 found, missing = (first, other) if second is None else (second, one)
                 raise VerificationError(
-                    f"{found} sums over ranks {_ranks(found.group)}, but rank {missing.rank} takes no part in it",
-                    remedy="every rank of a group starts the same all_reduces",
+                    f"{found} goes between ranks {_listed(found.spec.group)}, but rank {missing.rank} takes no part in it",
+                    remedy="every rank of a group starts the same collectives",
                 )
-            if first.group != second.group:
+            _check_partners(one.specs, first, second)
+
+
+def _check_partners(specs: ValueSpecs, first: _Collective, second: _Collective) -> None:
+    """Two ranks' parts in one collective must be of one kind, and fit together."""
+    if first.spec.group != second.spec.group:
+        raise VerificationError(
+            f"{first} goes between ranks {_listed(first.spec.group)} where {second} goes between ranks {_listed(second.spec.group)}",
+            remedy="ranks that share groups start their collectives in the same order",
+        )
+    if first.spec.manner != second.spec.manner:
+        raise VerificationError(
+            f"{first} is {first.spec.manner} where {second} is {second.spec.manner}",
+            remedy="every rank of a group starts the same collectives, in the same order",
+        )
+    if len(first.spec.given) != len(second.spec.given):
+        raise VerificationError(
+            f"{first} has {len(first.spec.given)} tensors where {second} has {len(second.spec.given)}",
+            remedy="every rank of a group gives as many tensors, in the same order",
+        )
+    for giver, taker in ((first, second), (second, first)):
+        to, of = giver.spec.group.index(taker.rank), giver.spec.group.index(giver.rank)
+        for index, (given, expected) in enumerate(zip(giver.spec.given, taker.spec.expected, strict=True)):
+            if not specs.same(given[to], expected[of]):
                 raise VerificationError(
-                    f"{first} sums over ranks {_ranks(first.group)} where {second} sums over ranks {_ranks(second.group)}",
-                    remedy="ranks that share groups start their all_reduces in the same order",
-                )
-            alike = len(first.values) == len(second.values) and all(
-                one.specs.same(value, other_value) for value, other_value in zip(first.values, second.values, strict=True)
-            )
-            if not alike:
-                raise VerificationError(
-                    f"{first} sums {_listed(first.values)} where {second} sums {_listed(second.values)}",
-                    remedy="every rank of a group gives tensors of the same shapes and dtypes, in the same order",
+                    f"{giver} gives {given[to]} as tensor {index} where {taker} expects {expected[of]}",
+                    remedy="every rank of a group gives tensors of the shapes and dtypes that the others' sizes say",
                 )
 
 
-def _ranks(group: Group) -> str:
+def _listed(group: Group) -> str:
     return ", ".join(str(rank) for rank in group)
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return "; ".join(str(value) for value in values) or "nothing"
 
 
 # -- progress --------------------------------------------------------------------------------------------------------------------------
@@ -297,9 +308,9 @@ def _check_progress(traces: Sequence[_Trace], sends: Mapping[fx.Node, _Message])
     """Run the communication of all ranks until all are done or none can go on."""
     position = [0] * len(traces)
     done: set[fx.Node] = set()
-    reductions = _parts(traces)
+    collectives = _parts(traces)
     needs = {
-        step.node: [sends[step.started].node] if step.started in sends else [part.node for part in reductions[step.started]]
+        step.node: [sends[step.started].node] if step.started in sends else [part.node for part in collectives[step.started]]
         for trace in traces
         for step in trace.steps
         if isinstance(step, _Wait)
@@ -322,12 +333,12 @@ def _check_progress(traces: Sequence[_Trace], sends: Mapping[fx.Node, _Message])
         raise _circle(stuck, missing, rank_of)
 
 
-def _parts(traces: Sequence[_Trace]) -> dict[fx.Node, list[_Reduction]]:
-    """all_reduce node -> the parts of all its ranks."""
-    groups: defaultdict[tuple[Group, int], list[_Reduction]] = defaultdict(list)
+def _parts(traces: Sequence[_Trace]) -> dict[fx.Node, list[_Collective]]:
+    """Node of a collective -> the parts of all its ranks."""
+    groups: defaultdict[tuple[Group, int], list[_Collective]] = defaultdict(list)
     for trace in traces:
-        for step in trace.reductions():
-            groups[step.group, step.number].append(step)
+        for step in trace.collectives():
+            groups[step.spec.group, step.number].append(step)
     return {part.node: parts for parts in groups.values() for part in parts}
 
 

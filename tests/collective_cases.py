@@ -27,6 +27,7 @@ DTYPES = (
     torch.int16,
     torch.int8,
     torch.uint8,
+    torch.bool,
     torch.complex64,
     torch.complex128,
 )
@@ -82,15 +83,22 @@ def unlike(n_ranks: int) -> tuple[int, ...]:
 # -- what each rank gives and gets -----------------------------------------------------------------------------------------------------
 
 
-def reduced(n_ranks: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], operation: str | None = None) -> list[Part]:
-    given = [
-        [numbers(10 * rank + i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
-        for rank in range(n_ranks)
-    ]
-    function = {None: torch.sum, "sum": torch.sum, "max": torch.amax, "min": torch.amin}[operation]
+def reduced(
+    n_ranks: int,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    operation: str | None = None,
+    change: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+) -> list[Part]:
+    given = [given_by(rank, shapes, dtypes, change) for rank in range(n_ranks)]
+    function: Any = {None: torch.sum, "sum": torch.sum, "max": torch.amax, "min": torch.amin}[operation]
     stacked = [torch.stack([tensors[index] for tensors in given]) for index in range(len(shapes))]
     expected = [function(whole, 0).to(whole.dtype) for whole in stacked]
     return [Part(tensors, {} if operation is None else {"operation": operation}, expected) for tensors in given]
+
+
+def given_by(rank: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [change(numbers(10 * rank + i, shape, dtype)) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
 
 
 def gathered(wholes: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int] | None] | None, n_ranks: int) -> list[Part]:
@@ -107,10 +115,7 @@ def scattered(
     dtypes: Sequence[torch.dtype],
     change: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
 ) -> list[Part]:
-    given = [
-        [change(numbers(10 * rank + i, shape, dtype)) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
-        for rank in range(n_ranks)
-    ]
+    given = [given_by(rank, shapes, dtypes, change) for rank in range(n_ranks)]
     sums = [torch.stack([tensors[index] for tensors in given]).sum(0).to(dtypes[index]) for index in range(len(shapes))]
     cuts = [cut(whole, dim, None if sizes is None else sizes[i], n_ranks) for i, (whole, dim) in enumerate(zip(sums, dims, strict=True))]
     keywords = {"dims": tuple(dims), **({} if sizes is None else {"sizes": tuple(sizes)})}
@@ -172,8 +177,10 @@ CASES: tuple[CollectiveCase, ...] = (
     CollectiveCase("no_dimension_and_empty", all_reduce, lambda n: reduced(n, [(), (0, 3), (2,)], [torch.float64] * 3)),
     CollectiveCase("maximum", all_reduce, lambda n: reduced(n, [(5, 3), (4,)], [torch.float32, torch.int64], "max")),
     CollectiveCase("minimum", all_reduce, lambda n: reduced(n, [(5, 3), (4,)], [torch.bfloat16, torch.int16], "min")),
+    CollectiveCase("strided", all_reduce, lambda n: reduced(n, [(40, 3), (9,)], [torch.float32, torch.int64], None, strided)),
     CollectiveCase("large", all_reduce, lambda n: reduced(n, [(300, 1000), (7,)], [torch.float32, torch.float32])),
     CollectiveCase("one_on_first_dimension", all_gather, lambda n: gathered([numbers(0, (3 * n, 4))], [0], None, n)),
+    CollectiveCase("large", all_gather, lambda n: gathered([numbers(0, (300 * n, 1000))], [0], None, n)),
     CollectiveCase("one_on_last_dimension", all_gather, lambda n: gathered([numbers(0, (4, 3 * n))], [-1], None, n)),
     CollectiveCase("leading_ones", all_gather, lambda n: gathered([numbers(0, (1, 3 * n, 4))], [1], None, n)),
     CollectiveCase("strided", all_gather, lambda n: gathered([strided(numbers(0, (3 * n, 4)))], [0], None, n)),
@@ -183,6 +190,7 @@ CASES: tuple[CollectiveCase, ...] = (
         lambda n: gathered([numbers(i, (2 * n, 3), dtype) for i, dtype in enumerate(DTYPES)], [0] * len(DTYPES), None, n),
     ),
     CollectiveCase("truths", all_gather, lambda n: gathered([numbers(0, (2 * n, 3)) > 3], [0], None, n)),
+    CollectiveCase("strided_line", all_gather, lambda n: gathered([strided(numbers(0, (3 * n,)))], [0], None, n)),
     CollectiveCase(
         "several_dimensions", all_gather, lambda n: gathered([numbers(i, (2 * n, 4 * n, n)) for i in range(3)], [0, 1, 2], None, n)
     ),
@@ -199,6 +207,7 @@ CASES: tuple[CollectiveCase, ...] = (
         ),
     ),
     CollectiveCase("one_on_first_dimension", reduce_scatter, lambda n: scattered([(3 * n, 4)], [0], None, n, [torch.float32])),
+    CollectiveCase("strided_line", reduce_scatter, lambda n: scattered([(3 * n,)], [0], None, n, [torch.float32], strided)),
     CollectiveCase("one_on_last_dimension", reduce_scatter, lambda n: scattered([(4, 3 * n)], [1], None, n, [torch.float32])),
     CollectiveCase("strided", reduce_scatter, lambda n: scattered([(3 * n, 4)], [0], None, n, [torch.float32], strided)),
     CollectiveCase("every_dtype", reduce_scatter, lambda n: scattered([(n, 2)] * len(DTYPES), [0] * len(DTYPES), None, n, DTYPES)),

@@ -17,6 +17,7 @@ from passes.ir.communication import all_gather, all_reduce, all_to_all, reduce_s
 from passes.ir.errors import CommunicationError
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
+from passes.program_module import ProgramModule
 from tests.collective_cases import CASES, CollectiveCase
 
 
@@ -97,13 +98,13 @@ def test_collectives_of_a_group_pair_up_in_order_and_groups_do_not_disturb_each_
 
 def test_a_rank_that_starts_another_collective_is_named() -> None:
     def write(graph: fx.Graph, rank: int, given: Sequence[fx.Node]) -> fx.Node:
-        keywords = {"group": (0, 1), **({} if rank else {"dims": (0,)})}
+        keywords: dict[str, Any] = {"group": (0, 1), **({} if rank else {"dims": (0,)})}
         return graph.call_function(wait, (graph.call_function(all_reduce if rank else all_gather, (given,), keywords),))
 
     with pytest.raises(CommunicationError) as caught:
         run_embedded(2, write, [[torch.ones(2)]] * 2)
     assert "rank 0 waits for all_gather, collective 0 of ranks 0, 1" in str(caught.value)
-    assert "rank 1 waits for all_reduce of sum, collective 0 of ranks 0, 1" in str(caught.value)
+    assert "rank 1 waits for all_reduce (sum), collective 0 of ranks 0, 1" in str(caught.value)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
@@ -141,12 +142,31 @@ def test_sizes_may_be_computed() -> None:
     def write(graph: fx.Graph, rank: int, given: Sequence[fx.Node]) -> fx.Node:
         sizes = graph.call_function(microbatch_sizes, (given[1], 2))
         first, second = (graph.call_function(operator.getitem, (sizes, index)) for index in range(2))
-        keywords = {"group": (0, 1), "sizes": ((first, second),)}
+        keywords: dict[str, Any] = {"group": (0, 1), "sizes": ((first, second),)}
         return graph.call_function(wait, (graph.call_function(all_gather, ([given[0]], (0,)), keywords),))
 
     whole = torch.arange(9.0)
     for (got,) in run_embedded(2, write, [[whole[:5], 9], [whole[5:], 9]]):  # type: ignore[list-item]
         assert torch.equal(got, whole)
+
+
+def test_a_program_reads_tensors_of_its_module() -> None:
+    """The very object, so that what an optimizer writes is what the next run reads."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    module = torch.nn.Module()
+    module.weight = weight
+    graph = fx.Graph()
+    pending = graph.call_function(all_gather, ([graph.get_attr("weight")], (0,)), {"group": (0,)})
+    graph.output(graph.call_function(wait, (pending,)))
+    program = Program("forward", 0, ProgramModule(module, graph), ())
+    assert "= self.weight" in program.module.code
+    executables = ProgramSet((program,), {0: compile_program(program)})
+    for value in (1.0, 5.0):
+        with torch.no_grad():
+            weight[0] = value
+        (got,) = EmbeddedRuntime([torch.device("cpu")]).run(executables, {0: {}})[0]
+        assert got.tolist() == [value, 2.0]
+        assert not got.requires_grad
 
 
 def test_what_all_have_waited_for_is_let_go_of() -> None:

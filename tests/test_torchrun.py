@@ -101,6 +101,19 @@ def test_tensors_of_every_kind(workers: Callable[[int], Workers], size: int, tag
                 assert torch.equal(got, sums[0][which][index])
 
 
+@pytest.mark.parametrize("tagged", [True, False], ids=["calls_for_gloo", "calls_for_nccl"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_every_kind(workers: Callable[[int], Workers], size: int, tagged: bool) -> None:
+    """Each rank compares whole numbers with the formula; sums of real numbers are the same on all ranks to the last bit."""
+    sums = workers(size).values(cases.collectives, tagged)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    for index, count in enumerate((100, 200_000)):
+        expected = torch.stack([torch.randn(count, generator=generator) for generator in generators]).sum(0)
+        for rank in range(size):
+            torch.testing.assert_close(sums[rank][index], expected)
+            assert torch.equal(sums[rank][index], sums[0][index])
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_messages_without_tags(workers: Callable[[int], Workers], schedule: str) -> None:
     """As NCCL has it: what is sent first is received first."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import fx
 
 from partitioner.runtime.traffic import arrivals_shown, message_name, traffic_of
-from passes.ir.communication import receive, send, wait
+from passes.ir.communication import COLLECTIVES, receive, send, wait
 from passes.ir.program import Program
 from tests.models.zoo import case_named
 from tests.programs import programs
@@ -73,6 +75,22 @@ def test_channels_and_groups() -> None:
     traffic = traffic_of(step_programs("gpt", "1F1B", 3))
     assert {(0, 1), (1, 0), (1, 2), (2, 1)} <= set(traffic.channels)
     assert traffic.groups == ((0, 2),)
+
+
+@pytest.mark.parametrize("function", COLLECTIVES)
+def test_groups_of_every_collective(function: Callable[..., Any]) -> None:
+    """By keyword or in place; a group of one rank communicates nothing. A collective in another place is another program."""
+    names = set()
+    for group in ((1, 2), (0, 3), (2,)):
+        graph = fx.Graph()
+        more = ((0,),) * (function.__code__.co_varnames.index("group") - 1)
+        graph.call_function(function, ([graph.placeholder("x")], *more, group))
+        graph.call_function(function, ([], *more), {"group": (0, 1, 2, 3)})
+        graph.output(None)
+        traffic = traffic_of([Program("forward", 0, fx.GraphModule({}, graph), ())])
+        assert traffic.groups == tuple(sorted(each for each in (group, (0, 1, 2, 3)) if len(each) > 1))
+        names.add(traffic.name)
+    assert len(names) == 3
 
 
 def test_messages_have_the_names_of_their_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ from partitioner.runtime.torchrun import TorchrunRuntime
 from passes.ir.communication import all_reduce, receive, send, wait
 from passes.ir.errors import CommunicationError
 from passes.ir.program import Program
+from tests.collective_cases import CASES, Part
 from tests.models.case import BATCH_SIZE, Case, Instance, mean_squared_error, real
 from tests.models.zoo import case_named
 from tests.transparency import N_MICROBATCHES, compare_values, first_difference, make_partitioned, reference_steps
@@ -172,6 +174,49 @@ def exchanged(tagged: bool) -> list[Tensor]:
     for sent, got in zip(TENSORS, received, strict=True):
         torch.testing.assert_close(got, sent, rtol=0, atol=0)
     return [part for sums in results[len(TENSORS) :] for part in sums]
+
+
+def collectives(tagged: bool) -> list[Tensor]:
+    """Every case of ``tests.collective_cases`` in one program, over all ranks, over two of them, and over one.
+
+    Each rank compares what it gets; returned are a small and a large sum of real numbers.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    runtime = TorchrunRuntime([torch.device("cpu")] * size)
+    if not tagged:
+        use_channels(runtime)
+    written = [collective_program(number, size) for number in range(size)]
+    programs = tuple(Program("forward", number, module, ()) for number, (module, _) in enumerate(written))
+    parts = written[rank()][1]
+    given = {f"value{index}": tensor for index, tensor in enumerate(tensor for part in parts for tensor in part.tensors)}
+    kept = {name: tensor.clone() for name, tensor in given.items()}
+    executables = ProgramSet(programs, {rank(): compile_program(programs[rank()])})
+    generator = torch.Generator().manual_seed(rank())
+    reals = [torch.randn(count, generator=generator) for count in (100, 200_000)]
+    (results,) = runtime.run(executables, {rank(): {**given, "small": reals[0], "large": reals[1]}}).values()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in given.items())
+    for part, got in zip(parts, results, strict=False):
+        for tensor, wanted in zip(got, part.expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+            assert tensor.is_contiguous()
+    return [total for (total,) in results[len(parts) :]]
+
+
+def collective_program(number: int, size: int) -> tuple[fx.GraphModule, list[Part]]:
+    """All is started before anything is waited for."""
+    graph = fx.Graph()
+    groups = [group for group in (tuple(range(size)), (0, size - 1), (number,)) if number in group]
+    found = [(case, group, case.parts(len(group))[group.index(number)]) for case in CASES for group in dict.fromkeys(groups)]
+    count = itertools.count()
+    values = [[graph.placeholder(f"value{next(count)}") for _ in part.tensors] for _, _, part in found]
+    reals = [graph.placeholder(name) for name in ("small", "large")]
+    started = [
+        graph.call_function(case.function, (given,), {"group": group, **part.keywords})
+        for (case, group, part), given in zip(found, values, strict=True)
+    ]
+    started += [graph.call_function(all_reduce, ([real],), {"group": tuple(range(size))}) for real in reals]
+    graph.output([graph.call_function(wait, (pending,)) for pending in reversed(started)][::-1])
+    return fx.GraphModule({}, graph), [part for _, _, part in found]
 
 
 def use_channels(runtime: Runtime) -> None:

@@ -15,8 +15,10 @@ very same bits.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,17 +26,10 @@ from torch import Tensor
 from passes.ir.communication import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
-__all__ = [
-    "Exchange",
-    "assemble",
-    "flatten",
-    "gather_exchanges",
-    "is_leading",
-    "reduce_exchanges",
-    "reduce_pieces",
-    "scatter_exchanges",
-    "transpose_exchanges",
-]
+__all__ = ["Collective", "CollectiveTransport", "Exchange", "assemble", "flatten", "is_leading", "reduce_pieces"]
+
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+"""The name of a collective."""
 
 
 @dataclass(frozen=True)
@@ -42,45 +37,84 @@ class Exchange:
     """One tensor's part in a collective, on one rank.
 
     Attributes:
-        pieces: what each rank of the group is given, in the group's order.
+        tensor: what this rank has.
+        pieces: what each rank of the group is given of it, in the group's order.
+        split_dim: along which these are pieces; None: each is the whole tensor.
         shapes: the shape of what each rank gives to this one.
-        dim: along which that is put together; None: it is reduced.
+        concat_dim: along which that is put together; None: it is reduced.
     """
 
+    tensor: Tensor
     pieces: Sequence[Tensor]
+    split_dim: int | None
     shapes: Sequence[Sequence[int]]
-    dim: int | None
+    concat_dim: int | None
 
 
-# -- the collectives -------------------------------------------------------------------------------------------------------------------
+class CollectiveTransport(ABC):
+    """The collectives of a transport, all of them exchanges that it starts."""
+
+    rank: int
+
+    @abstractmethod
+    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Any:
+        """Start a collective and return what ``wait`` takes."""
+
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
+        """Start reducing each tensor over the group."""
+        n_ranks = len(group)
+        exchanges = [Exchange(tensor, [tensor] * n_ranks, None, [tensor.shape] * n_ranks, None) for tensor in tensors]
+        return self.start("all_reduce", group, exchanges, operation)
+
+    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start putting the group's tensors together."""
+        exchanges = _gather_exchanges(tensors, dims, len(group), group.index(self.rank), sizes)
+        return self.start("all_gather", group, exchanges, "sum")
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start summing this rank's pieces of the group's tensors."""
+        exchanges = _scatter_exchanges(tensors, dims, len(group), group.index(self.rank), sizes)
+        return self.start("reduce_scatter", group, exchanges, "sum")
+
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        split_dims: Sequence[int],
+        concat_dims: Sequence[int],
+        group: tuple[int, ...],
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> Any:
+        """Start exchanging pieces with every rank of the group."""
+        position = group.index(self.rank)
+        exchanges = _transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
+        return self.start("all_to_all", group, exchanges, "sum")
 
 
-def reduce_exchanges(tensors: Sequence[Tensor], n_ranks: int) -> list[Exchange]:
-    """Of an all_reduce."""
-    return [Exchange([tensor] * n_ranks, [tensor.shape] * n_ranks, None) for tensor in tensors]
+# -- what each collective exchanges -----------------------------------------------------------------------------------------------------
 
 
-def gather_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
+def _gather_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
     """Of an all_gather. ``position``: of this rank in the group."""
     exchanges = []
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         parts = _sizes_of(sizes, index, n_ranks) or [tensor.shape[dim]] * n_ranks
         _require(parts[position] == tensor.shape[dim], "all_gather", tensor, dim, parts)
-        exchanges.append(Exchange([tensor] * n_ranks, [_resized(tensor.shape, dim, size) for size in parts], dim))
+        exchanges.append(Exchange(tensor, [tensor] * n_ranks, None, [_resized(tensor.shape, dim, size) for size in parts], dim))
     return exchanges
 
 
-def scatter_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
+def _scatter_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
     """Of a reduce_scatter. ``position``: of this rank in the group."""
     exchanges = []
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         parts = _split_sizes("reduce_scatter", tensor, dim, _sizes_of(sizes, index, n_ranks), n_ranks)
         own = _resized(tensor.shape, dim, parts[position])
-        exchanges.append(Exchange(tensor.split(parts, dim), [own] * n_ranks, None))
+        exchanges.append(Exchange(tensor, tensor.split(parts, dim), dim, [own] * n_ranks, None))
     return exchanges
 
 
-def transpose_exchanges(
+def _transpose_exchanges(
     tensors: Sequence[Tensor],
     split_dims: Sequence[int],
     concat_dims: Sequence[int],
@@ -97,7 +131,7 @@ def transpose_exchanges(
         parts = _sizes_of(concat_sizes, index, n_ranks) or [own[concat_dim]] * n_ranks
         _require(parts[position] == own[concat_dim], "all_to_all", tensor, concat_dim, parts)
         shapes = [_resized(own, concat_dim, size) for size in parts]
-        exchanges.append(Exchange(tensor.split(split, split_dim), shapes, concat_dim))
+        exchanges.append(Exchange(tensor, tensor.split(split, split_dim), split_dim, shapes, concat_dim))
     return exchanges
 
 
@@ -159,7 +193,7 @@ _REDUCTIONS: Mapping[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max
 def flatten(pieces: Sequence[Tensor]) -> Tensor:
     """The elements of all pieces one after another, in one dimension; a single contiguous piece is not copied."""
     if len(pieces) == 1:
-        return pieces[0].reshape(-1)
+        return pieces[0].contiguous().view(-1)
     if all(piece.is_contiguous() for piece in pieces):
         return torch.cat([piece.view(-1) for piece in pieces])
     flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))

@@ -82,7 +82,7 @@ class Connection:
                     self._first_message(channel)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of an all_reduce."""
+        """The group of a collective."""
         return self._groups[ranks]
 
     def route(self, source: int, destination: int) -> Route:

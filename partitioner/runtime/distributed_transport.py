@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange
 from partitioner.runtime.connection import Connection, Route
+from partitioner.runtime.distributed_collectives import GLOO, NCCL, Started, as_bytes, start_collective
 from partitioner.runtime.traffic import Traffic, arrivals_shown, message_name, traffic_of
 from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.program import Program
 
-__all__ = ["DistributedTransport", "PreparedTraffic", "as_bytes", "prepare_traffic"]
+__all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,7 @@ class _Receive(NamedTuple):
     tag: int
 
 
-class _Sum(NamedTuple):
-    """A started all_reduce: for each dtype one flat tensor, and the tensors that it holds."""
-
-    works: list[dist.Work]
-    flats: list[Tensor]
-    members: list[list[int]]
-    shapes: list[torch.Size]
-    group: tuple[int, ...]
-
-
-class DistributedTransport:
+class DistributedTransport(CollectiveTransport):
     """Carries one run of one rank's program.
 
     Args:
@@ -88,6 +80,7 @@ class DistributedTransport:
                 self._routes_in[source] = connection.route(source, destination)
         self._sent: defaultdict[int, deque[tuple[int, dist.Work]]] = defaultdict(deque)
         self._tagged = connection.tagged
+        self._calls = GLOO if connection.tagged else NCCL
         self._bytes_only = frozenset() if connection.tagged else _NOT_IN_NCCL
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
@@ -112,32 +105,26 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost("receive", source, tag, None) from error
 
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> _Sum:
-        """Start one sum a dtype, over flat copies: every rank then has the very same bits."""
-        by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
-        for index, tensor in enumerate(tensors):
-            by_dtype[tensor.dtype].append(index)
-        members = list(by_dtype.values())
-        flats = [torch.cat([tensors[index].detach().reshape(-1) for index in indices]) for indices in members]
-        pending = _Sum([], flats, members, [tensor.shape for tensor in tensors], group)
+    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Started:
+        """Start a collective."""
+        if len(group) == 1:
+            return Started(name, group, (), [exchange.tensor.detach().contiguous() for exchange in exchanges])
         try:
-            for flat in flats:
-                summed = torch.view_as_real(flat) if flat.is_complex() else flat
-                work = dist.all_reduce(summed, _OPERATIONS[operation], group=self._connection.group(group), async_op=True)
-                assert work is not None
-                pending.works.append(work)
+            return start_collective(self._connection.group(group), self._calls, name, group, exchanges, operation)
         except RuntimeError as error:
-            raise self._sum_failed(pending) from error
-        return pending
+            raise self._collective_failed(name, group) from error
 
-    def ready(self, pending: _Receive | _Sum) -> bool:
+    def ready(self, pending: _Receive | Started) -> bool:
         """Waiting blocks: there is nobody else to run in this process."""
         return True
 
-    def wait(self, pending: _Receive | _Sum) -> Tensor | list[Tensor]:
-        """The received tensor, or the sums."""
-        if isinstance(pending, _Sum):
-            return self._sums(pending)
+    def wait(self, pending: _Receive | Started) -> Tensor | list[Tensor]:
+        """The received tensor, or what the collective gives."""
+        if isinstance(pending, Started):
+            try:
+                return pending.finish()
+            except RuntimeError as error:
+                raise self._collective_failed(pending.name, pending.group) from error
         work, value, source, tag = pending
         start = time.monotonic()
         try:
@@ -166,18 +153,6 @@ class DistributedTransport:
             except RuntimeError as error:
                 raise self._lost("send", destination, tag, start) from error
 
-    def _sums(self, pending: _Sum) -> list[Tensor]:
-        try:
-            for work in pending.works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._sum_failed(pending) from error
-        sums: dict[int, Tensor] = {}
-        for flat, indices in zip(pending.flats, pending.members, strict=True):
-            parts = flat.split([pending.shapes[index].numel() for index in indices])
-            sums.update({index: part.view(pending.shapes[index]) for index, part in zip(indices, parts, strict=True)})
-        return [sums[index] for index in range(len(sums))]
-
     # -- errors --------------------------------------------------------------------------------------------------------------------
 
     def _lost(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
@@ -191,20 +166,13 @@ class DistributedTransport:
             remedy=f"look at what rank {peer} reports",
         )
 
-    def _sum_failed(self, pending: _Sum) -> CommunicationError:
-        ranks = ", ".join(str(rank) for rank in pending.group)
+    def _collective_failed(self, name: Collective, group: tuple[int, ...]) -> CommunicationError:
+        ranks = ", ".join(str(rank) for rank in group)
         return CommunicationError(
-            f"rank {self.rank} could not all_reduce with ranks {ranks}: one has left, or did not come within {self._connection.timeout}",
+            f"rank {self.rank} could not {name} with ranks {ranks}: one has left, or did not come within {self._connection.timeout}",
             remedy="look at what those ranks report",
         )
 
 
-_OPERATIONS: Mapping[Operation, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
 _NOT_IN_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128})
 """Dtypes that NCCL does not know; messages of them travel as bytes."""
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes: of one dimension, whatever the dtype."""
-    return tensor.view(-1).view(torch.uint8)

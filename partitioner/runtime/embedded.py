@@ -17,16 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from partitioner.runtime.collectives import (
-    Exchange,
-    assemble,
-    gather_exchanges,
-    reduce_exchanges,
-    scatter_exchanges,
-    transpose_exchanges,
-)
+from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange, assemble
 from partitioner.runtime.executor import ProgramSet, Run
-from passes.ir.communication import Operation, Sizes
+from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError
 
 __all__ = ["EmbeddedRuntime"]
@@ -77,7 +70,7 @@ class _Part:
         return str(self.collective)
 
 
-class _EmbeddedTransport:
+class _EmbeddedTransport(CollectiveTransport):
     """The communication of one rank: through the mailbox, without copies between ranks of one device."""
 
     def __init__(self, rank: int, devices: Sequence[torch.device], mailbox: _Mailbox) -> None:
@@ -93,30 +86,8 @@ class _EmbeddedTransport:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
         return _Receive(source, self.rank, tag)
 
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> _Part:
-        return self._start(f"all_reduce of {operation}", group, reduce_exchanges(tensors, len(group)), operation)
-
-    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> _Part:
-        return self._start("all_gather", group, gather_exchanges(tensors, dims, len(group), group.index(self.rank), sizes))
-
-    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> _Part:
-        return self._start("reduce_scatter", group, scatter_exchanges(tensors, dims, len(group), group.index(self.rank), sizes))
-
-    def all_to_all(
-        self,
-        tensors: Sequence[Tensor],
-        split_dims: Sequence[int],
-        concat_dims: Sequence[int],
-        group: tuple[int, ...],
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
-    ) -> _Part:
-        position = group.index(self.rank)
-        exchanges = transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
-        return self._start("all_to_all", group, exchanges)
-
-    def _start(self, name: str, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation = "sum") -> _Part:
-        collective = _Collective(name, group, self._counts[group])
+    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> _Part:
+        collective = _Collective(f"{name} ({operation})" if name == "all_reduce" else name, group, self._counts[group])
         self._counts[group] += 1
         self._mailbox.given[collective][self.rank] = exchanges
         return _Part(collective, operation)
@@ -140,7 +111,7 @@ class _EmbeddedTransport:
     def _result(self, pending: _Part, index: int, exchange: Exchange, given: Mapping[int, Sequence[Exchange]]) -> Tensor:
         group = pending.collective.group
         if len(group) == 1:
-            return exchange.pieces[0].contiguous()
+            return exchange.tensor.detach().contiguous()
         pieces = [given[rank][index].pieces[group.index(self.rank)].to(self.device) for rank in group]
         for rank, piece, shape in zip(group, pieces, exchange.shapes, strict=True):
             if tuple(piece.shape) != tuple(shape):
@@ -148,7 +119,7 @@ class _EmbeddedTransport:
                     f"{pending}: rank {rank} gives rank {self.rank} shape {tuple(piece.shape)} where it expects {tuple(shape)}",
                     remedy="every rank of a group gives tensors that fit together: pm.verify() names the nodes",
                 )
-        return assemble(pieces, exchange.dim, pending.operation)
+        return assemble(pieces, exchange.concat_dim, pending.operation)
 
     def finish(self) -> None:
         """Nothing is ever under way here."""

@@ -72,7 +72,7 @@ class ProgramSet:
 
 
 def compile_program(program: Program) -> Executable:
-    """Write a program as a generator. Its stages must be bound."""
+    """Write a program as a generator. Its stages must be bound, and the tensors that its graph names be attributes of its module."""
     return Executable(program)
 
 
@@ -115,6 +115,9 @@ class _Writer:
             return [f"return {self._value(node.args[0])}"]
         if node.op == "call_module":
             return [f"{node.name} = {self._module_call(node)}"]
+        if node.op == "get_attr":
+            found = operator.attrgetter(str(node.target))(self.module)
+            return [f"{node.name} = {self._object(node.target, found)}"]
         if node.target is operator.getitem:
             value, index = node.args
             return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.runtime.connection import Connection
-from partitioner.runtime.distributed_transport import DistributedTransport, PreparedTraffic, as_bytes, prepare_traffic
+from partitioner.runtime.distributed_collectives import as_bytes
+from partitioner.runtime.distributed_transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from partitioner.runtime.executor import ProgramSet, Run
 from passes.ir.errors import ConfigError
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from torch import fx
 
-from passes.ir.communication import COMMUNICATION, all_reduce, receive, send, wait
+from passes.collective_specs import collective_arguments
+from passes.ir.communication import COLLECTIVES, COMMUNICATION, receive, send, wait
 from passes.ir.program import Program
 
 __all__ = ["Traffic", "arrivals_shown", "message_name", "traffic_of"]
@@ -29,7 +30,7 @@ class Traffic:
 
     Attributes:
         channels: ``(source, destination)`` of every message, sorted.
-        groups: the ranks of every all_reduce, sorted.
+        groups: the ranks of every collective that communicates, sorted.
         name: kind and a digest of all communication of all ranks: equal exactly where programs fit together.
     """
 
@@ -56,10 +57,11 @@ def traffic_of(programs: Sequence[Program]) -> Traffic:
     for rank, program in enumerate(programs):
         for node in _communication(program):
             digest.update(f"{rank} {node.name} {node.args} {node.kwargs}\n".encode())
-            if node.target is all_reduce:
-                groups.add(_keywords(node)["group"])
+            if node.target in COLLECTIVES:
+                groups.add(collective_arguments(node.target, node.args, node.kwargs)["group"])
     kinds = sorted({program.kind for program in programs})
-    return Traffic(tuple(sorted(sends)), tuple(sorted(groups)), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")
+    communicating = sorted(group for group in groups if len(group) > 1)
+    return Traffic(tuple(sorted(sends)), tuple(communicating), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")
 
 
 def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int, int]]:
