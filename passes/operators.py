@@ -55,6 +55,16 @@ def tensor_parameters(operator: OpOverload) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in _parameters(operator) if parameter.takes_tensors)
 
 
+def parameters_of(operator: OpOverload) -> tuple[str, ...]:
+    """The names of all parameters, in the order of the schema."""
+    return tuple(parameter.name for parameter in _parameters(operator))
+
+
+def takes_lists_of_tensors(operator: OpOverload) -> bool:
+    """Whether a parameter takes a list of tensors."""
+    return any("List" in str(each.type) and "Tensor" in str(each.type) for each in operator._schema.arguments)  # noqa: SLF001
+
+
 def packet(target: Any) -> Any:
     """The operator that an overload belongs to (``aten.add`` of ``aten.add.Tensor``); any other target is itself."""
     return target.overloadpacket if isinstance(target, OpOverload) else target

@@ -7,7 +7,7 @@ from passes.rules.call import Call, Operand
 from passes.rules.language import ANY_DIMENSION
 from passes.rules.writing import dimension, numbered, write
 
-__all__ = ["attention", "convolution", "convolution_line", "einsum", "layer_norm", "matmul", "tensordot"]
+__all__ = ["attention", "convolution", "convolution_line", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
 
 
 def matmul(call: Call) -> str:
@@ -36,6 +36,12 @@ def tensordot(call: Call) -> str:
             rest.remove(term[index])
             term[index] = f"in{pair}"
     return write(terms, [[*kept[0], *kept[1]]], "linear self | other")
+
+
+def inner(call: Call) -> str:
+    """The last dimensions of both operands are summed over."""
+    left, right = (numbered(len(call.operand(name).shape) - 1, name=kept) for name, kept in (("self", "left"), ("other", "right")))
+    return write([[*left, "in"], [*right, "in"]], [[*left, *right]], "linear self | other")
 
 
 def einsum(call: Call) -> str:

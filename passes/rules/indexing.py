@@ -33,7 +33,7 @@ def index_rows(*, added: bool) -> Callable[[Call], str]:
         rows[chosen] = f"picks{mark}"
         first = ["+", *own] if added else own
         source = rows if call.operand("source").shape else []
-        return write([first, [f"picks?{mark}"], source], [own], "linear source" if added else "linear self source")
+        return write([first, [f"picks{mark}?"], source], [own], "linear source" if added else "linear self source")
 
     return rule
 

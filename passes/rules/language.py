@@ -14,6 +14,7 @@ alone describes all results. A term lists dimensions by the factor (the loop) th
     name!           cannot be cut
     name:max        a factor in no result, over which the results of parts are combined by ``sum``, ``max``, ``min`` or ``mean``
     +term           added to the result
+    ()              a term without dimensions, where it stands alone
     _               an operand of which neither numbers nor sizes are read
     ...             (the whole rule before the semicolon) every operand and result is ``dim*``: elementwise with broadcasting
 
@@ -211,6 +212,9 @@ class _Reader:
             return Term((), unread=True)
         added = operand and self.accept("+")
         dims: list[Dim] = []
+        if self.current == "(" and self.tokens[self.next + 1][0] == ")":
+            self.next += 2
+            return Term((), added)
         while self.current in {"(", "1"} or _NAME.fullmatch(self.current):
             position = self.tokens[self.next][1]
             dims.append(self.dim())

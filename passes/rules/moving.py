@@ -14,7 +14,7 @@ from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.writing import dimension, dimensions, numbered, write
 
 __all__ = [
-    "cat", "diagonal", "flipped", "meshgrid", "move", "padded", "permute", "repeat", "repeat_interleave", "reverse", "select",
+    "cat", "diagonal", "flipped", "meshgrid", "move", "narrow", "padded", "permute", "repeat", "repeat_interleave", "reverse", "select",
     "select_scatter", "slice_", "slice_scatter", "split", "squeeze", "stack", "swap", "unbind", "unfold", "unsqueeze", "with_localize",
 ]  # fmt: skip
 
@@ -98,20 +98,54 @@ def unbind(call: Call) -> str:
     return write([before], [before[:chosen] + before[chosen + 1 :]], _LINEAR)
 
 
-def slice_(call: Call) -> str:
-    """Part of a dimension, or all of it, which an end behind that of a part is too."""
+def slice_(call: Call) -> str | Loops:
+    """Part of a dimension.
+
+    All of it passes the dimension on: an end behind the whole is behind a part too. A part that begins and ends between blocks of equal
+    size passes on what is inside a block, and every n-th element what runs over them.
+    """
     source = call.operand("self")
     rank = len(source.shape)
     chosen = dimension(rank, call["dim"])
-    if _is_whole(source.shape[chosen], call.get("start"), call.get("end"), call.get("step", 1)):
+    size, start, end, step = source.shape[chosen], call["start"] or 0, call["end"], call["step"]
+    to_the_end = end is None or end == size or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
+    if start == 0 and step == 1 and to_the_end:
         return write([numbered(rank)], [numbered(rank)], _LINEAR)
+    known = isinstance(size, int) and all(isinstance(each, int) for each in (start, step, 0 if end is None else end))
+    if known and 0 <= start < step and to_the_end and size % step == 0:
+        return write([_with(rank, chosen, f"(dim{chosen} step!)")], [numbered(rank)], f"step = {step}", _LINEAR)
+    if known and step == 1:
+        return _piece(call, chosen, slice(start, end).indices(int(size))[:2], ("start", "end"))
     return write([numbered(rank, {chosen: "!"})], [numbered(rank, {chosen: "'!"})], _LINEAR)
 
 
-def _is_whole(size: Size, start: Any, end: Any, step: Any) -> bool:
-    if step != 1 or start not in (None, 0):
-        return False
-    return end is None or end == size or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
+def narrow(call: Call) -> str | Loops:
+    """Part of a dimension, from a start and of a length."""
+    size, start, length = call.operand("self").shape, call["start"], call["length"]
+    chosen = dimension(len(size), call["dim"])
+    if start == 0 and length == size[chosen]:
+        text = write([numbered(len(size))], [numbered(len(size))], _LINEAR)
+        return with_localize(text, call, lambda part: {"length": part.results[0][chosen]})
+    numbers = (start, length) if isinstance(start, int) and isinstance(length, int) and start >= 0 else (1, 1)
+    return _piece(call, chosen, numbers, ("start", "length"))
+
+
+def _piece(call: Call, chosen: int, numbers: tuple[int, int], names: tuple[str, str]) -> str | Loops:
+    """Part of a dimension that two numbers describe: of blocks of their common divisor with the size it is a number of blocks."""
+    source = call.operand("self")
+    rank, size = len(source.shape), source.shape[chosen]
+    block = math.gcd(size, *numbers) if isinstance(size, int) and call.results[0][chosen] != 0 else 1
+    if block == 1:
+        return write([numbered(rank, {chosen: "!"})], [numbered(rank, {chosen: "'!"})], _LINEAR)
+    name = f"dim{chosen}"
+    before, after = (_with(rank, chosen, f"(pieces{prime}! {name})") for prime in ("", "'"))
+    loops = bind(parse(write([before], [after], f"{name} = {block}", _LINEAR)), call)
+    place = next(index for index, factor in enumerate(loops.factors) if factor.name == name)
+
+    def localize(part: LocalCall) -> Mapping[str, Any]:
+        return {argument: number // block * part.factors[place] for argument, number in zip(names, numbers, strict=True)}
+
+    return dataclasses.replace(loops, localize=localize)
 
 
 def slice_scatter(call: Call) -> str:

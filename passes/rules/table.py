@@ -12,11 +12,13 @@ from torch import fx
 from torch._ops import OpOverload
 
 from passes.functionalize import functional
+from passes.ir.errors import ConfigError
 from passes.operators import packet
 from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, call_of
 from passes.rules.language import parse
 from passes.rules.loops import Loops
+from passes.rules.register import registered_rule
 from passes.rules.table_contractions import CONTRACTIONS, LAYERS, LOSSES, SPACE
 from passes.rules.table_dimensions import ALONG, INDEXING, SHAPES
 from passes.rules.table_elementwise import CREATION, ELEMENTWISE
@@ -47,6 +49,9 @@ def rule_of(target: Any) -> Rule | None:
     """
     if not isinstance(target, OpOverload):
         return None
+    registered = registered_rule(target)
+    if registered is not None:
+        return registered
     target = functional(target) or target
     found = RULES.get(target) or RULES.get(packet(target))
     if found is None and torch.Tag.pointwise in target.tags:
@@ -59,6 +64,9 @@ def loops_of(node: fx.Node) -> Loops | None:
 
     Args:
         node: a call of an operator whose operands have ``meta["val"]``.
+
+    Raises:
+        ConfigError: a rule that the user registered does not fit the call.
     """
     rule = rule_of(node.target) if node.op == "call_function" else None
     if rule is None:
@@ -67,20 +75,22 @@ def loops_of(node: fx.Node) -> Loops | None:
     if call is None:
         return None
     try:
-        return _loops_of_call(call)
+        return _cached_loops(call, rule)
     except TypeError:  # an argument that does not hash
-        return _loops(call)
+        return _loops(call, rule)
 
 
-@functools.lru_cache(maxsize=8192)
-def _loops_of_call(call: Call) -> Loops | None:
-    return _loops(call)
-
-
-def _loops(call: Call) -> Loops | None:
-    rule = rule_of(call.operator)
+def _loops(call: Call, rule: Rule) -> Loops | None:
     try:
         found = rule(call) if callable(rule) else rule
         return bind(parse(found), call) if isinstance(found, str) else found
-    except MisfitError:
+    except MisfitError as error:
+        if rule == registered_rule(call.operator):
+            raise ConfigError(
+                f"the rule registered for {call.operator} does not fit a call: {error}",
+                remedy=f"the rule is {rule!r}; operands have the shapes {[operand.shape for operand in call.operands]}",
+            ) from error
         return None
+
+
+_cached_loops = functools.lru_cache(maxsize=8192)(_loops)

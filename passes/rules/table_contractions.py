@@ -39,6 +39,7 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
     "+rows? columns?, rows, columns -> rows columns; linear vec1 | vec2": [aten.addr],
     "batch* left, batch* right, out left right, +out -> batch* out; linear input1 | input2 | weight": [aten.bilinear],
     "batch* rows width!, batch* columns width! -> batch* rows columns": [aten.cdist],
+    contractions.inner: [aten.inner],
     contractions.tensordot: [aten.tensordot],
     contractions.einsum: [aten.einsum],
     contractions.attention: [aten.scaled_dot_product_attention],
@@ -69,7 +70,7 @@ LAYERS: Mapping[Any, list[Any]] = {
 SPACE: Mapping[Any, list[Any]] = {
     _resampled(1): [aten.adaptive_max_pool1d, aten.max_pool1d, aten.max_pool1d_with_indices],
     _resampled(2): [
-        aten.adaptive_max_pool2d, aten.fractional_max_pool2d, aten.max_pool2d, aten.max_pool2d_with_indices,
+        aten.adaptive_max_pool2d, aten.max_pool2d, aten.max_pool2d_with_indices,
     ],
     _resampled(3): [aten.adaptive_max_pool3d, aten.max_pool3d, aten.max_pool3d_with_indices],
     _resampled(1, "linear self"): [aten.adaptive_avg_pool1d, aten.avg_pool1d],
@@ -96,7 +97,6 @@ SPACE: Mapping[Any, list[Any]] = {
     "batch channels depth! height! width!, batch depth' height' width' triple! -> batch channels depth' height' width'; linear input": [
         aten.grid_sampler_3d,
     ],
-    "batch rows! columns! -> batch height! width! pair!; linear theta": [aten.affine_grid_generator],
     "batch* channels! height! width! -> batch* patch! places!; linear self": [aten.im2col],
     "batch* patch! places! -> batch* channels! height! width!; linear self": [aten.col2im],
 }  # fmt: skip

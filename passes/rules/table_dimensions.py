@@ -14,7 +14,7 @@ __all__ = ["ALONG", "INDEXING", "SHAPES"]
 aten = torch.ops.aten
 
 SHAPES: Mapping[Any, list[Any]] = {
-    views.reshape("size"): [aten.view, aten._reshape_alias, aten._unsafe_view],  # noqa: SLF001
+    views.reshape("size"): [aten.view, aten._unsafe_view],  # noqa: SLF001
     views.reshape("shape"): [aten.reshape],
     views.reshape(None): [aten.flatten, aten.ravel],
     views.unflatten: [aten.unflatten],
@@ -36,11 +36,12 @@ SHAPES: Mapping[Any, list[Any]] = {
     moving.repeat_interleave: [aten.repeat_interleave],
     moving.select: [aten.select],
     moving.slice_: [aten.slice],
+    moving.narrow: [aten.narrow],
     moving.slice_scatter: [aten.slice_scatter],
     moving.select_scatter: [aten.select_scatter],
     moving.split("split_size"): [aten.split, aten.unsafe_split],
     moving.split("split_sizes"): [aten.split_with_sizes, aten.unsafe_split_with_sizes],
-    moving.split(None): [aten.chunk, aten.unsafe_chunk],
+    moving.split(None): [aten.chunk, aten.unsafe_chunk, aten.tensor_split],
     moving.unbind: [aten.unbind],
     moving.cat: [aten.cat, aten.concat, aten.concatenate],
     moving.stack: [aten.stack],
@@ -62,7 +63,7 @@ INDEXING: Mapping[Any, list[Any]] = {
     indexing.index_rows(added=False): [aten.index_copy],
     indexing.gather: [aten.gather],
     indexing.take_along: [aten.take_along_dim],
-    indexing.scatter: [aten.scatter, aten.scatter_add],
+    indexing.scatter: [aten.scatter, aten.scatter_add, aten.scatter_reduce],
     indexing.index: [aten.index],
     indexing.index_put: [aten.index_put],
 }

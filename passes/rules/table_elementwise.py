@@ -34,7 +34,7 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
         aten.__lshift__, aten.__rshift__,
     ],
     "...; linear self": [
-        aten.neg, aten.negative, aten.positive, aten.real, aten.imag, aten.view_as_real_copy, aten.conj, aten.conj_physical,
+        aten.neg, aten.negative, aten.positive, aten.real, aten.imag, aten.conj, aten.conj_physical,
         aten.resolve_conj, aten.resolve_neg, aten.deg2rad, aten.rad2deg,
         aten._to_copy, aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy, aten.lift_fresh,  # noqa: SLF001
         aten.ldexp,
@@ -69,8 +69,8 @@ CREATION: Mapping[Any, list[Any]] = {
     creation.histogram: [aten.histc],
     creation.bincount: [aten.bincount],
     creation.everything: [
-        aten.embedding_bag, aten.cosine_embedding_loss, aten.ctc_loss, aten.cumulative_trapezoid, aten.equal, aten.linalg_inv,
-        aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted, aten.unique_consecutive, aten._unique2,  # noqa: SLF001
+        aten.cosine_embedding_loss, aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
+        aten.where.default,
     ],
 }  # fmt: skip
 """Rule -> operators."""

@@ -18,7 +18,7 @@ def numbered(rank: int, marks: Mapping[int, str] | None = None, *, name: str = "
 
 def write(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str]], *clauses: str) -> str:
     """The line of terms given as lists of dimensions."""
-    left, right = (", ".join(" ".join(term) for term in terms) for terms in (operands, results))
+    left, right = (", ".join(" ".join(term) or "()" for term in terms) for terms in (operands, results))
     return "; ".join([f"{left} -> {right}", *clauses])
 
 
