@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from partitioner.reports.collectives import collective_transfers
 from partitioner.reports.module_range import rank_list, short_name
-from passes.ir.communication import all_reduce, send
+from partitioner.reports.transfer import Transfer
+from passes.ir.communication import send
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
 from passes.lower import LoweredStages
@@ -16,50 +17,23 @@ from passes.messages import Message
 from passes.provenance import module_path
 from passes.size_expression import size_of
 
-__all__ = ["Transfer", "transfers"]
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One value that is communicated in a step, all its microbatches together.
-
-    Attributes:
-        value: what it is: ``"add_3"``, ``"gradient of add_3"``.
-        shape: of its first microbatch, with the dtype: ``"float32 (2, 6, 12)"``.
-        bytes: in the whole step, over all microbatches.
-        times: messages in the step.
-        source, destination: ``"stage 0, rank 0"``; for a sum over ranks, the ranks.
-        reason: which module computes it and which reads it: ``"computes -> reads"``, ``"computes <- reads"`` for the gradient.
-        ranks: those that send it.
-    """
-
-    value: str
-    shape: str
-    bytes: int
-    times: int
-    source: str
-    destination: str
-    reason: str
-    ranks: tuple[int, ...]
+__all__ = ["transfers"]
 
 
 def transfers(lowered: LoweredStages, programs: Sequence[Program]) -> tuple[Transfer, ...]:
-    """Everything that the programs communicate: activations, gradients, results and the loss, sums over ranks."""
+    """Everything that the programs communicate: activations, gradients, results and the loss, then what collectives move."""
     messages: dict[Message, list[fx.Node]] = {}
-    reductions: dict[tuple[tuple[int, ...], tuple[str, ...]], fx.Node] = {}
     for program in programs:
         for node in program.module.graph.nodes:
             if node.target is send:
                 message: Message = node.meta["message"]
                 messages.setdefault(_what(message), []).append(node)
-            elif node.target is all_reduce:
-                reductions.setdefault((node.kwargs["group"], node.meta["reduces"]), node)
     position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
     found = sorted(messages.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
     return (
         *(_transfer(lowered, message, nodes, batch) for message, nodes in found),
-        *(_reduction(lowered, group, names, node) for (group, names), node in reductions.items()),
+        *collective_transfers(lowered, programs),
     )
 
 
@@ -128,14 +102,3 @@ def _reader(lowered: LoweredStages, value: str, stages: Sequence[int]) -> str:
             if node.op == "call_function" and any(source.name == value for source in node.all_input_nodes):
                 return short_name(module_path(node))
     return short_name("")
-
-
-def _reduction(lowered: LoweredStages, group: tuple[int, ...], names: tuple[str, ...], node: fx.Node) -> Transfer:
-    parameters = lowered.graph.parameters
-    inputs = {leaf.placeholder: leaf.name for leaf in lowered.graph.inputs}
-    named = [short_name(parameters.get(name) or inputs.get(name) or name) for name in names]
-    shared = all(name in parameters for name in names)
-    reason = "a parameter that these ranks share" if shared else "all ranks return the gradient of an input"
-    ranks = rank_list(group)
-    value = f"gradient of {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
-    return Transfer(value, "summed", node.meta["bytes"] * len(group), len(group), ranks, ranks, reason, group)
