@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models.hardware import Cluster
+from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
 
 __all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
@@ -36,7 +37,10 @@ Devices = tuple[torch.device, ...]
 def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placement:
     """For each rank, where it runs.
 
-    A number takes accelerators while there are enough of them, else the CPU for all ranks.
+    A number takes accelerators while there are enough of them, else the CPU for all ranks. Ranks in processes of their own run on
+    ``cuda`` without a number: the accelerator that torchrun means for the process (``LOCAL_RANK``), on whichever machine it is. A plan
+    then reads the same on all ranks. Where each process sees one accelerator alone, as some clusters have it, name it:
+    ``devices=["cuda:0"] * n``.
 
     Args:
         world_size: processes, when launched by torchrun: each rank is one process.
@@ -56,7 +60,7 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placeme
     elif isinstance(devices, DeviceMesh):
         found = _some(devices.size(), world_size, devices.device_type)
     else:
-        found = tuple(_device(name) for name in devices)
+        found = tuple(_device(name, world_size) for name in devices)
     if not found:
         raise ConfigError("devices is empty: there must be at least one device", remedy='pass devices=4, or devices=["cuda:0", "cuda:1"]')
     if world_size is not None and len(found) != world_size:
@@ -100,18 +104,20 @@ def _accelerators(world_size: int | None) -> Devices:
 
 
 def _some(count: int, world_size: int | None, kind: str | None = None) -> Devices:
-    here = torch.cuda.device_count()
-    if kind == "cpu" or here == 0 or (world_size is None and here < count):
+    needed_here = count if world_size is None else torchrun.local_world_size()
+    if kind == "cpu" or torch.cuda.device_count() < needed_here:
         return (torch.device("cpu"),) * count
-    return tuple(torch.device("cuda", index % here) for index in range(count))
+    return tuple(torch.device("cuda", index) if world_size is None else torch.device("cuda") for index in range(count))
 
 
-def _device(name: str | torch.device) -> torch.device:
+def _device(name: str | torch.device, world_size: int | None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{name!r} is no device", remedy='devices are named "cpu", "cuda:0", ...') from error
     if device.type == "cuda":
+        if device.index is None and world_size is not None:
+            return device
         index = device.index or 0
         if index >= torch.cuda.device_count():
             raise ConfigError(

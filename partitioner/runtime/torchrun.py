@@ -21,7 +21,7 @@ from partitioner.runtime.distributed_transport import DistributedTransport, Prep
 from partitioner.runtime.executor import ProgramSet, Run
 from passes.ir.errors import ConfigError
 
-__all__ = ["TorchrunRuntime", "is_launched", "world_size"]
+__all__ = ["TorchrunRuntime", "is_launched", "local_world_size", "world_size"]
 
 TIMEOUT = timedelta(seconds=300)
 """How long a wait may last, unless the caller or an existing process group says otherwise."""
@@ -35,6 +35,11 @@ def is_launched() -> bool:
 def world_size() -> int:
     """How many processes were started."""
     return int(os.environ["WORLD_SIZE"])
+
+
+def local_world_size() -> int:
+    """How many of them were started on this machine; all, if nobody says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 class TorchrunRuntime:
@@ -148,9 +153,15 @@ _count = itertools.count()
 
 
 def _own(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return device
+    """The device of this process: ``cuda`` without a number is the one that torchrun means for it."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if "LOCAL_RANK" not in os.environ:
+        raise ConfigError(
+            "LOCAL_RANK is not set, which says on which accelerator of its machine this process runs",
+            remedy='start the script with torchrun, or name the device of each rank: devices=["cuda:0", "cuda:1"]',
+        )
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def _connect(device: torch.device, timeout: timedelta | None) -> Connection:

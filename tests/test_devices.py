@@ -1,0 +1,117 @@
+"""Where ranks run: what ``devices=`` means with so many accelerators, in one process and in several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import partition
+from partitioner.devices import DevicesArgument, resolve_devices
+from partitioner.runtime import torchrun
+from passes.ir.errors import ConfigError
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """So many, in all and on this machine, as torchrun says it."""
+    everywhere, here = request.param
+    monkeypatch.setenv("WORLD_SIZE", str(everywhere))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    return int(everywhere)
+
+
+def names(devices: DevicesArgument, world_size: int | None = None) -> list[str]:
+    return [str(device) for device in resolve_devices(devices, world_size).devices]
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "devices", "expected"),
+    [
+        (0, 2, ["cpu", "cpu"]),
+        (1, 2, ["cpu", "cpu"]),
+        (2, 2, ["cuda:0", "cuda:1"]),
+        (8, 2, ["cuda:0", "cuda:1"]),
+        (3, None, ["cuda:0", "cuda:1", "cuda:2"]),
+        (2, ["cuda:1", "cpu", "cuda"], ["cuda:1", "cpu", "cuda:0"]),
+        (0, [torch.device("meta"), "cpu"], ["meta", "cpu"]),
+    ],
+    indirect=["accelerators"],
+)
+@pytest.mark.usefixtures("accelerators")
+def test_ranks_in_one_process(devices: DevicesArgument, expected: list[str]) -> None:
+    assert names(devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "processes", "devices", "expected"),
+    [
+        (0, (2, 2), 2, "cpu"),
+        (1, (2, 2), 2, "cpu"),  # two processes on one accelerator: NCCL refuses that
+        (2, (2, 2), 2, "cuda"),
+        (8, (2, 2), 2, "cuda"),
+        (4, (8, 4), 8, "cuda"),  # two machines
+        (8, (8, 4), 8, "cuda"),
+        (2, (8, 4), 8, "cpu"),
+        (4, (8, 4), None, "cuda"),
+        (0, (8, 4), None, "cpu"),
+        (1, (4, 4), ["cuda:0"] * 4, "cuda:0"),  # each process sees its own
+        (4, (4, 4), ["cuda"] * 4, "cuda"),
+        (4, (4, 4), ["cpu"] * 4, "cpu"),
+    ],
+    indirect=["accelerators", "processes"],
+)
+@pytest.mark.usefixtures("accelerators")
+def test_a_rank_a_process(processes: int, devices: DevicesArgument, expected: str) -> None:
+    assert names(devices, processes) == [expected] * processes
+
+
+@pytest.mark.parametrize(("accelerators", "processes"), [(2, (4, 2))], indirect=True)
+@pytest.mark.usefixtures("accelerators")
+def test_devices_that_are_not_there(processes: int) -> None:
+    for world_size in (None, processes):
+        with pytest.raises(ConfigError, match="there is no device cuda:2"):
+            names(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], world_size)
+    with pytest.raises(ConfigError, match="3 devices were asked for and torchrun started 4 processes"):
+        names(3, processes)
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (3, 3), (4, 0), (7, 3)])
+def test_the_device_of_a_process_is_the_one_that_torchrun_means(rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two machines with eight accelerators each, of which four are used: rank 4 is the first on its machine."""
+    started = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    devices = resolve_devices(8, torchrun.world_size()).devices
+    assert torchrun._own(devices[rank]) == torch.device("cuda", local_rank)
+    assert torchrun._own(torch.device("cuda", 5)) == torch.device("cuda", 5)
+    assert torchrun._own(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_without_local_rank_the_device_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not set"):
+        torchrun._own(torch.device("cuda"))
+    assert torchrun._own(torch.device("cuda", 1)) == torch.device("cuda", 1)
+
+
+def test_processes_are_all_here_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert torchrun.local_world_size() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert torchrun.local_world_size() == 2
+
+
+@pytest.mark.parametrize("accelerators", [0], indirect=True)
+@pytest.mark.usefixtures("accelerators")
+def test_all_accelerators_when_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="there are none") as raised:
+        partition(nn.Linear(2, 2))
+    assert "pass devices=4" in str(raised.value)
