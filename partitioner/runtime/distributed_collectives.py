@@ -16,6 +16,7 @@ faster was measured: see ``docs/design/0008-collectives.md``.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,13 +123,8 @@ def start_collective(
     for index, exchange in enumerate(exchanges):
         by_dtype[exchange.tensor.dtype].append(index)
     starter = _Starter(process_group, calls, len(group), operation)
-    start = {
-        "all_reduce": starter.all_reduce,
-        "all_gather": starter.all_gather,
-        "reduce_scatter": starter.reduce_scatter,
-        "all_to_all": starter.all_to_all,
-    }[name]
-    messages = [_Message(indices, *start([exchanges[index] for index in indices])) for indices in by_dtype.values()]
+    start = _STARTS[name]
+    messages = [_Message(indices, *start(starter, [exchanges[index] for index in indices])) for indices in by_dtype.values()]
     return Started(name, group, messages)
 
 
@@ -183,17 +179,27 @@ class _Starter:
     def _gather(self, flat: Tensor, counts: Sequence[int]) -> tuple[dist.Work, Tensor]:
         """Every rank's elements, one rank after another."""
         if len(set(counts)) > 1 or sum(counts) * flat.itemsize <= self.calls.small_gather:
-            return self._exchange(flat.repeat(self.n_ranks), [flat.numel()] * self.n_ranks, counts)
+            return self._exchange(torch.cat([flat] * self.n_ranks), [flat.numel()] * self.n_ranks, counts)
         everything = flat.new_empty(sum(counts))
-        return _work(_all_gather_single(as_bytes(everything), as_bytes(flat), group=self.process_group, async_op=True)), everything
+        return _work(
+            _all_gather_single(everything.view(torch.uint8), flat.view(torch.uint8), group=self.process_group, async_op=True)
+        ), everything
 
     def _exchange(self, flat: Tensor, given: Sequence[int], taken: Sequence[int]) -> tuple[dist.Work, Tensor]:
         """What each rank gives to this one, one rank after another."""
         everything = flat.new_empty(sum(taken))
         arriving, leaving = ([count * flat.itemsize for count in counts] for counts in (taken, given))
         group = self.process_group
-        work = dist.all_to_all_single(as_bytes(everything), as_bytes(flat), arriving, leaving, group=group, async_op=True)
+        work = dist.all_to_all_single(everything.view(torch.uint8), flat.view(torch.uint8), arriving, leaving, group=group, async_op=True)
         return _work(work), everything
+
+
+_STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] = {
+    "all_reduce": _Starter.all_reduce,
+    "all_gather": _Starter.all_gather,
+    "reduce_scatter": _Starter.reduce_scatter,
+    "all_to_all": _Starter.all_to_all,
+}
 
 
 # -- flat messages ---------------------------------------------------------------------------------------------------------------------
@@ -208,11 +214,13 @@ def _outgoing(exchanges: Sequence[Exchange]) -> Tensor:
 
 
 def _outgoing_counts(exchanges: Sequence[Exchange]) -> list[int]:
+    if len(exchanges) == 1:
+        return [piece.numel() for piece in exchanges[0].pieces]
     return [sum(exchange.pieces[rank].numel() for exchange in exchanges) for rank in range(len(exchanges[0].pieces))]
 
 
 def _incoming(exchanges: Sequence[Exchange]) -> list[int]:
-    return [sum(torch.Size(exchange.shapes[rank]).numel() for exchange in exchanges) for rank in range(len(exchanges[0].shapes))]
+    return [sum(math.prod(exchange.shapes[rank]) for exchange in exchanges) for rank in range(len(exchanges[0].shapes))]
 
 
 def _assembled(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
@@ -238,6 +246,8 @@ def _reduced(flat: Tensor, exchanges: Sequence[Exchange], operation: Operation) 
 
 def _split(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
     """The tensors that lie one after another in a reduced message."""
+    if len(exchanges) == 1:
+        return [flat.view(exchanges[0].shapes[0])]
     shapes = [torch.Size(exchange.shapes[0]) for exchange in exchanges]
     return [part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes, strict=True)]
 
