@@ -135,7 +135,7 @@ def test_a_rule_that_does_not_fit_its_operator_is_refused() -> None:
     with pytest.raises(ConfigError, match="names y, which the operator does not take"):
         register_rule(GATED, "rows in, in columns -> rows columns; linear y")
     with pytest.raises(ConfigError, match="is no operator"):
-        register_rule(torch.matmul, "rows in, in columns -> rows columns")  # type: ignore[arg-type]
+        register_rule(torch.matmul, "rows in, in columns -> rows columns")
 
 
 @pytest.mark.parametrize(

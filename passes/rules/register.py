@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 
 from passes.ir.errors import ConfigError
 from passes.operators import packet, parameters_of, takes_lists_of_tensors, tensor_parameters
@@ -20,7 +20,7 @@ __all__ = ["register_rule", "registered_rule"]
 _registered: dict[Any, str] = {}
 
 
-def register_rule(operator: OpOverload | OpOverloadPacket, rule: str) -> None:
+def register_rule(operator: Any, rule: str) -> None:
     """Say what loops an operator is. A rule of an overload goes before that of the operator, and both before those of this package.
 
     Args:
@@ -33,7 +33,7 @@ def register_rule(operator: OpOverload | OpOverloadPacket, rule: str) -> None:
     line = parse(rule)
     if isinstance(operator, OpOverload):
         overloads = [operator]
-    elif isinstance(operator, OpOverloadPacket):
+    elif callable(getattr(operator, "overloads", None)):
         overloads = [getattr(operator, name) for name in operator.overloads()]
     else:
         raise ConfigError(

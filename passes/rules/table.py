@@ -49,9 +49,11 @@ def rule_of(target: Any) -> Rule | None:
     """
     if not isinstance(target, OpOverload):
         return None
-    registered = registered_rule(target)
-    if registered is not None:
-        return registered
+    return registered_rule(target) or _rule_of_the_table(target)
+
+
+@functools.cache
+def _rule_of_the_table(target: OpOverload) -> Rule | None:
     target = functional(target) or target
     found = RULES.get(target) or RULES.get(packet(target))
     if found is None and torch.Tag.pointwise in target.tags:

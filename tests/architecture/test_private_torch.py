@@ -49,6 +49,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "passes/replicable.py",
             "passes/rules/call.py",
             "passes/rules/prove.py",
+            "passes/rules/register.py",
             "passes/rules/table.py",
         ),
     ),
