@@ -18,9 +18,10 @@ from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.unit_time import Durations, simulate
 from partitioner.tracing.trace import trace
-from passes.ir.errors import ConfigError, InfeasiblePlanError
+from passes.ir.errors import ConfigError, InfeasiblePlanError, VerificationError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
+from passes.ir.schedule import Action, Schedule
 
 WIDTH = 16
 LAYERS = 8
@@ -284,7 +285,7 @@ def test_the_clock_agrees_with_the_unit_time_clock(name: str) -> None:
         schedule = make_schedule(name, n_ranks, n_microbatches)
         reference = simulate(schedule, Durations(forward=2, backward_input=3, backward_weight=1))
         step = simulate_step(schedule, [StageTimes(2, 3, 1, 0, 0)] * schedule.n_stages)
-        assert step.seconds == reference.makespan
+        assert step.makespan == reference.makespan
         assert step.busy == reference.busy
         assert step.bubble_fraction == pytest.approx(reference.bubble_fraction)
 
@@ -292,7 +293,29 @@ def test_the_clock_agrees_with_the_unit_time_clock(name: str) -> None:
 def test_messages_delay_what_waits_for_them() -> None:
     schedule = make_schedule("GPipe", 2, 1)
     step = simulate_step(schedule, [StageTimes(1, 1, 1, 0.5, 0), StageTimes(1, 1, 1, 0, 0.25)])
-    assert step.seconds == 1 + 0.5 + 3 + 0.25 + 2
+    assert step.makespan == 1 + 0.5 + 3 + 0.25 + 2
+    assert step.start == ((0, 1 + 0.5 + 3 + 0.25), (1 + 0.5, 1 + 0.5 + 1))
+    assert step.busy == (3, 3)
+
+
+def test_messages_of_two_microbatches_overlap_compute() -> None:
+    """1F1B on two ranks: 0F1 runs while F0 is on its way, and rank 0 waits for the gradient alone."""
+    step = simulate_step(make_schedule("1F1B", 2, 2), [StageTimes(2, 1, 1, 1, 0), StageTimes(1, 1, 1, 0, 2)])
+    first = 2 + 1  # F0 has arrived
+    second = max(2 + 2 + 1, first + 3)  # F1 has arrived, or rank 1 is free
+    gradients = first + 3 + 2, second + 3 + 2
+    assert step.start == ((0, 2, gradients[0], max(gradients[0] + 2, gradients[1])), (first, first + 1, second, second + 1))
+
+
+def test_a_step_that_takes_no_time_has_no_bubble() -> None:
+    step = simulate_step(make_schedule("1F1B", 2, 2), [StageTimes(0, 0, 0, 0, 0)] * 2)
+    assert (step.makespan, step.bubble_fraction) == (0, 0)
+
+
+def test_a_schedule_that_cannot_run_is_refused() -> None:
+    ranks = tuple(tuple(Action.parse(text) for text in texts.split()) for texts in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+    with pytest.raises(VerificationError, match="rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0"):
+        simulate_step(Schedule("hand-made", 2, (0, 1), ranks), [StageTimes(1, 1, 1, 0, 0)] * 2)
 
 
 def test_the_default_prices_are_the_roofline() -> None:

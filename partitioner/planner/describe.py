@@ -32,12 +32,12 @@ def runner_up(chosen: StagedModel, tried: Sequence[StagedModel]) -> str:
     others = [staged for staged in tried if staged is not chosen]
     if not others:
         return ""
-    best = min(others, key=lambda staged: staged.step.seconds)
-    change = 100 * (best.step.seconds / chosen.step.seconds - 1) if chosen.step.seconds else 0.0
+    best = min(others, key=lambda staged: staged.step.makespan)
+    change = 100 * (best.step.makespan / chosen.step.makespan - 1) if chosen.step.makespan else 0.0
     if abs(change) < 0.05:
         return f"{candidate_words(best.candidate)}: as fast"
     verdict = f"{change:.1f} % slower" if change >= 0 else f"{-change:.1f} % faster, which is less than predictions may be wrong"
-    return f"{candidate_words(best.candidate)}: {format_seconds(best.step.seconds)} a step, {verdict}"
+    return f"{candidate_words(best.candidate)}: {format_seconds(best.step.makespan)} a step, {verdict}"
 
 
 def candidate_words(candidate: Candidate) -> str:

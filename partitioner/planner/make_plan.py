@@ -68,7 +68,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         n_microbatches=candidate.n_microbatches,
         recompute=problems.prices.recompute,
         batch_size=graph.batch_size,
-        step_time=chosen.step.seconds,
+        step_time=chosen.step.makespan,
         memory=chosen.memory,
         bound_by=bound_by(problems, chosen),
         runner_up=runner_up(chosen, tried),
@@ -111,9 +111,9 @@ def _tried(problems: PipelineProblems) -> list[StagedModel]:
 
 def _choose(tried: Sequence[StagedModel]) -> StagedModel:
     """The fastest; the default schedule if it is nearly as fast."""
-    fastest = min(tried, key=lambda staged: staged.step.seconds)
+    fastest = min(tried, key=lambda staged: staged.step.makespan)
     default = next((staged for staged in tried if staged.candidate.schedule == DEFAULT_SCHEDULE), fastest)
-    return default if default.step.seconds <= fastest.step.seconds * (1 + _WORTH_LEAVING_DEFAULT) else fastest
+    return default if default.step.makespan <= fastest.step.makespan * (1 + _WORTH_LEAVING_DEFAULT) else fastest
 
 
 def _plainest(problems: PipelineProblems) -> Candidate:

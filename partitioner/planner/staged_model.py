@@ -14,8 +14,9 @@ from partitioner.planner.cut_points import module_path
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import StageCuts
 from partitioner.planner.stage_problem import held, stage_runs
-from partitioner.planner.step_time import StageTimes, StepTime, simulate_step
+from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.planner.unit_prices import UnitPrices
+from partitioner.schedules.clock import Timing
 from partitioner.schedules.in_flight import peak_activation
 from passes.ir.plan import Stage
 from passes.ir.schedule import Schedule
@@ -43,7 +44,7 @@ class StagedModel:
     cuts: StageCuts
     runs: tuple[range, ...]
     times: tuple[StageTimes, ...]
-    step: StepTime
+    step: Timing
     kept: tuple[int, ...]
     memory: tuple[int, ...]
 
