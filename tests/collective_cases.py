@@ -190,6 +190,11 @@ CASES: tuple[CollectiveCase, ...] = (
         lambda n: gathered([numbers(i, (2 * n, 3), dtype) for i, dtype in enumerate(DTYPES)], [0] * len(DTYPES), None, n),
     ),
     CollectiveCase("truths", all_gather, lambda n: gathered([numbers(0, (2 * n, 3)) > 3], [0], None, n)),
+    CollectiveCase(
+        "channels_last",
+        all_gather,
+        lambda n: gathered([numbers(0, (2 * n, 4, 3, 2)).contiguous(memory_format=torch.channels_last)], [0], None, n),
+    ),
     CollectiveCase("strided_line", all_gather, lambda n: gathered([strided(numbers(0, (3 * n,)))], [0], None, n)),
     CollectiveCase(
         "several_dimensions", all_gather, lambda n: gathered([numbers(i, (2 * n, 4 * n, n)) for i in range(3)], [0, 1, 2], None, n)

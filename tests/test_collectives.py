@@ -79,7 +79,7 @@ def test_sums_have_the_same_bits_on_all_ranks() -> None:
 
 
 def test_collectives_of_a_group_pair_up_in_order_and_groups_do_not_disturb_each_other() -> None:
-    """Two kinds in turn in one group, another group between them, everything waited for at the end."""
+    """Three kinds in one group, one of them twice, another group between them; everything is waited for at the end."""
 
     def write(graph: fx.Graph, rank: int, given: Sequence[fx.Node]) -> list[fx.Node]:
         pair = (0, 1) if rank < 2 else (2, 3)
@@ -88,11 +88,13 @@ def test_collectives_of_a_group_pair_up_in_order_and_groups_do_not_disturb_each_
             graph.call_function(all_gather, (given, (0,)), {"group": pair}),
             graph.call_function(all_gather, (given, (0,)), {"group": (0, 1, 2, 3)}),
             graph.call_function(all_reduce, (given,), {"group": (0, 1, 2, 3), "operation": "max"}),
+            graph.call_function(all_reduce, ([graph.call_function(torch.neg, (given[0],))],), {"group": (0, 1, 2, 3)}),
         ]
         return [graph.call_function(wait, (pending,)) for pending in reversed(started)]
 
-    for rank, (maximum, everything, pair, total) in enumerate(run_embedded(4, write, [[torch.tensor([float(rank)])] for rank in range(4)])):
-        assert [tensor.tolist() for tensor in (*maximum, *everything, *total)] == [[3.0], [0.0, 1.0, 2.0, 3.0], [6.0]]
+    found = run_embedded(4, write, [[torch.tensor([float(rank)])] for rank in range(4)])
+    for rank, (negative, maximum, everything, pair, total) in enumerate(found):
+        assert [tensor.tolist() for tensor in (*negative, *maximum, *everything, *total)] == [[-6.0], [3.0], [0.0, 1.0, 2.0, 3.0], [6.0]]
         assert pair[0].tolist() == ([0.0, 1.0] if rank < 2 else [2.0, 3.0])
 
 

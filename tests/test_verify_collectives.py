@@ -127,6 +127,18 @@ def test_sizes_that_are_equal_for_even_batches_alone() -> None:
     refused(batch_programs((1, 0)), "rank 0, rows: all_gather is given float32 (size_mb0, 3)", "said to be size_mb1")
 
 
+def test_one_after_the_other() -> None:
+    """Waiting for the first needs nothing of the second, though both are of one group."""
+    found = []
+    for rank in range(2):
+        graph = fx.Graph()
+        graph.placeholder("batch")
+        waited = [graph.call_function(wait, (reduce((2,))(graph, f"call{index}"),)) for index in range(2)]
+        graph.output(waited)
+        found.append(Program("forward", rank, fx.GraphModule({}, graph), (rank,)))
+    verify(found)
+
+
 # -- what does not ---------------------------------------------------------------------------------------------------------------------
 
 
