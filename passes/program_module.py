@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from passes.ir.program import LossCall
 from passes.printer import class_text, program_text
@@ -46,7 +46,9 @@ class ProgramModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         meta = {key: value for key, value in self.meta.items() if key == "batch_size"}
-        return _restore, (_records(self.graph), dict(self.named_children()), type(self).__name__, meta)
+        named = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        attributes = {**dict(self.named_children()), **{name: getattr(self, name) for name in named}}
+        return _restore, (_records(self.graph), attributes, type(self).__name__, meta)
 
 
 Record = tuple[str, str, Any, Any, Any, dict[str, Any]]
@@ -77,7 +79,7 @@ def _records(graph: fx.Graph) -> list[Record]:
     ]
 
 
-def _restore(records: list[Record], modules: Mapping[str, nn.Module], name: str, meta: Mapping[str, Any]) -> ProgramModule:
+def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor], name: str, meta: Mapping[str, Any]) -> ProgramModule:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
@@ -94,6 +96,6 @@ def _restore(records: list[Record], modules: Mapping[str, nn.Module], name: str,
         node = graph.create_node(op, target, tuple(found(args)), found(kwargs), name=node_name)
         node.meta.update(node_meta)
         nodes[node_name] = node
-    module = ProgramModule(dict(modules), graph, class_name=name)
+    module = ProgramModule(dict(attributes), graph, class_name=name)
     module.meta.update(meta)
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -162,6 +163,9 @@ def test_a_program_reads_tensors_of_its_module() -> None:
     graph.output(graph.call_function(wait, (pending,)))
     program = Program("forward", 0, ProgramModule(module, graph), ())
     assert "= self.weight" in program.module.code
+    restored = pickle.loads(pickle.dumps(program.module))  # noqa: S301  our own
+    assert torch.equal(restored.weight, weight)
+    assert restored.code == program.module.code
     executables = ProgramSet((program,), {0: compile_program(program)})
     for value in (1.0, 5.0):
         with torch.no_grad():
