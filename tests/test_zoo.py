@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.models.case import Case
 from tests.models.zoo import ZOO, case_named
-from tests.transparency import compare, compare_values, loss_of, microbatch_sizes, reference_steps
+from tests.transparency import compare, compare_gradients, compare_values, loss_of, microbatch_sizes, reference_steps
 
 PER_CASE = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 """Every case of the zoo."""
@@ -60,6 +62,37 @@ def test_the_first_difference_is_named() -> None:
     assert difference.error == pytest.approx(1e-6)
 
 
+def test_what_rounding_leaves_of_a_vanishing_gradient_is_no_difference() -> None:
+    """The bias of a key adds the same to all scores of a query, which the softmax over them ignores."""
+    gradients = reference_steps(case_named("vit"), n_steps=1).gradients[0]
+    largest, key = largest_gradient(gradients), gradients["vit.encoder.layer.0.attention.attention.key.bias"]
+    assert key is not None
+    assert key.abs().max() < 1e-16 * largest
+    assert compare_gradients(gradients, {**gradients, "vit.encoder.layer.0.attention.attention.key.bias": -2 * key}, 1e-9) is None
+
+
+def test_a_difference_in_any_gradient_is_found() -> None:
+    """However small the gradient is: two parts in 1e9 of the largest of all, and of its own largest where that is more."""
+    gradients = reference_steps(case_named("vit"), n_steps=1).gradients[0]
+    largest = largest_gradient(gradients)
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        for error in (2e-9 * largest, 2e-9 * gradient.abs().max().item() + 1e-13 * largest):
+            changed = gradient.clone()
+            changed.view(-1)[-1] += error
+            difference = compare_gradients(gradients, {**gradients, name: changed}, 1e-9)
+            assert difference is not None
+            assert difference.place == f"gradient of {name}"
+
+
+def test_float32_allows_rounding_of_its_own_precision() -> None:
+    gradients = {"weight": torch.ones(2), "bias": torch.full((2,), 1e-5)}
+    assert compare_gradients(gradients, {**gradients, "bias": gradients["bias"] + 1e-7}, 1e-5) is None
+    assert compare_gradients(gradients, {**gradients, "bias": gradients["bias"] + 2e-6}, 1e-5) is not None
+    wide = {name: gradient.double() for name, gradient in gradients.items()}
+    assert compare_gradients(wide, {**wide, "bias": wide["bias"] + 1e-7}, 1e-5) is not None
+
+
 def test_an_absent_gradient_is_not_a_gradient_of_zeros() -> None:
     reference = reference_steps(case_named("nested_outputs"))
     assert reference.gradients[0]["unused.weight"] is None
@@ -75,3 +108,7 @@ def test_a_wrong_structure_is_a_difference() -> None:
     assert compare_values({"a": one, "b": (one, 3)}, {"a": one, "b": (one, 4)}, 1e-9) is not None
     assert compare_values((one,), (one.double(),), 1e-9) is not None
     assert compare_values((one,), (one * float("nan"),), 1e-9) is not None
+
+
+def largest_gradient(gradients: Mapping[str, Tensor | None]) -> float:
+    return max(gradient.abs().max().item() for gradient in gradients.values() if gradient is not None)

@@ -27,7 +27,7 @@ from passes.ir.program import Program
 from tests.collective_cases import CASES, Part
 from tests.models.case import BATCH_SIZE, Case, Instance, mean_squared_error, real
 from tests.models.zoo import case_named
-from tests.transparency import N_MICROBATCHES, compare_values, first_difference, make_partitioned, reference_steps
+from tests.transparency import N_MICROBATCHES, compare_gradients, compare_values, first_difference, make_partitioned, reference_steps
 
 
 def rank() -> int:
@@ -237,7 +237,7 @@ def training_over_channels(name: str, schedule: str) -> str | None:
     loss = step(case, instance, pm).detach()
     reference = reference_steps(case, n_steps=1)
     difference = compare_values(reference.losses[0], loss, case.tolerance)
-    difference = difference or compare_values(dict(reference.gradients[0]), dict(pm.full_gradients()), case.tolerance)
+    difference = difference or compare_gradients(reference.gradients[0], pm.full_gradients(), case.tolerance)
     return None if difference is None else str(difference)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Steps",
     "backward_steps",
     "compare",
+    "compare_gradients",
     "compare_values",
     "first_difference",
     "loss_of",
@@ -47,6 +48,20 @@ N_MICROBATCHES = 4
 
 LEARNING_RATE = 1e-2
 """So large that a wrong gradient of the first step is plain to see in the weights after the last."""
+
+UNITS = 8
+"""Rounding units of the largest gradient of a step that any gradient of that step may differ by.
+
+Some gradients are sums whose terms cancel: that of a key's bias in attention is zero, that of the last bias is the mean of what the model
+misses the target by. What is left of them is the rounding of their terms, and has the scale of those. The zoo shows a quarter of a unit.
+"""
+
+MOVED_BY_NOISE = 1e-3
+"""The part of the tolerance, relative to the largest weight, that any weight may differ by after the last step.
+
+AdamW divides a gradient by its size, so it blows up the rounding that is left of a gradient that is zero (see ``UNITS``), up to the size
+of its own epsilon, and moves the weight by it.
+"""
 
 
 @dataclass(frozen=True)
@@ -188,15 +203,23 @@ def first_difference(
 def compare(reference: Steps, other: Steps, tolerance: float) -> Difference | None:
     """The first difference in the order of training: each step's loss and gradients, and the state after all steps.
 
-    Two tensors agree when no element differs by more than ``tolerance`` times the largest element of the reference, plus a
-    thousandth of that for the largest of all tensors beside it: a gradient that is zero but for rounding has no scale of its own.
+    Two tensors agree when no element differs by more than ``tolerance`` times the largest element of the reference, plus what rounding
+    leaves of a tensor that is zero in exact arithmetic: see ``UNITS`` and ``MOVED_BY_NOISE``.
     """
     for index, (loss, gradients) in enumerate(zip(reference.losses, reference.gradients, strict=True), start=1):
         difference = _compare_tensor(f"step {index}, loss", loss, other.losses[index - 1], tolerance, 0.0)
-        difference = difference or _compare_named(f"step {index}, gradient of ", gradients, other.gradients[index - 1], tolerance)
+        difference = difference or compare_gradients(gradients, other.gradients[index - 1], tolerance, f"step {index}, gradient of ")
         if difference is not None:
             return difference
-    return _compare_named("after the last step, ", reference.state, other.state, tolerance)
+    return _compare_named("after the last step, ", reference.state, other.state, tolerance, MOVED_BY_NOISE * tolerance)
+
+
+def compare_gradients(
+    reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float, prefix: str = "gradient of "
+) -> Difference | None:
+    """The first difference between the gradients of one step, each beside the largest of them all: see ``UNITS``."""
+    unit = max((torch.finfo(value.dtype).eps for value in reference.values() if value is not None), default=0.0)
+    return _compare_named(prefix, reference, other, tolerance, UNITS * unit)
 
 
 def compare_values(reference: Any, other: Any, tolerance: float) -> Difference | None:
@@ -263,30 +286,31 @@ def _cut_leaf(leaf: Any, grown: Any, sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _compare_named(
-    prefix: str, reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float
+    prefix: str, reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float, noise: float
 ) -> Difference | None:
+    """The first difference between tensors of one kind; ``noise``: what rounding may leave, relative to the largest of them all."""
     if reference.keys() != other.keys():
         names = sorted(reference.keys() ^ other.keys())
         return Difference(prefix + names[0], "missing" if names[0] in reference else "unknown to the model")
-    largest = max((_largest(value) for value in reference.values() if value is not None), default=0.0)
+    largest = max((_largest(value) for value in reference.values() if value is not None and value.is_floating_point()), default=0.0)
     for name, value in reference.items():
         other_value = other[name]
         if value is None or other_value is None:
             if value is not None or other_value is not None:
                 return Difference(prefix + name, f"{_presence(other_value)} instead of {_presence(value)}")
             continue
-        difference = _compare_tensor(prefix + name, value, other_value, tolerance, largest)
+        difference = _compare_tensor(prefix + name, value, other_value, tolerance, noise * largest)
         if difference is not None:
             return difference
     return None
 
 
-def _compare_tensor(place: str, reference: Tensor, other: Tensor, tolerance: float, largest: float) -> Difference | None:
+def _compare_tensor(place: str, reference: Tensor, other: Tensor, tolerance: float, noise: float) -> Difference | None:
     if (reference.shape, reference.dtype) != (other.shape, other.dtype):
         return Difference(
             place, f"{other.dtype} of shape {tuple(other.shape)} instead of {reference.dtype} of shape {tuple(reference.shape)}"
         )
-    allowed = tolerance * (_largest(reference) + 1e-3 * largest) if reference.is_floating_point() else 0.0
+    allowed = tolerance * _largest(reference) + noise if reference.is_floating_point() else 0.0
     error = _largest(other.detach().double() - reference.detach().double())
     if error <= allowed:
         return None
