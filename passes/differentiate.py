@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument, Target
+from torch.utils import _pytree as pytree
 
 from passes.ir.errors import Place, TraceError
 from passes.simplify import simplify
@@ -89,7 +91,7 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
             leaves = [
                 value.detach().requires_grad_() if name in differentiable else value for name, value in zip(names, inputs, strict=True)
             ]
-            results = fx.Interpreter(stage.module).run(*leaves)
+            results = _Differentiable(stage.module).run(*leaves)
             wanted = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in differentiable]
             roots = [results[stage.outputs.index(name)] for name in given]
             if not roots or not wanted:
@@ -112,6 +114,26 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
             remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
         ) from error
     return _named(stage, module.graph, given, found)
+
+
+class _Differentiable(fx.Interpreter):
+    """Runs a graph so that all that it computes can be differentiated.
+
+    PyTorch decomposes an LSTM on a CPU in float32 into one of two forms: operations with a backward, or oneDNN's kernel for inference,
+    which keeps nothing that a backward could read. It takes the kernel whenever the input sequence requires no gradient, even if the
+    weights or the initial state do, as in the first layer of any model. Those get the form that an input with a gradient would have.
+    """
+
+    def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Any:
+        if target is torch.ops.aten.lstm.input and any(_requires_gradient(value) for value in pytree.tree_leaves((args, kwargs))):
+            # None: the other settings stay as they are; the defaults would set them, with a warning.
+            with torch.backends.mkldnn.flags(enabled=False, deterministic=None, allow_tf32=None, fp32_precision=None):
+                return super().call_function(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _requires_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _example(node: fx.Node, bound: bool, device: torch.device) -> Any:

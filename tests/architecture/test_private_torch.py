@@ -27,6 +27,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "partitioner/tracing/trees.py",
             "passes/aliasing.py",
             "passes/batch/values.py",
+            "passes/differentiate.py",
             "passes/gradient_flow.py",
             "passes/ir/graph.py",
             "passes/ir/microbatch.py",
