@@ -143,15 +143,14 @@ class _Cut:
         return node not in self.bound_views
 
     def _is_dear(self, node: fx.Node) -> bool:
-        return node.target in DEAR or self._never(node)
+        return _computed_by(node).target in DEAR or self._never(node)
 
     def _never(self, node: fx.Node) -> bool:
         return self._cannot_repeat(node)
 
     def _cannot_repeat(self, node: fx.Node) -> bool:
         """Whether computing the node again would give another value or write a buffer again."""
-        source = node.args[0] if _is_getitem(node) else node
-        assert isinstance(source, fx.Node)
+        source = _computed_by(node)
         if any(draws(writer) or self._writes_input(writer) for writer in (source, *self._writers(source))):
             return True
         read_writers = (writer for value in source.all_input_nodes for writer in self._writers(value))
@@ -301,6 +300,13 @@ def _first_backward(nodes: Sequence[fx.Node], gradients: set[fx.Node]) -> int:
         if node.op == "call_function" and any(source in gradients for source in node.all_input_nodes):
             return index
     return len(nodes)
+
+
+def _computed_by(node: fx.Node) -> fx.Node:
+    """The operation that computes a value: of an item, the operation that returns the tuple."""
+    source = node.args[0] if _is_getitem(node) else node
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _is_getitem(node: fx.Node) -> bool:

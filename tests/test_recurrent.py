@@ -88,3 +88,11 @@ def test_other_weights(arguments: dict[str, Any]) -> None:
 def test_state_that_is_trained_under_fixed_weights() -> None:
     torch.manual_seed(0)
     assert_trains_alike(Classifier(FromLearnedState(), HIDDEN), devices=1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_layer_without_gradients(recompute: str) -> None:
+    """The kernel for inference stays, and returns several values at once, of which the norm after it reads one."""
+    torch.manual_seed(0)
+    layer = nn.LSTM(FEATURES, HIDDEN, batch_first=True).requires_grad_(requires_grad=False)
+    assert_trains_alike(Classifier(layer, HIDDEN), devices=1, recompute=recompute)
