@@ -12,8 +12,10 @@ from cost_models.hardware import Cluster
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
+from partitioner.lowerings import Lowerings, Variant
+from partitioner.meshes import resolve_mode
 from partitioner.model import PartitionedModel
-from partitioner.planner.make_plan import make_plan
+from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.progress import Progress
 from partitioner.runtime import torchrun
@@ -21,18 +23,15 @@ from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import materialize
 from partitioner.tracing.trace import trace
+from passes.cut_axes import cut_by_plan
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import STAGES, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
 from passes.stages import split_stages
 
 __all__ = ["partition"]
-
-LATER_MODES = ("data", "fsdp", "zero1", "zero2", "tensor", "sequence", "tile")
-"""Modes that are named already and come in a later version."""
-
-_SHORT_NAMES = {"dp": "data", "pp": "pipeline", "tp": "tensor", "sp": "sequence"}
 
 
 def partition(
@@ -63,8 +62,9 @@ def partition(
     Args:
         model: any module that ``torch.export`` traces.
         devices: how many ranks, or where each runs; None takes all visible accelerators.
-        mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"auto"`` (the better of the two),
-            or a mesh ``{"pipeline": 4}``.
+        mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
+            ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``; a mesh of several, outermost first,
+            ``{"data": 2, "pipeline": 2, "tensor": 2}``; or ``"auto"`` (the better of a pipeline and layers on devices).
         example_inputs: positional inputs of one call, the whole batch. None: taken from the model where it tells them.
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.
@@ -93,14 +93,14 @@ def partition(
     """
     world_size = torchrun.world_size() if torchrun.is_launched() else None
     placement = resolve_devices(devices, world_size)
-    mode = _pipeline_mode(mode, len(placement.devices))
+    mesh = resolve_mode(mode, len(placement.devices)) if plan is None else Mesh(plan.mesh)
     _check_later(precision, batchnorm, inputs)
-    steps = Progress("partition", 3 if plan is None else 2, progress)
+    steps = Progress("partition", 2 if plan is not None else 3, progress)
     with steps.step("tracing"):
         graph = trace(model, example_inputs, example_kwargs, training)
     if plan is None:
         request = PlanRequest(
-            mode=mode,
+            mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
             devices=tuple(str(device) for device in placement.devices),
             n_microbatches=n_microbatches,
             schedule=schedule,
@@ -112,7 +112,7 @@ def partition(
             modules=frozenset(name for name, _ in model.named_modules()),
         )
         with steps.step("planning"):
-            plan = make_plan(graph, _hardware(cluster, placement), request, cost_model)
+            plan = plan_mesh(graph, _hardware(cluster, placement), mesh, request, cost_model)
     elif plan.n_ranks != len(placement.devices):
         raise ConfigError(
             f"the plan is for {plan.n_ranks} devices and {len(placement.devices)} were given", remedy=f"pass devices={plan.n_ranks}"
@@ -132,46 +132,33 @@ def _lower(
     example_inputs: tuple[Any, ...] | None,
     example_kwargs: Mapping[str, Any] | None,
 ) -> PartitionedModel:
-    of_stages = [runtime.devices[stage.rank] for stage in plan.stages]
-    stages = split_stages(graph, [stage.first_node for stage in plan.stages], of_stages)
-    state = materialize(model, graph, stages, plan.stage_rank, runtime.devices, runtime.local_ranks)
+    cut = cut_by_plan(graph, plan)
+    ranks = pipelines(Mesh(plan.mesh))
+    places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
+    devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
+    stages = split_stages(cut.parts[0], [stage.first_node for stage in plan.stages], devices)
+    needed = {
+        rank: {name for stage in stages if plan.stage_rank[stage.index] == place for name in stage.bound}
+        for rank, (_, place) in places.items()
+    }
+    state = materialize(model, graph, needed, lambda name, rank: cut.blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
 
-    def lowering_at(batch_size: int | None, in_parts: bool) -> Lowering:
-        fixed = batch_size is not None and batch_size != graph.batch_size
-        traced = trace(model, example_inputs, example_kwargs, graph.training, batch_size) if fixed else graph
-        if in_parts:
+    def lower_at(variant: Variant) -> Lowering:
+        fixed = variant.batch_size not in (None, graph.batch_size)
+        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size) if fixed else graph
+        if variant.in_parts:
             traced = with_totals(traced)
-        return Lowering(traced, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
+        parts = cut_by_plan(traced, plan, variant.results, rows=variant.rows).parts
+        return Lowering(parts, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
 
-    return PartitionedModel(model, graph, plan, runtime, state, lowering_at)
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at))
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
     return cluster or placement.cluster or hardware_of(placement.devices)
-
-
-def _pipeline_mode(mode: str | Mapping[str, int], n_devices: int) -> str:
-    """The mode's name; a mesh of one dimension is that mode over all devices."""
-    if isinstance(mode, str):
-        names = [_SHORT_NAMES.get(mode, mode)]
-    else:
-        names = [_SHORT_NAMES.get(name, name) for name, size in mode.items() if size != 1] or ["pipeline"]
-        size = 1
-        for length in mode.values():
-            size *= length
-        if size != n_devices:
-            raise ConfigError(f"the mesh {dict(mode)} has {size} devices and {n_devices} were given", remedy=f"pass devices={size}")
-    for name in names:
-        if name in LATER_MODES:
-            raise ConfigError(f'mode "{name}" is not in this version', remedy='choose "pipeline", "model" or "auto"')
-        if name not in ("model", "pipeline", "auto"):
-            raise ConfigError(f"there is no mode {name!r}", remedy='choose "pipeline", "model" or "auto"')
-    if len(names) > 1:
-        raise ConfigError(f"the mesh {dict(mode)} names a dimension twice", remedy='name each once: {"pipeline": 4}')  # type: ignore[arg-type]
-    return names[0]
 
 
 def _check_later(precision: str | None, batchnorm: str, inputs: str) -> None:

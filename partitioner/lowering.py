@@ -8,14 +8,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import make_schedule
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
+from passes.place_on_mesh import place_on_mesh
 from passes.split_backward import Recompute
 from passes.verify import verify
 
@@ -29,8 +32,8 @@ class Lowering:
     """The programs of one traced graph under one plan.
 
     Args:
-        graph: the model.
-        plan: where its nodes run.
+        parts: for each rank of the mesh without its stages, the graph that its pipeline computes; those that are equal are one object.
+        plan: where nodes run.
         devices: for each rank, where it runs.
         local_ranks: the ranks of this process: only their programs are bound to tensors.
         state: rank -> placeholder -> tensor.
@@ -39,25 +42,45 @@ class Lowering:
 
     def __init__(
         self,
-        graph: ModelGraph,
+        parts: Sequence[ModelGraph],
         plan: Plan,
         devices: Sequence[torch.device],
         local_ranks: Sequence[int],
         state: Mapping[int, Mapping[str, Tensor]],
         trainable: frozenset[str],
     ) -> None:
-        self.graph = graph
+        self.graph = parts[0]
         self.plan = plan
         self.devices = tuple(devices)
-        self.stages = cut_stages(graph, plan, devices)
+        self.rows = RowParts(Mesh(plan.mesh)) if parts[0].part.n_row_parts > 1 else RowParts(Mesh(()))
+        self._parts = tuple(parts)
+        self._mesh = Mesh(plan.mesh)
+        self._pipelines = pipelines(self._mesh)
         self._local_ranks = tuple(local_ranks)
         self._state = state
         self._kept: dict[Hashable, Any] = {}
         self.trainable = trainable
 
     @property
+    def n_stage_ranks(self) -> int:
+        """How many ranks a pipeline has."""
+        return len(self._pipelines[0])
+
+    @property
+    def stages(self) -> LoweredStages:
+        """The stages of the first pipeline, without autograd."""
+        return self._stages(self.graph, 0)
+
+    def _stages(self, part: ModelGraph, pipeline: int) -> LoweredStages:
+        devices = self._devices(pipeline)
+        return self._keep(("stages", id(part), devices), lambda: cut_stages(part, self.plan, devices))
+
+    def _devices(self, pipeline: int) -> tuple[torch.device, ...]:
+        return tuple(self.devices[rank] for rank in self._pipelines[pipeline])
+
+    @property
     def stages_per_rank(self) -> int:
-        return len(self.plan.stages) // self.plan.n_ranks
+        return len(self.plan.stages) // len(self._pipelines[0])
 
     def differentiation(self, outputs: frozenset[str], inputs: frozenset[str]) -> Differentiation:
         return Differentiation(outputs, inputs, self.trainable)
@@ -71,50 +94,67 @@ class Lowering:
         return self.differentiation(frozenset(self.stages.returned) & self.requiring(inputs), inputs)
 
     def training(self, differentiation: Differentiation) -> LoweredStages:
-        """The stages with their training graphs."""
+        """The stages of the first pipeline with their training graphs."""
+        return self._training(differentiation, self.graph, 0)
+
+    def _training(self, differentiation: Differentiation, part: ModelGraph, pipeline: int) -> LoweredStages:
         recompute = cast(Recompute, self.plan.recompute)
+        devices = self._devices(pipeline)
         return self._keep(
-            ("training", differentiation), lambda: differentiate_stages(self.stages, differentiation, recompute, self.devices)
+            ("training", differentiation, id(part), devices),
+            lambda: differentiate_stages(self._stages(part, pipeline), differentiation, recompute, devices),
         )
 
     def schedule(self, n_microbatches: int) -> Schedule:
         """The plan's schedule of a step."""
-        return make_schedule(self.plan.schedule, self.plan.n_ranks, n_microbatches, self.stages_per_rank)
+        return make_schedule(self.plan.schedule, len(self._pipelines[0]), n_microbatches, self.stages_per_rank)
 
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> ProgramSet:
         """One training step by the plan's schedule."""
 
-        def lower() -> ProgramSet:
-            return self._ready(emit_train_step(self.training(differentiation), self.schedule(n_microbatches), loss, self.devices))
+        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, part, pipeline)
+            return emit_train_step(lowered, self.schedule(n_microbatches), loss, self._devices(pipeline))
 
-        return self._keep(("train_step", differentiation, n_microbatches, loss), lower)
+        return self._keep(("train_step", differentiation, n_microbatches, loss), lambda: self._ready(emit))
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
-        return self._keep(
-            ("forward", n_microbatches), lambda: self._ready(emit_forward(self.stages, n_microbatches, self.devices, training=False))
-        )
+
+        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
+            return emit_forward(self._stages(part, pipeline), n_microbatches, self._devices(pipeline), training=False)
+
+        return self._keep(("forward", n_microbatches), lambda: self._ready(emit))
 
     def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
         """A forward that also returns what ``backward`` takes."""
-        return self._keep(
-            ("training_forward", differentiation, n_microbatches),
-            lambda: self._ready(emit_forward(self.training(differentiation), n_microbatches, self.devices, training=True)),
-        )
+
+        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, part, pipeline)
+            return emit_forward(lowered, n_microbatches, self._devices(pipeline), training=True)
+
+        return self._keep(("training_forward", differentiation, n_microbatches), lambda: self._ready(emit))
 
     def backward(self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str]) -> ProgramSet:
         """The backward of ``training_forward``."""
-        return self._keep(
-            ("backward", differentiation, n_microbatches, given),
-            lambda: self._ready(emit_backward(self.training(differentiation), n_microbatches, given, self.devices)),
-        )
 
-    def _ready(self, programs: Sequence[Program]) -> ProgramSet:
-        """Nothing runs that is not proved to fit together."""
+        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
+            return emit_backward(self._training(differentiation, part, pipeline), n_microbatches, given, self._devices(pipeline))
+
+        return self._keep(("backward", differentiation, n_microbatches, given), lambda: self._ready(emit))
+
+    def _ready(self, emit: Callable[[ModelGraph, int], Sequence[Program]]) -> ProgramSet:
+        """The programs of all pipelines, each rank's in its place. Nothing runs that is not proved to fit together."""
+        found: dict[int, Program] = {}
+        for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
+            for program in emit(part, number):
+                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks)
+                found[placed.rank] = placed
+        programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)
         for rank in self._local_ranks:
             programs[rank].bind(self._state[rank])
-        return ProgramSet(tuple(programs), {rank: compile_program(programs[rank]) for rank in self._local_ranks})
+        return ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
 
     def _keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
         if key not in self._kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
+from partitioner.lowerings import Lowerings
 from partitioner.reports.devices import device_html, device_table
 from partitioner.reports.explanation import Explained, explain
 from partitioner.runtime.executor import ProgramSet
@@ -24,7 +25,7 @@ from partitioner.runtime.runtime import Runtime
 from partitioner.state import State, load
 from passes.emit_programs import LossForm, differentiated_outputs
 from passes.ir.errors import ConfigError
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import ModelGraph, Results
 from passes.ir.microbatch import microbatch_sizes, split_target
 from passes.ir.plan import Plan
 from passes.ir.program import Program, at_batch
@@ -48,7 +49,7 @@ class PartitionedModel(nn.Module):
         plan: Plan,
         runtime: Runtime,
         state: State,
-        lowering_at: Callable[[int | None, bool], Lowering],
+        lowerings: Lowerings,
     ) -> None:
         super().__init__()
         self.training = graph.training
@@ -60,10 +61,9 @@ class PartitionedModel(nn.Module):
         self._runtime = runtime
         self._state = state
         self._freezing = Freezing(state.named_parameters())
-        self._lowering_at = lowering_at
-        self._lowerings: dict[tuple[int | None, bool], Lowering] = {}
+        self._lowerings = lowerings
         self._dependence: dict[Any, LossDependence] = {}
-        self._last_step: tuple[bool, Differentiation, LossForm] | None = None
+        self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class PartitionedModel(nn.Module):
         wanted = inputs.requiring_gradient
         differentiation = lowering.everything(wanted)
         if not (torch.is_grad_enabled() and differentiation.outputs):
-            return self._result(self._run(lowering.forward(count), inputs)[self._here], inputs.batch)
+            return self._result(self._run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
         return self._result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
 
     def _tracked_forward(self, lowering: Lowering, differentiation: Differentiation, count: int, inputs: BoundInputs) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class PartitionedModel(nn.Module):
         shapes: dict[str, torch.Size] = {}
 
         def forward() -> tuple[tuple[Tensor, ...], Any]:
-            found = self._run(lowering.training_forward(differentiation, count), inputs)
+            found = self._run(lowering, lowering.training_forward(differentiation, count), inputs)
             outputs = found[self._here][0]
             shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
             return outputs, {rank: result[1] for rank, result in found.items()}
@@ -93,13 +93,16 @@ class PartitionedModel(nn.Module):
             given = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
             example = next(iter(given.values()))
             filled = tuple(given[name].contiguous() if name in given else example.new_zeros(shapes[name]) for name in differentiated)
-            extra = {rank: {"saved": saved[rank], "output_gradients": filled} for rank in self._runtime.local_ranks}
-            result: tuple[Tensor | None, ...] = self._run(lowering.backward(differentiation, count, frozenset(given)), inputs, extra)[
-                self._here
-            ]
+            extra = {
+                rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
+                for rank in self._runtime.local_ranks
+            }
+            result: tuple[Tensor | None, ...] = self._run(
+                lowering, lowering.backward(differentiation, count, frozenset(given)), inputs, extra
+            )[self._here]
             return result
 
-        reachable = self._runtime.backward_anywhere
+        reachable = self._runtime.backward_anywhere or lowering.n_stage_ranks == 1
         leaves = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
         return tracked_call(
             forward, backward if reachable else _refuse_backward, [name in differentiated for name in training.returned], leaves
@@ -133,10 +136,16 @@ class PartitionedModel(nn.Module):
             raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
         self._freezing.check()
         inputs = self._bind(args, kwargs)
-        count, lowering = self.lowering_for(inputs.batch, in_parts=False)
-        check_target(target, inputs.batch, count)
+        results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
+        count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
+        check_target(target, inputs.batch, count if results == "whole" else count * lowering.rows.count)
         wanted = inputs.requiring_gradient
-        dependence = self._loss_dependence(lowering, loss_fn, target, wanted, microbatch_sizes(inputs.batch, count))
+        local = inputs.batch if results == "whole" else inputs.batch // lowering.rows.count
+        targets = {
+            rank: target if results == "whole" else lowering.rows.of_target(target, inputs.batch, rank)
+            for rank in self._runtime.local_ranks
+        }
+        dependence = self._loss_dependence(lowering, loss_fn, targets[self._here], wanted, microbatch_sizes(local, count))
         outputs = dependence.outputs
         if dependence.own is not None:
             # The model's own loss: its graph knows better than a weight per row what each microbatch counts.
@@ -148,9 +157,9 @@ class PartitionedModel(nn.Module):
         differentiation = lowering.differentiation(outputs, wanted)
         form = LossForm(loss_reduction, dependence.dtype)
         programs = lowering.train_step(differentiation, count, form)
-        self._last_step = (dependence.own is not None, differentiation, form)
-        extra = {rank: {"target": target, "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
-        loss, gradients = self._run(programs, inputs, extra)[self._here]
+        self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
+        extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
+        loss, gradients = self._run(lowering, programs, inputs, extra)[self._here]
         differentiated = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
         for tensor, gradient in zip(differentiated, gradients, strict=True):
             if gradient is not None:
@@ -183,32 +192,19 @@ class PartitionedModel(nn.Module):
         self._runtime.agree("batch size", inputs.batch)
         return inputs
 
-    def lowering_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, Lowering]:
-        """How many microbatches a batch of this size has, and the programs that serve them.
+    def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+        """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
+        return self._lowerings.for_batch(batch, in_parts=in_parts, results=results)
 
-        At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
-
-        Args:
-            in_parts: let means over the batch that the model returns be sums over microbatches (``passes.loss_totals``).
-        """
-        count = min(self._plan.n_microbatches, batch)
-        if self._graph.batch is not None:
-            size = None
-        else:
-            count = next(divisor for divisor in range(count, 0, -1) if batch % divisor == 0)
-            size = batch // count
-        key = (size, in_parts and count > 1 and any(output.combine == "mean" for output in self._graph.outputs))
-        if key not in self._lowerings:
-            self._lowerings[key] = self._lowering_at(*key)
-        return count, self._lowerings[key]
-
-    def _run(self, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None) -> dict[int, Any]:
+    def _run(
+        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> dict[int, Any]:
         given: dict[int, dict[str, Any]] = {}
         for rank in self._runtime.local_ranks:
             names = programs.programs[rank].placeholders
             given[rank] = {
-                "batch": inputs.batch,
-                **to_device(inputs.tensors, names, self._runtime.devices[rank]),
+                "batch": inputs.batch // lowering.rows.count,
+                **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
                 **_to(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
         return self._runtime.run(programs, given)
@@ -248,8 +244,8 @@ class PartitionedModel(nn.Module):
         if not (self._graph.training and differentiation.outputs):
             return lowering.stages, lowering.forward(count).programs
         if self._last_step is not None:
-            in_parts, differentiation, form = self._last_step
-            count, lowering = self.lowering_for(self._plan.batch_size, in_parts=in_parts)
+            in_parts, results, differentiation, form = self._last_step
+            count, lowering = self.lowering_for(self._plan.batch_size, in_parts=in_parts, results=results)
         return lowering.training(differentiation), lowering.train_step(differentiation, count, form).programs
 
     def verify(self) -> None:
@@ -293,8 +289,8 @@ class PartitionedModel(nn.Module):
     def _with_microbatches(self, count: int | None) -> PartitionedModel:
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
-        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, self._lowering_at)
-        twin._lowerings = self._lowerings
+        lowerings = self._lowerings.with_microbatches(count)
+        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, lowerings)
         twin._freezing = self._freezing
         return twin
 
@@ -316,10 +312,13 @@ class PartitionedModel(nn.Module):
             yield (f"{prefix}.{name}" if prefix else name), buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What this process holds, under the original names."""
-        held = {name: copies[0].detach() for name in self._state.names if (copies := self._state.copies(name))}
+        """What this process holds, whole, under the original names. What is cut over processes is put together: all ranks must call it."""
         prefix = kwargs.get("prefix", "")
-        return {f"{prefix}{name}": tensor for name, tensor in held.items()}
+        whole = {name: blocks for name in self._state.names if (blocks := self._state.held(name)) and blocks[0][0].is_whole}
+        held = {name: blocks[0][1].detach() for name, blocks in whole.items()}
+        cut = [name for name in self._state.names if name not in whole and self._state.is_cut(name)]
+        held.update({name: tensor for name, tensor in self._collect(cut, Tensor.detach).items() if tensor is not None} if cut else {})
+        return {f"{prefix}{name}": held[name] for name in self._state.names if name in held}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy in tensors under the original names, a full state dict or this process's part."""
@@ -328,14 +327,19 @@ class PartitionedModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``, on every rank."""
-        found = self._runtime.collect({name: copies[0].detach() for name in self._state.names if (copies := self._owned(name))})
-        return {name: tensor for name in self._state.names if (tensor := found[name]) is not None}
+        found = self._collect(self._state.names, Tensor.detach)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
-        names = list(dict.fromkeys(self._graph.parameters.values()))
-        found = self._runtime.collect({name: copies[0].grad for name in names if (copies := self._owned(name))})
-        return {name: found[name] for name in self._state.parameter_names}
+        return self._collect(self._state.parameter_names, lambda parameter: parameter.grad)
+
+    def _collect(self, names: Iterable[str], part: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
+        """Tensors of the model put together from what all processes own of each."""
+        names = list(names)
+        owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
+        found = self._runtime.collect(owned)
+        return {name: self._state.whole(name, found) for name in names}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
@@ -343,7 +347,8 @@ class PartitionedModel(nn.Module):
         Returns:
             The norm before.
         """
-        owned = [copies[0].grad for name in self._state.parameter_names if (copies := self._owned(name)) and copies[0].grad is not None]
+        first = dict.fromkeys(self._state.graph.aliases.get(name, name) for name in self._state.parameter_names)
+        owned = [tensor.grad for name in first for _, tensor in self._state.owned(name) if tensor.grad is not None]
         device = self._runtime.devices[self._here]
         norms = torch.stack(
             [torch.linalg.vector_norm(gradient, norm_type).to(device) for gradient in owned] or [torch.zeros((), device=device)]
@@ -357,10 +362,6 @@ class PartitionedModel(nn.Module):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.device))
         return norm
-
-    def _owned(self, name: str) -> list[Tensor]:
-        """The copies here of a tensor that this process speaks for: the lowest rank that holds it does."""
-        return self._state.copies(name) if self._state.owner(name) in self._runtime.local_ranks else []
 
     # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
 

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from passes.blocks import Block
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.stages import StageGraph
 
 __all__ = ["State", "materialize"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What this process's ranks hold.
+    """What this process's ranks hold: whole tensors, or blocks of them.
 
-    A parameter that several ranks need is held by each of them; the programs sum its gradients, so that equal optimizers keep the
-    copies equal. Within a rank it is one tensor however many stages use it.
+    A block that several ranks hold is there once on each; the programs sum its gradients, so that equal optimizers keep the copies
+    equal. Within a rank it is one tensor however many stages use it.
 
     Attributes:
         graph: gives placeholders their original names.
-        by_rank: rank -> placeholder -> tensor.
+        by_rank: rank of this process -> placeholder -> tensor.
+        blocks: placeholder -> rank -> which block of it, for all ranks.
         names: the keys of the original ``state_dict``, in its order.
         parameter_names: the names of the original ``named_parameters``, in its order.
-        owners: placeholder -> the lowest rank that holds it.
     """
 
     graph: ModelGraph
     by_rank: Mapping[int, Mapping[str, Tensor]]
+    blocks: Mapping[str, Mapping[int, Block]]
     names: tuple[str, ...]
     parameter_names: tuple[str, ...]
-    owners: Mapping[str, int]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter here under its original name; further copies as ``name@rank3``."""
+        """Every parameter here under its original name; further copies and blocks as ``name@rank3``."""
         seen: set[str] = set()
         for rank, tensors in self.by_rank.items():
             for placeholder, name in self.graph.parameters.items():
@@ -47,7 +47,7 @@ class State:
                     seen.add(name)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer here under its original name; further copies as ``name@rank3``."""
+        """Every buffer here under its original name; further copies and blocks as ``name@rank3``."""
         seen: set[str] = set()
         for rank, tensors in self.by_rank.items():
             for placeholder, name in self.graph.buffers.items():
@@ -55,14 +55,45 @@ class State:
                     yield (f"{name}@rank{rank}" if name in seen else name), tensors[placeholder]
                     seen.add(name)
 
-    def copies(self, name: str) -> list[Tensor]:
-        """All tensors here that hold a parameter or buffer of the model, lowest rank first."""
+    def held(self, name: str) -> list[tuple[Block, Tensor]]:
+        """All tensors here that hold a parameter or buffer of the model, or a block of it, lowest rank first."""
         placeholder = self._placeholder(name)
-        return [tensors[placeholder] for tensors in self.by_rank.values() if placeholder in tensors]
+        blocks = self.blocks[placeholder]
+        return [(blocks[rank], tensors[placeholder]) for rank, tensors in self.by_rank.items() if placeholder in tensors]
 
-    def owner(self, name: str) -> int:
-        """The lowest rank that holds a parameter or buffer: the one that speaks for it."""
-        return self.owners[self._placeholder(name)]
+    def owned(self, name: str) -> list[tuple[str, Tensor]]:
+        """The blocks of a tensor that this process speaks for, each with a key of its own: the lowest rank that holds one does."""
+        placeholder = self._placeholder(name)
+        return [
+            (_key(name, number), self.by_rank[rank][placeholder])
+            for number, (rank, _) in enumerate(self._owners(placeholder))
+            if rank in self.by_rank
+        ]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether ranks hold blocks of a tensor of the model, not the whole."""
+        return not all(block.is_whole for block in self.blocks[self._placeholder(name)].values())
+
+    def whole(self, name: str, parts: Mapping[str, Tensor | None]) -> Tensor | None:
+        """A tensor of the model put together from what all processes own; None where a part is missing."""
+        owners = self._owners(self._placeholder(name))
+        found = [parts.get(_key(name, number)) for number in range(len(owners))]
+        if len(found) == 1 and owners[0][1].is_whole:
+            return found[0]
+        result: Tensor | None = None
+        for (_, block), part in zip(owners, found, strict=True):
+            if part is None:
+                return None
+            result = torch.empty(block.shape, dtype=part.dtype, device=part.device) if result is None else result
+            block.put(result, part)
+        return result
+
+    def _owners(self, placeholder: str) -> list[tuple[int, Block]]:
+        """The lowest rank that holds each block."""
+        owners: dict[Block, int] = {}
+        for rank, block in sorted(self.blocks[placeholder].items(), key=lambda item: item[0]):
+            owners.setdefault(block, rank)
+        return [(rank, block) for block, rank in owners.items()]
 
     def _placeholder(self, name: str) -> str:
         first = self.graph.aliases.get(name, name)
@@ -73,44 +104,53 @@ class State:
         return any(tensor.is_meta for tensors in self.by_rank.values() for tensor in tensors.values())
 
 
+def _key(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}@block{number}"
+
+
 def materialize(
     model: nn.Module,
     graph: ModelGraph,
-    stages: Sequence[StageGraph],
-    stage_rank: Sequence[int],
+    needed: Mapping[int, Collection[str]],
+    block_at: Callable[[str, int], Block],
     devices: Sequence[torch.device],
     local_ranks: Sequence[int],
 ) -> State:
-    """Copy to each of this process's ranks what its stages hold. What no stage uses stays with rank 0."""
-    owners = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants), 0)
-    needed: dict[int, set[str]] = {rank: set() for rank in range(len(devices))}
-    for stage in stages:
-        needed[stage_rank[stage.index]].update(stage.bound)
-    for name in owners:
-        owners[name] = min((rank for rank, names in needed.items() if name in names), default=0)
-        needed[owners[name]].add(name)
-    by_rank = {rank: _copies(model, graph, needed[rank], devices[rank]) for rank in local_ranks}
+    """Copy to each of this process's ranks what its stages hold. What no stage uses stays with rank 0.
+
+    Args:
+        needed: rank -> the placeholders that its stages read.
+        block_at: which block of a placeholder's tensor a rank holds.
+    """
+    holders = {
+        name: [rank for rank, names in needed.items() if name in names] or [0]
+        for name in (*graph.parameters, *graph.buffers, *graph.constants)
+    }
+    blocks = {name: {rank: block_at(name, rank) for rank in ranks} for name, ranks in holders.items()}
+    by_rank = {rank: _copies(model, graph, blocks, rank, devices[rank]) for rank in local_ranks}
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
-    return State(graph, by_rank, names, parameters, owners)
+    return State(graph, by_rank, blocks, names, parameters)
 
 
-def _copies(model: nn.Module, graph: ModelGraph, needed: set[str], device: torch.device) -> dict[str, Tensor]:
+def _copies(
+    model: nn.Module, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]], rank: int, device: torch.device
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for placeholder, name in graph.parameters.items():
-        if placeholder in needed:
+        if rank in blocks[placeholder]:
             original = _tensor(model, name)
-            tensors[placeholder] = nn.Parameter(_copy(original, device), requires_grad=original.requires_grad)
+            tensors[placeholder] = nn.Parameter(_copy(original, blocks[placeholder][rank], device), requires_grad=original.requires_grad)
     for placeholder, name in graph.buffers.items():
-        if placeholder in needed:
-            tensors[placeholder] = _copy(_tensor(model, name), device)
+        if rank in blocks[placeholder]:
+            tensors[placeholder] = _copy(_tensor(model, name), blocks[placeholder][rank], device)
     for placeholder, constant in graph.constants.items():
-        if placeholder in needed:
-            tensors[placeholder] = constant.to(device)
+        if rank in blocks[placeholder]:
+            tensors[placeholder] = blocks[placeholder][rank].take(constant).to(device)
     return tensors
 
 
 def load(state: State, tensors: Mapping[str, Tensor], *, complete: bool) -> None:
-    """Copy tensors, by original name, into every copy here.
+    """Copy tensors, by original name, into every copy and block here.
 
     Args:
         complete: whether ``tensors`` must hold everything that this process holds.
@@ -123,15 +163,15 @@ def load(state: State, tensors: Mapping[str, Tensor], *, complete: bool) -> None
         raise ConfigError(
             f"unknown names in the state: {', '.join(unknown[:5])}", remedy="use the names of the original model's state_dict()"
         )
-    missing = [name for name in state.names if name not in tensors and state.copies(name)]
+    missing = [name for name in state.names if name not in tensors and state.held(name)]
     if complete and missing:
         raise ConfigError(f"the state lacks {', '.join(missing[:5])}", remedy="pass strict=False to keep the present values of these")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            for copy in state.copies(name):
-                if copy.shape != tensor.shape:
-                    raise ConfigError(f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(copy.shape)} in the model")
-                copy.copy_(tensor)
+            for block, copy in state.held(name):
+                if block.shape != tensor.shape:
+                    raise ConfigError(f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(block.shape)} in the model")
+                copy.copy_(block.take(tensor))
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
@@ -141,7 +181,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy(tensor: Tensor, block: Block, device: torch.device) -> Tensor:
+    part = block.take(tensor.detach())
     if tensor.is_meta:
-        return tensor.detach()
-    return tensor.detach().to(device, copy=True)
+        return part
+    return part.to(device, copy=block.is_whole)

@@ -196,7 +196,9 @@ def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[f
 
     if not losses:
         emitter.targets = emitter.call(split_target, (emitter.inputs["target"], emitter.sizes()), "target_parts")
-        emitter.weights = emitter.call(microbatch_weights, (emitter.sizes(), form.reduction), "weights")
+        part = lowered.graph.part
+        parts = (part.n_row_parts,) if part.results == "loss" and part.n_row_parts > 1 else ()
+        emitter.weights = emitter.call(microbatch_weights, (emitter.sizes(), form.reduction, *parts), "weights")
     values = [emitter.value(name, microbatch) for name in returned]
     target = emitter.item(emitter.targets, microbatch, f"target_mb{microbatch}")
     weight = emitter.item(emitter.weights, microbatch, f"weight_mb{microbatch}")

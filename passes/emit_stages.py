@@ -159,22 +159,23 @@ class StageEmitter(Emitter):
             if any(names):
                 target = f"stage{index}_store_gradients"
                 self.call_module(target, functools.partial(StoreGradients, names), (self.gradients[index],), target)
-        for group in sorted(set(shared.values())):
+        reduced = self.lowered.graph.part.reduced
+        for group, over in sorted({(ranks, reduced.get(name, ())) for name, ranks in shared.items()}):
             if self.rank in group:
-                self._store_shared([name for name in shared if shared[name] == group], group)
+                self._store_shared([name for name in shared if (shared[name], reduced.get(name, ())) == (group, over)], group, over)
 
     def _is_stored(self, name: str) -> bool:
         return self._stored is None or name in self._stored
 
-    def _store_shared(self, names: list[str], group: tuple[int, ...]) -> None:
+    def _store_shared(self, names: list[str], group: tuple[int, ...], over: tuple[str, ...]) -> None:
         owns = [self._own_gradient(name) for name in names]
-        label = "_".join(str(rank) for rank in group)
+        label = "_".join([*(str(rank) for rank in group), *over])
         pending = self.call(all_reduce, (owns,), f"all_reduce_tied_ranks_{label}", group=group)
         pending.meta["reduces"] = tuple(names)
         pending.meta["bytes"] = sum(self.bytes_over_batch(name, None) for name in names)
         sums = self.call(wait, (pending,), f"tied_gradients_ranks_{label}")
         target = f"store_tied_gradients_ranks_{label}"
-        self.call_module(target, lambda: StoreGradients(names), (sums,), target)
+        self.call_module(target, lambda: StoreGradients(names), (sums,), target).meta["is_summed"] = True
 
     def _own_gradient(self, name: str) -> fx.Node:
         """What this rank's stages add to the gradient of a parameter; zeros where it gets none here."""

@@ -148,6 +148,7 @@ class Emitter:
             bound = [name for name in total.arguments if name not in self.inputs]
             module = f"count_{total.placeholder}"
             self.values[key] = self.call_module(module, lambda: StageCall(total.module, bound), arguments, total.placeholder)
+            self.values[key].meta["val"] = self.fake(total.placeholder)
         return self.values[key]
 
     def shape(self, value: Tensor, microbatch: int | None) -> tuple[fx.Node | int, ...]:

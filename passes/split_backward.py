@@ -30,6 +30,7 @@ from torch import fx
 
 from passes.aliasing import aliasing, mutated_arguments
 from passes.differentiate import Joint
+from passes.ir.collectives import all_gather, replicate
 from passes.operators import draws
 
 __all__ = ["DifferentiatedStage", "Recompute", "split_backward"]
@@ -41,6 +42,9 @@ Recompute = Literal["none", "selective", "full"]
 
 DEAR = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
 """What ``"selective"`` keeps: contractions with weights."""
+
+GATHERED_AGAIN = ("fsdp",)
+"""Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
 
 
 @dataclass(frozen=True)
@@ -172,12 +176,12 @@ class _Cut:
         return bool(own) and own <= frozenset[int]().union(*(self.aliasing.storages[source.name] for source in node.all_input_nodes))
 
     def _bound_views(self, computing: Sequence[fx.Node]) -> set[fx.Node]:
-        """Views of what stays with the stage."""
+        """Views of what stays with the stage, and what is gathered from ranks that hold parts of it: whole for as long as it is read."""
         views: set[fx.Node] = set()
         for node in computing:
             sources = node.all_input_nodes
             of_bound = bool(sources) and all(source in self.bound or source in views for source in sources)
-            if node in self.forward_nodes and of_bound and self._is_view(node):
+            if node in self.forward_nodes and of_bound and (self._is_view(node) or _is_gathered_again(node)):
                 views.add(node)
         return views
 
@@ -300,6 +304,10 @@ def _first_backward(nodes: Sequence[fx.Node], gradients: set[fx.Node]) -> int:
         if node.op == "call_function" and any(source in gradients for source in node.all_input_nodes):
             return index
     return len(nodes)
+
+
+def _is_gathered_again(node: fx.Node) -> bool:
+    return node.target in (all_gather, replicate) and node.args[2] in GATHERED_AGAIN
 
 
 def _computed_by(node: fx.Node) -> fx.Node:

@@ -136,14 +136,16 @@ class _Reader:
         self.node = node
         value = self._value(node)
         if value is UNKNOWN and isinstance(node.meta.get("val"), Tensor | torch.SymInt | int):
-            return _of_traced(node.meta["val"], {self.symbol: self.batch})
+            section = node.meta.get("section")
+            rows = self.sizes[section.microbatch] if isinstance(section, Action) and node.meta.get("is_of_microbatch") else self.batch
+            return _of_traced(node.meta["val"], {self.symbol: rows})
         return value
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return UNKNOWN
         if node.op == "get_attr":
-            return _of_traced(operator.attrgetter(str(node.target))(self.program.module), {})
+            return _of_traced(node.meta.get("val", operator.attrgetter(str(node.target))(self.program.module)), {})
         arguments = fx.map_arg(node.args, self.values.__getitem__)
         keywords = fx.map_arg(node.kwargs, self.values.__getitem__)
         if node.op == "output":

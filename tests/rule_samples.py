@@ -226,6 +226,10 @@ def creation() -> Iterator[Sample]:
     yield Sample(aten.logspace.default, 0.0, 1.0, 5)
     yield Sample(aten.randperm.default, 5)
     yield Sample(aten.scalar_tensor.default, 2.0)
+    for operator in (aten.fft_fftfreq, aten.fft_rfftfreq):
+        yield Sample(operator.default, 5)
+    for operator in (aten.tril_indices, aten.triu_indices):
+        yield Sample(operator.default, 4, 4)
     yield Sample(aten.one_hot.default, whole(5, 3, 4), 5)
     yield Sample(aten.histc.default, real(7), 4, -1, 1)
     yield Sample(aten.histc.default, real(7), 4)
@@ -260,6 +264,7 @@ def elementwise() -> Iterator[Sample]:
     yield Sample(aten.prelu.default, x, positive(3))
     yield Sample(aten.prelu.default, x, positive(1))
     yield Sample(aten.clamp.Tensor, x, y, None)
+    yield Sample(aten.isin.Tensor_Tensor, whole(5, 4, 3), whole(5, 2, 2))
     yield Sample(aten.clip.default, x, -0.5, 0.5)
     yield Sample(aten.divide.Tensor, x, y)
     yield Sample(aten.lerp.Scalar, x, y, 0.3)

@@ -122,10 +122,10 @@ def _walk(run: _Check, inputs: BoundInputs, count: int) -> NodeWalk:
 
 def _full_tensors(subject: Subject) -> dict[str, Tensor]:
     """Every parameter and buffer of the graph, by original name, from the rank that speaks for it."""
-    state, here = subject.state, subject.runtime.local_ranks
+    state = subject.state
     names = dict.fromkeys((*subject.graph.parameters.values(), *subject.graph.buffers.values()))
-    owned: dict[str, Tensor | None] = {name: state.copies(name)[0].detach() for name in names if state.owner(name) in here}
-    return {name: tensor for name, tensor in subject.runtime.collect(owned).items() if tensor is not None}
+    found = subject.runtime.collect({key: tensor.detach() for name in names for key, tensor in state.owned(name)})
+    return {name: tensor for name in names if (tensor := state.whole(name, found)) is not None}
 
 
 @contextlib.contextmanager

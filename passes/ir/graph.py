@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import sympy
@@ -11,10 +11,15 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
-__all__ = ["Combine", "Input", "ModelGraph", "Output", "Total"]
+__all__ = ["Combine", "Input", "ModelGraph", "Output", "Part", "Results", "Total"]
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches make the value over the whole batch."""
+
+
+Results = Literal["rows", "loss", "whole"]
+"""What ranks that cut the batch return: ``"rows"``: their own rows, and whole what has none; ``"loss"``: the same for a loss that is
+computed on the rank's own rows and summed; ``"whole"``: everything whole, for a loss that mixes rows."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,23 @@ class Total:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One rank's part of a model whose axes are cut over a mesh; the whole model by default.
+
+    Attributes:
+        rows: mesh dimensions that cut the batch; a graph's batch is a rank's own rows.
+        n_row_parts: into how many parts they cut it.
+        results: what ranks return where the batch is cut: see ``Results``.
+        reduced: parameter -> the mesh dimensions over which its gradient is still to be summed.
+    """
+
+    rows: tuple[str, ...] = ()
+    n_row_parts: int = 1
+    results: Results = "rows"
+    reduced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelGraph:
     """A model as one graph, ready to be planned and lowered.
 
@@ -104,6 +126,7 @@ class ModelGraph:
         notes: what the user should know, one sentence each.
         microbatching: what changes when the batch is cut into microbatches, one sentence each (batch normalisation ...).
         totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
+        part: which part of the model this is, for a graph that ``passes.localize`` wrote.
     """
 
     module: fx.GraphModule
@@ -121,6 +144,7 @@ class ModelGraph:
     notes: tuple[str, ...]
     microbatching: tuple[str, ...] = ()
     totals: tuple[Total, ...] = ()
+    part: Part = Part()
 
     @property
     def graph(self) -> fx.Graph:

@@ -20,6 +20,7 @@ __all__ = [
     "microbatch_weights",
     "split_batch",
     "split_target",
+    "take_part",
     "total",
     "weighted_total",
 ]
@@ -35,9 +36,13 @@ def microbatch_sizes(batch: int, n_microbatches: int) -> tuple[int, ...]:
     return tuple(size + (index < larger) for index in range(n_microbatches))
 
 
-def microbatch_weights(sizes: Sequence[int], reduction: str) -> tuple[float, ...]:
-    """What each microbatch's loss counts in the loss of the batch: its part of the rows for a mean, 1 for a sum."""
-    rows = sum(sizes)
+def microbatch_weights(sizes: Sequence[int], reduction: str, parts: int = 1) -> tuple[float, ...]:
+    """What each microbatch's loss counts in the loss of the batch: its part of the rows for a mean, 1 for a sum.
+
+    Args:
+        parts: how many ranks cut the batch alike: each one's rows are this part of all.
+    """
+    rows = sum(sizes) * parts
     return tuple(size / rows if reduction == "mean" else 1.0 for size in sizes)
 
 
@@ -57,6 +62,14 @@ def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
         for leaf in leaves
     ]
     return [pytree.tree_unflatten([parts[index] for parts in cut], tree) for index in range(len(sizes))]
+
+
+def take_part(value: Tensor, dim: int, sizes: Sequence[int] | int, index: int) -> Tensor:
+    """One part of a tensor that is cut along a dimension: into parts of these sizes, or into so many equal ones."""
+    if isinstance(sizes, int):
+        size = value.shape[dim] // sizes
+        return value.narrow(dim, index * size, size).contiguous()
+    return value.narrow(dim, sum(sizes[:index]), sizes[index]).contiguous()
 
 
 def concatenate(values: Sequence[Tensor], dim: int) -> Tensor:

@@ -20,7 +20,7 @@ class Stage:
     """A run of consecutive nodes of the model's graph, computed by one rank.
 
     Attributes:
-        rank: the rank that computes it.
+        rank: the rank that computes it; on a mesh of several dimensions, its place along the pipeline.
         first_node: name of its first node; the stage ends where the next begins.
         modules: the module paths that it covers, for reading: ``("transformer.h.0", "transformer.h.1")``.
         parameter_count: parameters that it holds (a parameter shared with another stage counts in both).
@@ -61,6 +61,7 @@ class Plan:
         bound_by: what limits the step, in words.
         runner_up: the next best choice and its predicted price, in words; empty when there was no choice.
         notes: what the user should know, one sentence each.
+        axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.axis_names``.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -75,6 +76,7 @@ class Plan:
     bound_by: str
     runner_up: str
     notes: tuple[str, ...]
+    axes: tuple[tuple[str, str], ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -102,6 +104,7 @@ class Plan:
             _check_names("stage", stage, Stage)
         fields["stages"] = tuple(Stage(**{**stage, "modules": tuple(stage["modules"])}) for stage in fields["stages"])
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
+        fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
         for name in ("devices", "memory", "notes"):
             fields[name] = tuple(fields[name])
         return Plan(**fields)

@@ -57,6 +57,9 @@ class Program:
         for module in self.module.children():
             if isinstance(module, StageCall | StoreGradients):
                 module.bind(state)
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                setattr(self.module, node.target, state[node.target])
 
 
 class StageCall(nn.Module):

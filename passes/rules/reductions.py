@@ -9,7 +9,7 @@ from passes.rules.call import Call
 from passes.rules.loops import Reduction
 from passes.rules.writing import dimension, dimensions, numbered, write
 
-__all__ = ["along", "difference", "glu", "reduced", "selected_along"]
+__all__ = ["along", "compared", "difference", "glu", "reduced", "selected_along", "transformed"]
 
 
 def reduced(by: Reduction, *clauses: str) -> Callable[[Call], str]:
@@ -63,6 +63,23 @@ def difference(call: Call) -> str:
     chosen = dimension(rank, call["dim"])
     own, result, front, behind = (numbered(rank, {chosen: f"{chr(39) * primes}!"}) for primes in range(4))
     return write([own, front, behind], [result], "linear self prepend append")
+
+
+def transformed(call: Call) -> str:
+    """Fourier transforms: the size of a transformed dimension may change. All dimensions when none is named."""
+    source = call.operand("self")
+    chosen = dimensions(source, call["dim"])
+    before, after = (numbered(len(source.shape), dict.fromkeys(chosen, mark)) for mark in ("!", "'!"))
+    return write([before], [after], "linear self")
+
+
+def compared(call: Call) -> str:
+    """Two broadcast operands are compared along one dimension, the last when none is named."""
+    ranks = [len(operand.shape) for operand in call.operands]
+    chosen = dimension(max(ranks), call.get("dim", -1))
+    names = numbered(max(ranks), {chosen: "!"})
+    after = [name if index != chosen else "1" for index, name in enumerate(names) if index != chosen or call.get("keepdim", False)]
+    return write([names[max(ranks) - rank :] for rank in ranks], [after])
 
 
 def glu(call: Call) -> str:

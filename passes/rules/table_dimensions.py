@@ -76,7 +76,7 @@ ALONG: Mapping[Any, list[Any]] = {
     reductions.reduced("max"): [aten.amax, aten.any, aten.max.default],
     reductions.reduced("min"): [aten.amin, aten.all, aten.min.default],
     reductions.reduced("whole"): [
-        aten.aminmax, aten.argmax, aten.argmin, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
+        aten.aminmax, aten.argmax, aten.argmin, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
         aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean, aten.nanmedian,
     ],
     "...": [aten.max.other, aten.min.other],
@@ -85,6 +85,11 @@ ALONG: Mapping[Any, list[Any]] = {
         aten.logcumsumexp, aten.softmax, aten.sort,
     ],
     reductions.along("dim", "linear self"): [aten.cumsum],
+    reductions.compared: [aten.cosine_similarity, aten.pairwise_distance],
+    reductions.transformed: [
+        aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn, aten.fft_irfft, aten.fft_irfft2,
+        aten.fft_irfftn, aten.fft_rfft, aten.fft_rfft2, aten.fft_rfftn, aten.fft_fftshift, aten.fft_ifftshift,
+    ],
     reductions.glu: [aten.glu],
     reductions.selected_along: [aten.topk, aten.kthvalue],
     reductions.difference: [aten.diff],

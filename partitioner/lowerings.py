@@ -1,0 +1,84 @@
+"""The lowered programs of a partitioned model, one set for each kind of batch and use, made when first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+
+from partitioner.lowering import Lowering
+from partitioner.rows import RowParts
+from passes.ir.graph import ModelGraph, Results
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
+
+__all__ = ["LowerAt", "Lowerings", "Variant"]
+
+LowerAt = Callable[["Variant"], Lowering]
+"""Lowers the plan for one variant of the graph."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way in which the model is lowered.
+
+    Attributes:
+        batch_size: for a graph that is fixed to one size, the rows of one microbatch over all ranks; else None.
+        in_parts: whether means over the batch that the model returns are sums of parts (``passes.loss_totals``).
+        results: what ranks return that cut the batch.
+        rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
+    """
+
+    batch_size: int | None
+    in_parts: bool
+    results: Results
+    rows: bool
+
+
+class Lowerings:
+    """What a model has lowered so far.
+
+    Args:
+        graph: the model.
+        plan: where its nodes run.
+        lower_at: lowers one variant.
+    """
+
+    def __init__(self, graph: ModelGraph, plan: Plan, lower_at: LowerAt) -> None:
+        self._graph = graph
+        self._plan = plan
+        self._lower_at = lower_at
+        self._rows = RowParts(Mesh(plan.mesh))
+        self._kept: dict[Variant, Lowering] = {}
+
+    def with_microbatches(self, count: int | None) -> Lowerings:
+        """The same programs, for batches cut into so many microbatches; None: as the plan says."""
+        plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
+        other = Lowerings(self._graph, plan, self._lower_at)
+        other._kept = self._kept
+        return other
+
+    def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+        """How many microbatches a batch of this size has, and the programs that serve them.
+
+        At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
+
+        Args:
+            in_parts: let means over the batch that the model returns be sums over microbatches and ranks.
+            results: what ranks return that cut the batch.
+        """
+        rows = self._rows.divides(batch)
+        parts = self._rows.count if rows else 1
+        if not rows:
+            warnings.warn(f"a batch of {batch} rows does not divide over {self._rows.count} ranks: each computes all of it", stacklevel=5)
+        count = min(self._plan.n_microbatches, batch // parts)
+        size = None
+        if self._graph.batch is None:
+            count = next(divisor for divisor in range(count, 0, -1) if batch // parts % divisor == 0)
+            size = batch // count
+        cut = count > 1 or parts > 1
+        means = any(output.combine == "mean" for output in self._graph.outputs)
+        variant = Variant(size, in_parts and cut and means, results, rows)
+        if variant not in self._kept:
+            self._kept[variant] = self._lower_at(variant)
+        return count, self._kept[variant]

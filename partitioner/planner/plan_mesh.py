@@ -1,0 +1,117 @@
+"""Plan a mesh: which axes its dimensions cut, then the stages of what one rank is left with.
+
+mesh {"data": 2, "pipeline": 2, "tensor": 2}
+  data      batch
+  tensor    heads, ffn, vocab                     planner.axis_choice
+  pipeline  stages of one rank's part             planner.make_plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cost_models.cost_model import CostModel
+from cost_models.hardware import Cluster
+from partitioner.planner.axis_choice import choose_axes
+from partitioner.planner.make_plan import make_plan
+from partitioner.planner.plan_request import PlanRequest
+from passes.axes import Axes, find_axes
+from passes.axis_names import axes_named, axis_names, batch_axes, shortened
+from passes.cut_axes import AxisCut, cut_axes
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import ROWS, STAGES, STORED, Mesh, pipelines
+from passes.ir.plan import Plan
+from passes.loss_totals import with_totals
+
+__all__ = ["plan_mesh"]
+
+
+def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
+    """Plan for a mesh.
+
+    Args:
+        graph: the model.
+        cluster: the hardware, at least as many devices as the mesh has ranks.
+        mesh: what the user asked for; None: the better of a pipeline and a placement of layers.
+        request: what the user said.
+        cost_model: prices; None: an analytic roofline.
+
+    Raises:
+        ConfigError: the mesh cannot cut this model.
+        InfeasiblePlanError: no plan fits the memory.
+    """
+    if mesh is None or mesh.cutting.size == 1:
+        return make_plan(graph, cluster, request, cost_model)
+    cutting = mesh.cutting
+    if any(name in ROWS for name in cutting.names):
+        graph = with_totals(graph)
+    axes = find_axes(graph.graph)
+    names = axis_names(graph, axes)
+    _check_rows(graph, cutting)
+    assigned = {name: _assigned(graph, axes, names, cutting, name, request) for name in cutting.names}
+    rows = tuple(name for name in cutting.names if name in ROWS)
+    cut = cut_axes(graph, axes, AxisCut(cutting, assigned, rows, tuple(name for name in cutting.names if name in STORED)))
+    ranks = pipelines(mesh)[0]
+    mode = next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
+    of_one = dataclasses.replace(request, mode=mode, devices=tuple(request.devices[rank] for rank in ranks))
+    plan = make_plan(cut.parts[0], cluster.first(len(ranks)), of_one, cost_model)
+    places = {rank: place for pipeline in pipelines(mesh) for place, rank in enumerate(pipeline)}
+    return dataclasses.replace(
+        plan,
+        mesh=mesh.dimensions,
+        devices=request.devices,
+        batch_size=graph.batch_size,
+        memory=tuple(plan.memory[places[rank]] for rank in range(mesh.size)),
+        notes=(*plan.notes, *_notes(axes, names, cutting, assigned)),
+        axes=tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names)),
+    )
+
+
+def _check_rows(graph: ModelGraph, cutting: Mesh) -> None:
+    parts = 1
+    for name in cutting.names:
+        parts *= cutting.length(name) if name in ROWS else 1
+    if graph.batch_size % parts:
+        raise ConfigError(
+            f"a batch of {graph.batch_size} rows cannot be cut into {parts} equal parts",
+            remedy=f"pass example inputs with a multiple of {parts} rows",
+        )
+
+
+def _assigned(
+    graph: ModelGraph, axes: Axes, names: tuple[str, ...], cutting: Mesh, dimension: str, request: PlanRequest
+) -> tuple[int, ...]:
+    """The axes that one mesh dimension cuts."""
+    wanted = [axis for axis, where in (request.constraints.axes or {}).items() if where == dimension]
+    fixed = tuple(axis for name in wanted for axis in axes_named(name, names))
+    if dimension in ROWS:
+        found = tuple(sorted(batch_axes(graph, axes)))
+        if not found:
+            raise ConfigError(
+                f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
+            )
+        return found
+    if dimension == "sequence":
+        return fixed or axes_named("sequence", names)
+    chosen = choose_axes(graph, axes, dimension, cutting.length(dimension), fixed)
+    if not chosen:
+        raise ConfigError(
+            f"no axis of the model's parameters can be cut into {cutting.length(dimension)} parts",
+            remedy="use fewer devices for this mesh dimension, or another mode",
+        )
+    return chosen
+
+
+def _notes(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """What the user should know of the cut."""
+    unruled = sorted(set(axes.unruled.values()))
+    if unruled:
+        yield f"Computed whole on every rank, because no rule says how they could be cut: {', '.join(unruled)}."
+    for dimension, chosen in assigned.items():
+        count = cutting.length(dimension)
+        uneven = [axis for axis in chosen if isinstance(size := axes.sizes[axis], int) and size % count]
+        for name in shortened(uneven, names):
+            sizes = sorted({str(axes.sizes[axis]) for axis in axes_named(name, names) if axis in uneven})
+            yield f"{name} ({', '.join(sizes)}) does not divide into {count} equal parts over {dimension}: some ranks hold one more."

@@ -1,0 +1,100 @@
+"""Readable names of axes: what a person calls them, from the operations in which they run.
+
+    batch       the rows of the inputs
+    heads       attention heads (of keys and values, with grouped queries)
+    sequence    what attention compares
+    vocab       rows of an embedding, classes of a cross-entropy
+    ffn         made by one weight, contracted by another
+    hidden      what normalisations run over: the residual stream
+    channels, groups, height, width, depth, length, experts
+
+Axes of the same name (the ffn of every block) are numbered in the order of the graph: ``ffn[3]``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from passes.axes import Axes
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["axes_named", "axis_names", "batch_axes", "shortened"]
+
+_BY_ROLE = (
+    ("vocab", "vocab"),
+    ("classes", "vocab"),
+    ("heads", "heads"),
+    ("queries", "sequence"),
+    ("keys", "sequence"),
+    ("experts", "experts"),
+    ("features", "hidden"),
+    ("channels", "channels"),
+    ("channels_out", "channels"),
+    ("channels_in", "channels"),
+    ("groups", "groups"),
+    ("height", "height"),
+    ("depth", "depth"),
+    ("length", "length"),
+)
+"""A role that decides, and the name; the first that an axis plays."""
+
+_MADE, _CONTRACTED = {"out", "columns"}, {"in"}
+
+
+def batch_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
+    """The axes that hold the batch in the inputs."""
+    return frozenset(
+        axes.of(leaf.placeholder)[leaf.batch_dim][0]
+        for leaf in graph.inputs
+        if leaf.placeholder is not None and leaf.batch_dim is not None and axes.of(leaf.placeholder)[leaf.batch_dim]
+    )
+
+
+def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
+    """The name of every axis, with its number."""
+    batch = batch_axes(graph, axes)
+    of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
+    counts: Counter[str] = Counter()
+    names = []
+    for axis, roles in enumerate(axes.roles):
+        name = "batch" if axis in batch else _name(roles, axis in of_parameters)
+        names.append(f"{name}[{counts[name]}]")
+        counts[name] += 1
+    return tuple(names)
+
+
+def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:
+    for role, name in _BY_ROLE:
+        if role in roles and (name not in ("vocab", "channels") or is_of_parameter):
+            return name
+    if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys():
+        return "ffn"
+    if is_of_parameter:
+        return "features"
+    return "width" if "width" in roles else "rest"
+
+
+def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:
+    """The axes of a name: ``"ffn"`` is all of them, ``"ffn[3]"`` one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = tuple(axis for axis, name in enumerate(names) if wanted in (name, name.partition("[")[0]))
+    if not found:
+        known = ", ".join(sorted({name.partition("[")[0] for name in names} - {"rest"}))
+        raise ConfigError(f"the model has no axis {wanted!r}", remedy=f"it has {known}")
+    return found
+
+
+def shortened(chosen: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    """How a plan says a choice of axes: a name alone where it means all of them."""
+    short: list[str] = []
+    for axis in chosen:
+        base = names[axis].partition("[")[0]
+        name = base if set(axes_named(base, names)) <= set(chosen) else names[axis]
+        if name not in short:
+            short.append(name)
+    return tuple(short)

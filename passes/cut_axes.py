@@ -1,0 +1,173 @@
+"""Cut a model's axes over a mesh: one graph for every rank, from which axis goes over which mesh dimension.
+
+find_axes        which dimensions are the same loop
+assign_layouts   how every value lies
+localize         each rank's graph, with its collectives
+
+rank 0   x[rows 0..3] -> linear(w[0..31]) -> gelu -> linear(w[.., 0..31]) -> all_reduce -> ...
+rank 1   x[rows 0..3] -> linear(w[32..63]) -> ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from passes.axes import Axes, find_axes
+from passes.axis_names import axes_named, axis_names
+from passes.blocks import Block, block_of, whole_block
+from passes.extents import Extents
+from passes.ir.graph import ModelGraph, Part, Results
+from passes.ir.layout import Layout, Placement, Shard, Varying
+from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.ir.plan import Plan
+from passes.layouts import Layouts, assign_layouts
+from passes.localize import localize
+from passes.rules.loops import Size
+
+__all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan"]
+
+
+@dataclass(frozen=True)
+class AxisCut:
+    """What is cut over which mesh dimension.
+
+    Attributes:
+        mesh: the mesh dimensions that cut axes, outermost first.
+        assigned: mesh dimension -> axes that it cuts, dearest first.
+        rows: mesh dimensions that cut the batch.
+        stored: mesh dimensions over which parameters are held in parts and gathered where they are used.
+    """
+
+    mesh: Mesh
+    assigned: Mapping[str, tuple[int, ...]]
+    rows: tuple[str, ...]
+    stored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model whose axes are cut.
+
+    Attributes:
+        cut: what is cut.
+        layouts: how every value lies.
+        parts: for each rank of the mesh its graph; ranks whose parts have equal sizes share one.
+        blocks: for each rank, for each parameter, buffer and constant, the block that it holds.
+    """
+
+    cut: AxisCut
+    layouts: Layouts
+    parts: tuple[ModelGraph, ...]
+    blocks: tuple[Mapping[str, Block], ...]
+
+
+def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True) -> CutModel:
+    """Cut a model as a plan says.
+
+    Args:
+        results: what ranks return.
+        rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
+    """
+    mesh = Mesh(plan.mesh).cutting
+    axes = find_axes(graph.graph)
+    names = axis_names(graph, axes)
+    assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
+    for name, dimension in plan.axes:
+        if rows or dimension not in ROWS:
+            assigned[dimension] += axes_named(name, names)
+    cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
+    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, tuple(name for name in mesh.names if name in STORED)), results)
+
+
+def cut_axes(graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows") -> CutModel:
+    """Cut a model.
+
+    Args:
+        axes: of the graph.
+        results: what ranks return.
+    """
+    if cut.mesh.size == 1:
+        return _whole(graph, axes, cut)
+    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results)
+    layouts = _store(graph, axes, layouts, cut)
+    held = (*graph.parameters, *graph.buffers, *graph.constants)
+    names = cut.mesh.names
+    reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
+    part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)
+    by_sizes: dict[tuple[Size, ...], ModelGraph] = {}
+    parts, blocks = [], []
+    for coordinate in itertools.product(*(range(size) for _, size in cut.mesh.dimensions)):
+        extents = Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
+        sizes = _own_sizes(layouts, extents)
+        if sizes not in by_sizes:
+            by_sizes[sizes] = replace(localize(graph, axes, layouts, extents), part=part)
+        parts.append(by_sizes[sizes])
+        blocks.append({name: _block(name, axes, layouts.stored[name], extents) for name in held})
+    return CutModel(cut, layouts, tuple(parts), tuple(blocks))
+
+
+def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
+    held = (*graph.parameters, *graph.buffers, *graph.constants)
+    blocks = {name: _block(name, axes, (), Extents(axes.sizes, (), (), None, 1)) for name in held}
+    return CutModel(cut, Layouts((), {}, {}, {}, {}, {}), (graph,), (blocks,))
+
+
+def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:
+    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph."""
+    every = {layout for each in (*layouts.needs.values(), *layouts.results.values()) for layout in each}
+    patterns = {
+        (place.axis, tuple(isinstance(other, Shard) and other.axis == place.axis for other in layout))
+        for layout in every
+        for place in layout
+        if isinstance(place, Shard)
+    }
+    return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in sorted(patterns))
+
+
+def _block(name: str, axes: Axes, layout: Layout, extents: Extents) -> Block:
+    if not any(isinstance(place, Shard) for place in layout):
+        sizes = [[axes.sizes[axis] for axis in dimension] for dimension in axes.of(name)]
+        return whole_block(tuple(_product(each) for each in sizes))
+    return block_of(axes.of(name), layout, extents)
+
+
+def _product(sizes: Sequence[object]) -> int:
+    result = 1
+    for size in sizes:
+        assert isinstance(size, int)
+        result *= size
+    return result
+
+
+def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
+    """Hold parameters in parts over ``cut.stored``; elsewhere, where every use is Varying, sum their gradients at the end."""
+    stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
+    for name in graph.parameters:
+        layout = list(stored[name])
+        for index in sorted(varying[name]):
+            if cut.mesh.names[index] in cut.stored:
+                shard = _storage(axes, name, layout, cut.mesh.dimensions[index][1])
+                if shard is not None:
+                    layout[index] = shard
+        stored[name] = tuple(layout)
+        varying[name] = frozenset(index for index in varying[name] if not isinstance(layout[index], Shard))
+        results[name] = (tuple(Varying() if index in varying[name] else place for index, place in enumerate(layout)),)
+    return replace(layouts, stored=stored, varying=varying, results=results)
+
+
+def _storage(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
+    """The axis by which a parameter is held in parts: one that nothing else cuts, divisible and outermost rather than not."""
+    taken = {place.axis for place in layout if isinstance(place, Shard)}
+    candidates = [
+        (bool(size % count), dimension, position, axis)
+        for dimension, each in enumerate(axes.of(name))
+        for position, axis in enumerate(each)
+        if axis not in taken and isinstance(size := axes.sizes[axis], int) and size >= count
+    ]
+    if not candidates:
+        return None
+    _, dimension, _, axis = min(candidates)
+    return Shard(axis, dimension)

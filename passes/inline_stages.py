@@ -1,0 +1,226 @@
+"""Write the stages of a program into it, where they communicate: every collective becomes a node that anyone can read.
+
+Before:                                                       After:
+
+    f = self.stage0_forward(x_mb0)                                w1 = self.p_w1
+    y_mb0 = f[0]                                                  h = aten.linear(x_mb0, w1)
+    saved = f[1]                                                  h_sum = all_reduce([h], group=(0, 1))
+                                                                  h_sum_parts = wait(h_sum)
+    with, in the stage's own graph,                               y_mb0 = h_sum_parts[0]
+    all_reduce(linear(x, w1)) -> (y, (x, w1))
+
+A collective is started where its operand is there and waited for where its result is first read, so that what stands between overlaps
+with it (see ``passes.overlap``). ``vary`` and what only renames are left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.ir import collectives, communication
+from passes.ir.mesh import Mesh
+from passes.ir.microbatch import take_part
+from passes.ir.program import StageCall
+from passes.program_module import ProgramModule
+from passes.size_expression import bytes_of
+
+__all__ = ["communicates", "inline_stages"]
+
+
+def communicates(module: nn.Module) -> bool:
+    """Whether a module of a program is a stage whose graph holds collectives."""
+    return isinstance(module, StageCall) and any(node.target in collectives.COLLECTIVES for node in module.graph.graph.nodes)
+
+
+def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule:
+    """A program with the stages that communicate written out.
+
+    Args:
+        mesh: whose dimensions the stages' collectives name.
+        rank: whose program it is.
+    """
+    if not any(communicates(child) for child in module.children()):
+        return module
+    return _Inliner(module, mesh, rank).run()
+
+
+class _Inliner:
+    """Copies a program node by node."""
+
+    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.rank = rank
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.bound: dict[str, fx.Node] = {}
+        self.like: fx.Node
+        traced = next((node.meta.get("val") for node in module.graph.nodes if node.target == "batch"), None)
+        self.symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
+        self.rows = int(module.meta["batch_size"])
+
+    def run(self) -> ProgramModule:
+        kept: dict[str, nn.Module] = {}
+        for node in self.module.graph.nodes:
+            self.like = node
+            child = self.module.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(child, StageCall) and communicates(child):
+                self.values[node] = self._inline(child, node)
+                continue
+            arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)
+            if node.target is operator.getitem and not isinstance(arguments[0], fx.Node):
+                self.values[node] = arguments[0][arguments[1]]
+                continue
+            if child is not None:
+                kept[node.target] = child
+            if node.op == "output":
+                self.graph.output(arguments[0])
+                continue
+            copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
+            copy.meta = dict(node.meta)
+            self.values[node] = copy
+        self.graph.lint()
+        unbound = {name: torch.empty(0, device="meta") for name in self.bound}  # ``Program.bind`` gives the tensors
+        module = ProgramModule({**kept, **unbound}, self.graph, class_name=type(self.module).__name__)
+        module.meta.update(self.module.meta)
+        return module
+
+    def _mapped(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+        return fx.node.map_aggregate(argument, lambda each: values[each] if isinstance(each, fx.Node) else each)
+
+    # -- one call of a stage -------------------------------------------------------------------------------------------------------
+
+    def _inline(self, stage: StageCall, call: fx.Node) -> Any:
+        """The stage's results as the program's values: nodes, and tuples of nodes."""
+        arguments = list(self._mapped(call.args, self.values))
+        if stage.takes_tuple:
+            spread = arguments[0]
+            if isinstance(spread, fx.Node):
+                count = (
+                    len([each for each in stage.graph.graph.nodes if each.op == "placeholder"])
+                    - len(stage.bound_names)
+                    - len(arguments)
+                    + 1
+                )
+                spread = [self._call(operator.getitem, (spread, index), f"{spread.name}_{index}") for index in range(count)]
+            arguments = [*spread, *arguments[1:]]
+        fakes = {node.name: node.meta.get("val") for node in stage.graph.graph.nodes if node.op == "placeholder"}
+        given = iter([*(self._state(name, fakes[name]) for name in stage.bound_names), *arguments])
+        values: dict[fx.Node, Any] = {}
+        for node in stage.graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return self._mapped(node.args[0], values)
+            else:
+                values[node] = self._node(node, values, f"{node.name}_{call.name}")
+        raise AssertionError("a graph ends with its output")
+
+    def _state(self, name: str, fake: Any) -> fx.Node:
+        """What stays with the rank: read once, in front of its first use."""
+        if name not in self.bound:
+            self.bound[name] = self.graph.create_node("get_attr", name, name=name)
+            self.bound[name].meta.update(section=self.like.meta.get("section"), val=fake)
+        return self.bound[name]
+
+    def _node(self, node: fx.Node, values: Mapping[fx.Node, Any], name: str) -> Any:
+        arguments = self._mapped(node.args, values)
+        write = _WRITERS.get(node.target)
+        if write is not None:
+            return write(self, node, arguments, name)
+        assert callable(node.target)
+        copy = self._call(node.target, arguments, name, **self._mapped(node.kwargs, values))
+        return self._describe(copy, node)
+
+    def _describe(self, copy: fx.Node, node: fx.Node) -> fx.Node:
+        """What is known of a node of the stage holds for one microbatch."""
+        copy.meta.update({key: value for key, value in node.meta.items() if key != "section"}, is_of_microbatch=True)
+        return copy
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", function, arguments, keywords, name=name)
+        node.meta["section"] = self.like.meta.get("section")
+        return node
+
+    # -- collectives ---------------------------------------------------------------------------------------------------------------
+
+    def communicate(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+        """Start, wait, take the one result."""
+        started = self._call(function, arguments, f"start_{name}", **keywords)
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        started.meta["bytes"] = bytes_of(value, self.symbol, self.rows)
+        started.meta["reason"] = node.name
+        finished = self._call(communication.wait, (started,), f"wait_{name}")
+        result = self._call(operator.getitem, (finished, 0), name)
+        return self._describe(result, node)
+
+    def group(self, over: str) -> tuple[int, ...]:
+        return self.mesh.group(self.rank, (over,))
+
+    def place(self, over: str) -> int:
+        return self.mesh.coordinate(self.rank)[over]
+
+    def call(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return self._describe(self._call(function, arguments, name), node)
+
+
+def _all_reduce(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, over, operation = arguments
+    return inliner.communicate(node, communication.all_reduce, ([x],), name, group=inliner.group(over), operation=operation)
+
+
+def _gathered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, _, sizes, _ = arguments
+    return inliner.communicate(node, communication.all_gather, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+
+
+def _scattered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, _, sizes, _ = arguments
+    return inliner.communicate(node, communication.reduce_scatter, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+
+
+def _exchanged(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, split_dim, concat_dim, over, _, split, _, concat, _ = arguments
+    sizes = {"split_sizes": (tuple(split),), "concat_sizes": (tuple(concat),)} if split else {}
+    dims = ([x], (split_dim,), (concat_dim,))
+    return inliner.communicate(node, communication.all_to_all, dims, name, group=inliner.group(over), **sizes)
+
+
+def _sizes(sizes: Sequence[int]) -> dict[str, Any]:
+    return {"sizes": (tuple(sizes),)} if sizes else {}
+
+
+def _taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, count, sizes, _ = arguments
+    return inliner.call(node, take_part, (x, dim, tuple(sizes) if sizes else count, inliner.place(over)), name)
+
+
+def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, over = arguments
+    return x if inliner.place(over) == 0 else inliner.call(node, torch.zeros_like, (x,), name)
+
+
+def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    index, over, _, size, sizes, _ = arguments
+    place = inliner.place(over)
+    start = sum(sizes[:place]) if sizes else place * size
+    return index if start == 0 else inliner.call(node, torch.ops.aten.sub.Scalar, (index, start), name)
+
+
+_WRITERS: Mapping[Any, Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]] = {
+    collectives.all_reduce: _all_reduce,
+    collectives.vary: lambda _inliner, _node, arguments, _name: arguments[0],
+    collectives.all_gather: _gathered,
+    collectives.replicate: _gathered,
+    collectives.take: _taken,
+    collectives.reduce_scatter: _scattered,
+    collectives.exchange: _exchanged,
+    collectives.keep_first: _first,
+    collectives.local_index: _indexed,
+}
+"""How a program carries out each operator of ``passes.ir.collectives``."""

@@ -1,0 +1,73 @@
+"""Which operations can be cut where they reduce inside, over which of their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.inside import classes, norms
+from passes.inside.writer import InsideWriter
+from passes.operators import bound_arguments, packet
+
+__all__ = ["Inside", "inside_of"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How one operation is cut over factors that its rule calls whole.
+
+    Attributes:
+        write: writes it on a part.
+        factors: the names (or beginnings of names) of the factors.
+        gives: a result that does not have the factor is there on every rank, or a part of a sum.
+        whole: arguments that are read whole by every rank alike, not on their way into cut work: stored statistics.
+        allows: whether this call can be written so.
+    """
+
+    write: Callable[[InsideWriter], fx.Node]
+    factors: tuple[str, ...]
+    gives: Literal["replicate", "sum"] = "replicate"
+    whole: tuple[str, ...] = ()
+    allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
+
+
+def _is_plain_lookup(arguments: Mapping[str, Any]) -> bool:
+    return not arguments["scale_grad_by_freq"] and not arguments["sparse"]
+
+
+def _is_of_class_numbers(arguments: Mapping[str, Any]) -> bool:
+    target = arguments["target"].meta["val"]
+    return (
+        isinstance(target, Tensor) and not target.is_floating_point() and arguments["weight"] is None and not arguments["label_smoothing"]
+    )
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+_INSIDE: Mapping[Any, Inside] = {
+    aten.batch_norm: Inside(norms.batch_norm, ("batch", "space"), whole=_STATISTICS, allows=lambda arguments: bool(arguments["training"])),
+    aten.layer_norm: Inside(norms.layer_norm, ("features",)),
+    aten.rms_norm: Inside(norms.rms_norm, ("features",)),
+    aten.group_norm: Inside(norms.group_norm, ("channels", "space")),
+    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup),
+    aten.softmax: Inside(classes.softmax, ("dim",)),
+    aten.log_softmax: Inside(classes.log_softmax, ("dim",)),
+    aten._softmax: Inside(classes.softmax, ("dim",)),  # noqa: SLF001
+    aten._log_softmax: Inside(classes.log_softmax, ("dim",)),  # noqa: SLF001
+    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers),
+}
+"""Operator -> how it is cut inside."""
+
+
+def inside_of(node: fx.Node, factor: str) -> Inside | None:
+    """How a call is cut over a factor that its rule calls whole; None when it is not."""
+    found = _INSIDE.get(packet(node.target))
+    if found is None or not factor.startswith(found.factors) or not found.allows(bound_arguments(node)):
+        return None
+    return found

@@ -1,0 +1,110 @@
+"""What an operation that reduces inside is written with, on one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.extents import product
+from passes.ir import collectives
+from passes.rules.loops import Size
+
+__all__ = ["InsideCut", "InsideWriter"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InsideCut:
+    """One mesh dimension that cuts what an operation reduces over.
+
+    Attributes:
+        over: the mesh dimension.
+        factor: name of the factor that is cut.
+        parts: the sizes of all ranks' parts of it.
+        own: this rank's.
+    """
+
+    over: str
+    factor: str
+    parts: tuple[Size, ...]
+    own: Size
+
+
+class InsideWriter:
+    """Writes calls on parts.
+
+    Args:
+        emit: writes one call: function, arguments, keywords, name.
+        write_size: writes a size of the whole operation.
+        cuts: the mesh dimensions that cut inside.
+        arguments: the operation's, its tensors those of the part.
+        factors: name of each factor of the operation -> its size in the whole.
+        name: of the call that is written out.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node],
+        write_size: Callable[[Size], Any],
+        cuts: Sequence[InsideCut],
+        arguments: Mapping[str, Any],
+        factors: Mapping[str, Size],
+        name: str,
+    ) -> None:
+        self._emit = emit
+        self._write_size = write_size
+        self.cuts = tuple(cuts)
+        self.arguments = arguments
+        self.factors = factors
+        self._name = name
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """One call, named after the operation."""
+        return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
+
+    def rank(self, name: str) -> int:
+        """How many dimensions an argument has."""
+        return int(self.arguments[name].meta["val"].dim())
+
+    def total(self, part: fx.Node) -> fx.Node:
+        """The sum over all parts."""
+        for cut in self.cuts:
+            part = self._emit(collectives.all_reduce, (part, cut.over, "sum"), {}, f"{self._name}_all_reduce_{cut.over}")
+        return part
+
+    def greatest(self, part: fx.Node) -> fx.Node:
+        """The maximum over all parts, without a gradient."""
+        part = self.call(aten.detach.default, part)
+        for cut in self.cuts:
+            part = self._emit(collectives.all_reduce, (part, cut.over, "max"), {}, f"{self._name}_greatest_{cut.over}")
+        return part
+
+    def vary(self, whole: fx.Node) -> fx.Node:
+        """A whole value on its way into work that is cut."""
+        for cut in self.cuts:
+            whole = self._emit(collectives.vary, (whole, cut.over), {}, f"{self._name}_vary_{cut.over}")
+        return whole
+
+    def local_index(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Indices into the one axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
+        (cut,) = self.cuts
+        even = len(set(cut.parts)) == 1
+        sizes: tuple[Any, Any] = ([], 0) if even else (list(cut.parts), cut.own)
+        arguments = (index, cut.over, len(cut.parts), cut.own, *sizes)
+        local = self._emit(collectives.local_index, arguments, {}, f"{self._name}_local_index")
+        inside = self.call(
+            aten.logical_and.default, self.call(aten.ge.Scalar, local, 0), self.call(aten.lt.Scalar, local, self._write_size(cut.own))
+        )
+        return self.call(aten.mul.Tensor, local, inside), inside
+
+    def count(self, *factors: str) -> Any:
+        """How many elements the whole operation reduces over: the product of factors' sizes."""
+        return self._write_size(product(self.factors[name] for name in factors))

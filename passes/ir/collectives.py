@@ -1,0 +1,166 @@
+"""Collectives as operators of value semantics, for graphs that autograd differentiates: each carries its dual.
+
+    operator          forward                         backward
+    all_reduce        Partial    -> Replicate         identity
+    vary              Replicate  -> Varying           all_reduce
+    all_gather        Shard      -> Varying           reduce_scatter
+    replicate         Shard      -> Replicate         take (the gradient is replicated, too)
+    take              Replicate  -> Shard             replicate
+    reduce_scatter    Partial    -> Shard             replicate
+    exchange          Shard(a)   -> Shard(b)          exchange back
+    keep_first        Replicate  -> Partial           identity
+
+They stand in graphs while these are rewritten and differentiated; a program runs the started-and-waited-for functions of
+``passes.ir.communication`` in their place. They name a mesh dimension, not ranks, so that ranks with parts of one shape share a graph.
+Parts of an axis may be uneven: ``sizes`` are those of all parts along the mesh dimension and ``own`` is this rank's; both are empty and 0
+when all parts are equal. ``vary`` costs nothing at run time: programs leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "COLLECTIVES",
+    "all_gather",
+    "all_reduce",
+    "exchange",
+    "keep_first",
+    "local_index",
+    "reduce_scatter",
+    "replicate",
+    "take",
+    "vary",
+]
+
+
+def _never(*_: object) -> Any:
+    raise RuntimeError("collectives of a graph run as communication of a program, never by themselves")
+
+
+def _define(name: str, schema: str) -> Any:
+    torch.library.define(f"partitioner::{name}", schema)
+    torch.library.impl(f"partitioner::{name}", "CompositeExplicitAutograd", _never)
+    return getattr(torch.ops.partitioner, name).default
+
+
+_PART = "(Tensor x, int dim, str over, int count, SymInt[] sizes, SymInt own) -> Tensor"
+_EXCHANGE = (
+    "(Tensor x, int split_dim, int concat_dim, str over, int count, SymInt[] split_sizes, SymInt split_own, "
+    "SymInt[] concat_sizes, SymInt concat_own) -> Tensor"
+)
+
+all_reduce = _define("all_reduce", "(Tensor x, str over, str operation) -> Tensor")
+vary = _define("vary", "(Tensor x, str over) -> Tensor")
+all_gather = _define("all_gather", _PART)
+replicate = _define("replicate", _PART)
+take = _define("take", _PART)
+reduce_scatter = _define("reduce_scatter", _PART)
+exchange = _define("exchange", _EXCHANGE)
+keep_first = _define("keep_first", "(Tensor x, str over) -> Tensor")
+local_index = _define("local_index", "(Tensor index, str over, int count, SymInt size, SymInt[] sizes, SymInt own) -> Tensor")
+
+COLLECTIVES = (all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index)
+"""Every operator of this module."""
+
+
+def _resized(x: Tensor, dim: int, size: Any) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+def _whole(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], _own: Any) -> Tensor:
+    return _resized(x, dim, sum(sizes) if sizes else x.shape[dim] * count)
+
+
+def _part(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], own: Any) -> Tensor:
+    return _resized(x, dim, own if sizes else x.shape[dim] // count)
+
+
+def _exchanged(
+    x: Tensor,
+    split_dim: int,
+    concat_dim: int,
+    over: str,
+    count: int,
+    split_sizes: Sequence[Any],
+    split_own: Any,
+    concat_sizes: Sequence[Any],
+    concat_own: Any,
+) -> Tensor:
+    part = _part(x, split_dim, over, count, split_sizes, split_own)
+    return _whole(part, concat_dim, over, count, concat_sizes, concat_own)
+
+
+def _dense(x: Tensor, *_rest: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _alike(x: Tensor, *_rest: object) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
+
+
+_SHAPES: Mapping[Any, Callable[..., Tensor]] = {
+    all_reduce: _dense,
+    vary: _alike,
+    keep_first: _alike,
+    all_gather: _whole,
+    replicate: _whole,
+    take: _part,
+    reduce_scatter: _part,
+    exchange: _exchanged,
+}
+
+
+def _identity(grad: Tensor, *_rest: object) -> Tensor:
+    return grad
+
+
+def _exchange_back(
+    grad: Tensor,
+    split_dim: int,
+    concat_dim: int,
+    over: str,
+    count: int,
+    split_sizes: Any,
+    split_own: Any,
+    concat_sizes: Any,
+    concat_own: Any,
+) -> Tensor:
+    back: Tensor = exchange(grad, concat_dim, split_dim, over, count, concat_sizes, concat_own, split_sizes, split_own)
+    return back
+
+
+_DUALS: Mapping[Any, Callable[..., Tensor]] = {
+    all_reduce: _identity,
+    vary: lambda grad, over: all_reduce(grad, over, "sum"),
+    keep_first: _identity,
+    all_gather: reduce_scatter,
+    replicate: take,
+    take: replicate,
+    reduce_scatter: replicate,
+    exchange: _exchange_back,
+}
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001  the names that torch calls it by
+    _, *ctx.rest = inputs
+
+
+def _register(operator: Any, dual: Callable[..., Tensor]) -> None:
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return (dual(grad, *ctx.rest), *(None for _ in ctx.rest))
+
+    torch.library.register_fake(operator.name(), _SHAPES[operator])
+    torch.library.register_autograd(operator.name(), gradient, setup_context=_remember)
+
+
+for _operator, _dual in _DUALS.items():
+    _register(_operator, _dual)
+
+torch.library.register_fake(local_index.name(), _alike)

@@ -1,0 +1,370 @@
+"""Decide how every value lies over the mesh, from which axis is cut over which mesh dimension.
+
+One walk in graph order, each mesh dimension by itself. A call is cut over the axis that is assigned to the mesh dimension and that it
+loops over; what it does not loop over it needs whole. With heads and ffn cut over ``tensor``:
+
+    call                  cut over   needs                           gives
+    linear (q, k, v)      heads      x Varying, weight Shard         Shard(heads)
+    attention             heads      q, k, v Shard                   Shard(heads)
+    linear (project)      heads      x Shard, weight Shard           Partial      all_reduce at its first reader
+    add, layer_norm       nothing    Replicate                       Replicate
+
+A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes.
+Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from passes.aliasing import mutated_arguments
+from passes.axes import Axes, is_item, returned_values, tensor_operands
+from passes.inside.table import inside_of
+from passes.ir.graph import ModelGraph, Results
+from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
+from passes.operators import bound_arguments, draws
+from passes.rules.loops import Loops
+from passes.size_expression import bytes_of
+
+__all__ = ["Cut", "Layouts", "assign_layouts", "rests_at"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one call is cut over one mesh dimension.
+
+    Attributes:
+        factor: the loop that is cut.
+        axis: which of its axes.
+    """
+
+    factor: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How every value lies. Layouts have a placement for each of ``mesh``.
+
+    Attributes:
+        mesh: name and size of the mesh dimensions that cut axes, outermost first.
+        cuts: call -> how it is cut over each mesh dimension; None where all ranks compute alike.
+        needs: call -> for each tensor operand the layout that it is read in; ``"output"`` -> for each returned node.
+        results: node -> for each tensor that it gives, its layout as computed.
+        stored: parameter, buffer or constant -> the layout in which ranks hold it.
+        varying: parameter -> the mesh dimensions over which every use is Varying: its gradient is reduced over them once, at the end.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    cuts: Mapping[str, tuple[Cut | None, ...]]
+    needs: Mapping[str, tuple[Layout, ...]]
+    results: Mapping[str, tuple[Layout, ...]]
+    stored: Mapping[str, Layout]
+    varying: Mapping[str, frozenset[int]]
+
+
+def rests_at(placement: Placement) -> Placement:
+    """A value that somebody used as Varying is still there as Replicate."""
+    return Replicate() if isinstance(placement, Varying) else placement
+
+
+def assign_layouts(
+    graph: ModelGraph,
+    axes: Axes,
+    mesh: tuple[tuple[str, int], ...],
+    assigned: Mapping[str, Sequence[int]],
+    rows: Sequence[str],
+    *,
+    results: Results = "rows",
+) -> Layouts:
+    """Walk the graph.
+
+    Args:
+        axes: of the graph.
+        mesh: the mesh dimensions that cut axes.
+        assigned: mesh dimension -> the axes that it cuts, dearest first.
+        rows: mesh dimensions over which inputs and results with a batch lie by rows; every other result is returned whole.
+        results: in which form; to a loss of a rank's own rows, whole results are Varying.
+    """
+    walk = _Walk(graph, axes, mesh, assigned, rows, results)
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            walk.output(node)
+        elif node.op == "placeholder":
+            walk.placeholder(node)
+        else:
+            walk.call(node)
+    return walk.layouts()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, as it looks along one mesh dimension.
+
+    Attributes:
+        node, loops, operands: what is called.
+        lying: how each operand lies now; None for one that is held by ranks and may still lie anyhow.
+    """
+
+    node: fx.Node
+    loops: Loops | None
+    operands: tuple[fx.Node, ...]
+    lying: tuple[Placement | None, ...]
+
+    def allows(self, factor: int) -> bool:
+        """Whether the loop can be cut. A maximum has no gradient when its parts are reduced: it is cut where it needs none."""
+        assert self.loops is not None
+        found = self.loops.factors[factor]
+        if found.reduction == "whole":
+            return inside_of(self.node, found.name) is not None
+        if found.reduction in ("max", "min"):
+            value = self.node.meta["val"]
+            return isinstance(value, Tensor) and not value.dtype.is_floating_point
+        return True
+
+    def need_of_sum(self, place: int) -> Placement:
+        """How an operand is read by a call that parts of sums go through."""
+        return Partial() if self.lying[place] == Partial() else Varying()
+
+    def need(self, cut: Cut | None, place: int) -> Placement:
+        """How an operand is read."""
+        if cut is None or self.loops is None:
+            return Replicate()
+        for dimension, factors in enumerate(self.loops.operands[place]):
+            if cut.factor in factors:
+                return Shard(cut.axis, dimension)
+        factor = self.loops.factors[cut.factor]
+        if place in self.loops.added and factor.reduction == "sum":
+            return Partial()
+        inside = inside_of(self.node, factor.name) if factor.reduction == "whole" else None
+        arguments = bound_arguments(self.node) if inside is not None and inside.whole else {}
+        if inside is not None and any(arguments[name] is self.operands[place] for name in inside.whole):
+            return Replicate()
+        return Varying()
+
+    def gives(self, cut: Cut | None, place: int) -> Placement:
+        """How a result lies."""
+        if cut is None or self.loops is None:
+            return Replicate()
+        for dimension, factors in enumerate(self.loops.results[place]):
+            if cut.factor in factors:
+                return Shard(cut.axis, dimension)
+        factor = self.loops.factors[cut.factor]
+        if factor.reduction == "whole":
+            inside = inside_of(self.node, factor.name)
+            return Partial() if inside is not None and inside.gives == "sum" else Replicate()
+        return Partial(factor.reduction) if factor.reduction in ("max", "min") else Partial()
+
+
+class _Walk:
+    """The walk, with how every value lies so far."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        axes: Axes,
+        mesh: tuple[tuple[str, int], ...],
+        assigned: Mapping[str, Sequence[int]],
+        rows: Sequence[str],
+        form: Results,
+    ) -> None:
+        self.graph = graph
+        self.axes = axes
+        self.mesh = mesh
+        self.assigned = [{axis: place for place, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
+        self.rows = rows
+        self.form = form
+        self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
+        self.held = {**graph.parameters, **graph.buffers, **graph.constants}
+        self.of_parameters = {
+            axis for name in graph.parameters if name in axes.tensors for dimension in axes.of(name) for axis in dimension
+        }
+        self.lies: dict[tuple[str, int], list[Placement | None]] = {}
+        self.uses: dict[str, list[Layout]] = {name: [] for name in self.held}
+        self.cuts: dict[str, tuple[Cut | None, ...]] = {}
+        self.needs: dict[str, tuple[Layout, ...]] = {}
+        self.results: dict[str, tuple[Layout, ...]] = {}
+
+    # -- where the walk starts and ends --------------------------------------------------------------------------------------------
+
+    def placeholder(self, node: fx.Node) -> None:
+        if node.name in self.held:
+            self.lies[node.name, 0] = [None] * len(self.mesh)
+            return
+        if not isinstance(node.meta.get("val"), Tensor):
+            return
+        leaf = self.inputs.get(node.name)
+        layout: list[Placement] = []
+        for name, _ in self.mesh:
+            if name in self.rows and leaf is not None and leaf.batch_dim is not None:
+                layout.append(Shard(self.axes.of(node.name)[leaf.batch_dim][0], leaf.batch_dim))
+            else:
+                layout.append(Replicate())
+        self.results[node.name] = (tuple(layout),)
+        self.lies[node.name, 0] = list(layout)
+
+    def output(self, node: fx.Node) -> None:
+        by_node = {output.node: output for output in self.graph.outputs}
+        needs = []
+        for value in returned_values(node):
+            layout: list[Placement] = []
+            output = by_node[value.name]
+            for name, _ in self.mesh:
+                by_rows = name in self.rows and self.form != "whole"
+                if by_rows and output.combine == "concatenate" and output.batch_dim is not None:
+                    layout.append(Shard(self.axes.of(value.name)[output.batch_dim][0], output.batch_dim))
+                else:
+                    layout.append(Varying() if name in self.rows and self.form == "loss" else Replicate())
+            self._use(value, tuple(layout))
+            needs.append(tuple(layout))
+        self.needs["output"] = tuple(needs)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------------------
+
+    def call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, tuple | list | Tensor):
+            operands = [] if is_item(node) else tensor_operands(node)
+            if is_item(node):
+                source, index = node.args
+                assert isinstance(source, fx.Node)
+                assert isinstance(index, int)
+                layout = self.results[source.name][index]
+                self.results[node.name] = (layout,)
+                self.lies[node.name, 0] = list(layout)
+                return
+            self._call(node, operands)
+
+    def _call(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        loops = self.axes.loops.get(node.name)
+        cuts: list[Cut | None] = []
+        needs: list[list[Placement]] = [[] for _ in operands]
+        gives: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
+        for index in range(len(self.mesh)):
+            call = _Call(node, loops, tuple(operands), tuple(self.lies[operand.name, 0][index] for operand in operands))
+            passing = self._passes_sum(call)
+            cut = None if passing else self._cut(call, index)
+            cuts.append(cut)
+            for place, layout in enumerate(needs):
+                layout.append(call.need_of_sum(place) if passing else call.need(cut, place))
+            for place, layout in enumerate(gives):
+                layout.append(Partial() if passing else call.gives(cut, place))
+        for operand, need in zip(operands, needs, strict=True):
+            self._use(operand, tuple(need))
+        self.cuts[node.name] = tuple(cuts)
+        self.needs[node.name] = tuple(tuple(layout) for layout in needs)
+        self.results[node.name] = tuple(tuple(layout) for layout in gives)
+        for place, layout in enumerate(gives):
+            self.lies[node.name, place] = list(layout)
+
+    def _passes_sum(self, call: _Call) -> bool:
+        """Whether parts of sums go through the call: it is linear in them, and nothing grows."""
+        parts = {place for place, placement in enumerate(call.lying) if placement == Partial()}
+        value = call.node.meta["val"]
+        if not parts or call.loops is None or parts not in [set(linear) for linear in call.loops.linear] or not isinstance(value, Tensor):
+            return False
+        summed = [call.operands[place] for place in parts]
+        once = all(len(operand.users) == 1 for operand in summed)
+        rest = all(isinstance(placement, Replicate | None) for place, placement in enumerate(call.lying) if place not in parts)
+        alike = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
+        return once and rest and alike and self._bytes(call.node) <= max(self._bytes(operand) for operand in summed)
+
+    def _cut(self, call: _Call, index: int) -> Cut | None:
+        """The cheapest of the cuts that the assignment allows."""
+        if call.loops is None or draws(call.node):
+            return None
+        written = {argument.name for argument in mutated_arguments(call.node)}
+        allowed = []
+        for factor, axes in enumerate(self.axes.factors[call.node.name]):
+            for axis in axes:
+                cut = Cut(factor, axis)
+                if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor):
+                    continue
+                needs = [call.need(cut, place) for place in range(len(call.operands))]
+                writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
+                if self._starts_here(call, cut) and not any(isinstance(need, Varying) for need in writes):
+                    allowed.append(cut)
+        return min(allowed, key=lambda cut: self._price(call, cut, index), default=None)
+
+    def _fits(self, axis: int, index: int) -> bool:
+        """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""
+        name, count = self.mesh[index]
+        size = self.axes.sizes[axis]
+        return size >= count if isinstance(size, int) else name in self.rows
+
+    def _starts_here(self, call: _Call, cut: Cut) -> bool:
+        """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing."""
+        assert call.loops is not None
+        having = [place for place, dimensions in enumerate(call.loops.operands) if any(cut.factor in each for each in dimensions)]
+        for place in having:
+            is_free = call.lying[place] is None and call.operands[place].name in self.graph.parameters
+            if is_free or isinstance(call.lying[place], Shard | Partial):
+                return True
+        contracts = any(factor.reduction == "sum" for factor in call.loops.factors) and len(call.operands) > 1
+        return not call.operands or (contracts and bool(having))
+
+    def _price(self, call: _Call, cut: Cut, index: int) -> tuple[bool, bool, float, int]:
+        """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes."""
+        assert call.loops is not None
+        moved = 0.0
+        for place, operand in enumerate(call.operands):
+            times = _moved(call.lying[place], call.need(cut, place), operand.name in self.graph.parameters)
+            moved += times * self._bytes(operand)
+        reduction = call.loops.factors[cut.factor].reduction
+        if reduction not in (None, "whole"):
+            moved += 2 * self._bytes(call.node)
+        return cut.axis not in self.of_parameters, reduction == "whole", moved, self.assigned[index][cut.axis]
+
+    def _use(self, node: fx.Node, layout: Layout) -> None:
+        """Note that somebody reads a value so; a partial sum that is read otherwise is reduced, for all readers."""
+        if node.name in self.held:
+            self.uses[node.name].append(layout)
+        lies = self.lies[node.name, 0]
+        for index, (placement, need) in enumerate(zip(lies, layout, strict=True)):
+            if placement is None or (isinstance(placement, Partial) and not isinstance(need, Partial)):
+                lies[index] = rests_at(need) if not (placement is None and isinstance(need, Partial)) else Replicate()
+
+    def _bytes(self, node: fx.Node) -> int:
+        value = node.meta["val"]
+        tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]
+        return sum(bytes_of(tensor, self.graph.batch, self.graph.batch_size) for tensor in tensors)
+
+    # -- the result ----------------------------------------------------------------------------------------------------------------
+
+    def layouts(self) -> Layouts:
+        stored = {name: self._stored(uses) for name, uses in self.uses.items()}
+        varying = {
+            name: frozenset(
+                index
+                for index in range(len(self.mesh))
+                if uses and not isinstance(stored[name][index], Shard) and all(isinstance(use[index], Varying) for use in uses)
+            )
+            for name, uses in self.uses.items()
+            if name in self.graph.parameters
+        }
+        self.results.update({name: (layout,) for name, layout in stored.items()})
+        return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying)
+
+    def _stored(self, uses: Sequence[Layout]) -> Layout:
+        """Where a parameter is held: cut if any use is; the rest gathers."""
+        layout: list[Placement] = []
+        for index in range(len(self.mesh)):
+            shards = [use[index] for use in uses if isinstance(use[index], Shard)]
+            layout.append(max(shards, key=shards.count) if shards else Replicate())
+        return tuple(layout)
+
+
+def _moved(lies: Placement | None, need: Placement, is_parameter: bool) -> float:
+    """Bytes that a change of layout moves, forward and backward, in sizes of the value (a ring; the number of ranks taken as large)."""
+    if lies == need or isinstance(need, Partial):
+        return 0.0
+    if lies is None:
+        return 2.0 if isinstance(need, Varying) and is_parameter else 0.0
+    if isinstance(lies, Replicate):
+        return 2.0 if isinstance(need, Varying) else 1.0 if isinstance(need, Shard) else 0.0
+    if isinstance(lies, Shard):
+        return 1.0 if isinstance(need, Replicate | Shard) else 2.0
+    return 4.0 if isinstance(need, Varying) else 2.0

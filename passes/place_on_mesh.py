@@ -1,0 +1,207 @@
+"""Give the programs of one pipeline their places on a mesh of several.
+
+The programs of a pipeline count its ranks from 0 and know nothing of the pipelines beside it. Here
+
+- sends, receives and sums of tied weights are addressed to the ranks of the mesh;
+- stages that communicate are written out, their mesh dimensions made groups of ranks (``passes.inline_stages``);
+- gradients of parameters that every pipeline uses on its own rows, or on its own part of the work, are summed over the mesh;
+- the loss of a rank's rows is summed over the ranks that hold the others;
+- results that lie by rows are put together.
+
+                 tensor 0          tensor 1
+    stage 0      rank 0   ══════   rank 1        ══ collectives
+                   │                 │            │ send, receive
+    stage 1      rank 2   ══════   rank 3
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from passes.inline_stages import inline_stages
+from passes.ir.communication import all_gather, all_reduce, receive, send, wait
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
+from passes.ir.program import Program, StoreGradients
+from passes.program_module import ProgramModule
+
+__all__ = ["place_on_mesh"]
+
+
+def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int]) -> Program:
+    """One rank's program among all of the mesh.
+
+    Args:
+        program: as written for its pipeline alone.
+        graph: what the pipeline computes.
+        mesh: of all ranks.
+        pipeline: for each rank of the pipeline, the rank of the mesh.
+    """
+    writer = _Writer(program, graph, mesh, pipeline)
+    writer.address()
+    writer.sum_totals()
+    writer.sum_gradients()
+    writer.sum_loss()
+    writer.gather_rows()
+    program.module.graph.lint()
+    assert isinstance(program.module, ProgramModule)
+    rank = pipeline[program.rank]
+    return replace(program, rank=rank, module=inline_stages(program.module, mesh, rank))
+
+
+class _Writer:
+    """Rewrites one program in place."""
+
+    def __init__(self, program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int]) -> None:
+        self.program = program
+        self.graph = graph
+        self.part = graph.part
+        self.mesh = mesh
+        self.pipeline = pipeline
+        self.rank = pipeline[program.rank]
+        self.nodes: fx.Graph = program.module.graph
+        self.fakes = {node.name: node.meta.get("val") for node in graph.graph.nodes}
+
+    def address(self) -> None:
+        """Ranks of the pipeline -> ranks of the mesh; a tied weight is summed over the other pipelines at once."""
+        for node in self.nodes.nodes:
+            for name in ("destination", "source"):
+                if node.target in (send, receive) and name in node.kwargs:
+                    node.update_kwarg(name, self.pipeline[node.kwargs[name]])
+            if node.target is all_reduce:
+                over = {self.part.reduced.get(name, ()) for name in node.meta.get("reduces", ())}
+                assert len(over) == 1, "tied weights that are summed together are used alike"
+                (names,) = over
+                ranks = {rank for member in node.kwargs["group"] for rank in self.mesh.group(self.pipeline[member], names)}
+                node.update_kwarg("group", tuple(sorted(ranks)))
+
+    # -- gradients of parameters ---------------------------------------------------------------------------------------------------
+
+    def sum_gradients(self) -> None:
+        """In front of every store: sums of what each pipeline adds to the gradient."""
+        for node in list(self.nodes.nodes):
+            if node.op != "call_module":
+                continue
+            store = self.program.module.get_submodule(node.target)
+            if isinstance(store, StoreGradients) and not node.meta.get("is_summed"):
+                self._sum(node, store)
+
+    def _sum(self, node: fx.Node, store: StoreGradients) -> None:
+        gradients = node.args[0]
+        places: dict[tuple[str, ...], list[int]] = {}
+        for index, name in enumerate(store.names):
+            names = self.part.reduced.get(name or "", ())
+            if names:
+                places.setdefault(names, []).append(index)
+        if not places:
+            return
+        with self.nodes.inserting_before(node):
+            parts: list[Any] = [
+                self._call(node, operator.getitem, (gradients, index), f"{node.target}_{index}") for index in range(len(store.names))
+            ]
+            for names, indices in places.items():
+                ranks = self.mesh.group(self.rank, names)
+                for bucket in self._buckets(store, indices):
+                    label = f"{node.target}_{bucket[0]}"
+                    started = self._call(node, all_reduce, ([parts[index] for index in bucket],), f"all_reduce_{label}", group=ranks)
+                    started.meta["reduces"] = tuple(store.names[index] for index in bucket)
+                    started.meta["bytes"] = sum(self._bytes(store.names[index]) for index in bucket)
+                    summed = self._call(node, wait, (started,), f"summed_{label}")
+                    for position, index in enumerate(bucket):
+                        parts[index] = self._call(node, operator.getitem, (summed, position), f"summed_{node.target}_{index}")
+        node.args = (parts,)
+
+    def _buckets(self, store: StoreGradients, indices: Sequence[int]) -> list[list[int]]:
+        """Consecutive gradients, from the last parameter (whose gradient is there first), in messages of at least so many bytes."""
+        buckets: list[list[int]] = [[]]
+        size = 0
+        for index in reversed(indices):
+            if size >= BUCKET_BYTES:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(index)
+            size += self._bytes(store.names[index])
+        return buckets
+
+    def _bytes(self, name: str | None) -> int:
+        value = self.fakes[name or ""]
+        return int(value.numel()) * int(value.dtype.itemsize)
+
+    # -- loss and results ----------------------------------------------------------------------------------------------------------
+
+    def sum_totals(self) -> None:
+        """What is counted over a rank's rows (``passes.loss_totals``) -> over the batch."""
+        if self.part.n_row_parts == 1:
+            return
+        names = {total.placeholder for total in self.graph.totals}
+        for node in list(self.nodes.nodes):
+            if node.op == "call_module" and node.name in names:
+                self._sum_value(node, f"all_reduce_{node.name}", f"{node.name}_of_all_rows")
+
+    def _sum_value(self, node: fx.Node, start: str, name: str) -> None:
+        """Put the sum over the ranks that hold other rows in a value's place."""
+        users = list(node.users)
+        with self.nodes.inserting_after(node):
+            started = self._call(node, all_reduce, ([node],), start, group=self.mesh.group(self.rank, self.part.rows))
+        started.meta["bytes"] = 4
+        started.meta["reduces"] = (node.name,)
+        with self.nodes.inserting_after(started):
+            summed = self._call(node, wait, (started,), f"summed_{node.name}")
+        with self.nodes.inserting_after(summed):
+            result = self._call(node, operator.getitem, (summed, 0), name)
+        for user in users:
+            user.replace_input_with(node, result)
+
+    def sum_loss(self) -> None:
+        """The loss of a rank's rows -> that of the batch."""
+        if self.part.n_row_parts == 1 or self.program.kind != "train_step" or self.part.results != "loss":
+            return
+        for node in list(self.nodes.nodes):
+            if node.name == "loss_of_batch":
+                self._sum_value(node, "all_reduce_loss", "loss_of_all_rows")
+
+    def gather_rows(self) -> None:
+        """Results of a forward, and gradients of inputs: every rank gets those of all rows."""
+        if self.part.n_row_parts == 1:
+            return
+        by_rows = self.part.results != "whole"
+        outputs = {each.node: each.batch_dim for each in self.graph.outputs if each.combine == "concatenate" and by_rows}
+        inputs = {f"{leaf.placeholder}_gradient": leaf.batch_dim for leaf in self.graph.inputs}
+        output = self.nodes.output_node()
+        results: Any = output.args[0]
+        if self.program.kind == "forward":
+            saves = len(results) == 2 and isinstance(results[0], tuple)
+            gathered = self._gather(output, results[0] if saves else results, [outputs.get(name) for name in self.graph.returned])
+            output.args = ((gathered, results[1]) if saves else gathered,)
+        else:
+            gradients = results[1] if self.program.kind == "train_step" else results
+            gathered = self._gather(output, gradients, [inputs.get(getattr(each, "name", "")) for each in gradients])
+            output.args = ((results[0], gathered) if self.program.kind == "train_step" else gathered,)
+
+    def _gather(self, output: fx.Node, values: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, ...]:
+        places = [index for index, (value, dim) in enumerate(zip(values, dims, strict=True)) if value is not None and dim is not None]
+        if not places:
+            return tuple(values)
+        found = list(values)
+        with self.nodes.inserting_before(output):
+            arguments = ([values[index] for index in places], tuple(dims[index] for index in places))
+            started = self._call(output, all_gather, arguments, "all_gather_rows", group=self.mesh.group(self.rank, self.part.rows))
+            started.meta["bytes"] = 0
+            gathered = self._call(output, wait, (started,), "all_rows")
+            for position, index in enumerate(places):
+                found[index] = self._call(output, operator.getitem, (gathered, position), f"{values[index].name}_of_all_rows")
+        return tuple(found)
+
+    def _call(self, like: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+        node = self.nodes.create_node("call_function", function, arguments, keywords, name=name)
+        node.meta["section"] = like.meta.get("section", "gradients of parameters")
+        return node
+
+
+BUCKET_BYTES = 25 * 2**20
+"""How large a message of gradients is at least: as DistributedDataParallel's."""

@@ -1,0 +1,183 @@
+"""Changes of layout: from how a value lies to how a call reads it, one mesh dimension at a time.
+
+    from          to            operator             moved a rank (a ring of k, n bytes the whole value)
+    Partial       Replicate     all_reduce           2 n (k-1)/k
+    Partial       Shard         reduce_scatter       n (k-1)/k
+    Shard         Varying       all_gather           n (k-1)/k
+    Shard         Replicate     replicate            n (k-1)/k
+    Shard(a)      Shard(b)      exchange             n (k-1)/k²
+    Replicate     Shard         take                 nothing
+    Replicate     Varying       vary                 nothing (its backward reduces)
+    Replicate     Partial       keep_first           nothing
+
+Each change is made once, for all readers that need it; a partial sum is reduced once, for all readers of whatever layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.axes import TensorAxes
+from passes.extents import Extents, product
+from passes.ir.collectives import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
+from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
+from passes.rules.loops import Size
+from passes.size_expression import size_of
+
+__all__ = ["Resharder"]
+
+aten = torch.ops.aten
+
+Emit = Callable[..., fx.Node]
+
+
+class _Value:
+    """One tensor of the whole graph: how it lies, and its copies in other layouts."""
+
+    def __init__(self, name: str, node: fx.Node, place: int, layout: Layout, axes: TensorAxes) -> None:
+        self.name = name
+        self.place = place
+        self.layout = layout
+        self.axes = axes
+        self.copies: dict[Layout, fx.Node] = {layout: node}
+
+
+class Resharder:
+    """Knows how every value lies, and writes the changes that readers ask for.
+
+    Args:
+        extents: sizes at the rank's coordinate.
+        emit: writes a call.
+        write_size: writes a size.
+    """
+
+    def __init__(self, extents: Extents, emit: Emit, write_size: Callable[[Size], fx.Node | int]) -> None:
+        self._extents = extents
+        self._emit = emit
+        self._write_size = write_size
+        self._values: dict[fx.Node, _Value] = {}
+
+    def register(self, node: fx.Node, place: int, copy: fx.Node, layout: Layout, axes: TensorAxes) -> None:
+        """A value of the whole graph and this rank's part of it; of a call that gives several, the items register themselves."""
+        if place == 0 and isinstance(copy.meta["val"], torch.Tensor):
+            self._values[node] = _Value(node.name, copy, place, layout, axes)
+
+    def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
+        """This rank's part of a value in the layout that a reader needs."""
+        value = self._values[node]
+        for index in reversed(range(len(need))):
+            if isinstance(value.layout[index], Partial) and not isinstance(need[index], Partial):
+                rest: Placement = need[index] if isinstance(need[index], Shard) else Replicate()
+                value.layout = self._change(value, value.layout, index, rest, node)
+        layout = value.layout
+        for index in reversed(range(len(need))):
+            if isinstance(layout[index], Shard) and layout[index] != need[index]:
+                layout = self._change(value, layout, index, self._first_stop(layout, index, need), node)
+        for index in range(len(need)):
+            if layout[index] != need[index]:
+                layout = self._change(value, layout, index, need[index], node)
+        return value.copies[layout]
+
+    def _first_stop(self, layout: Layout, index: int, need: Layout) -> Placement:
+        """Where a shard goes first: straight to another shard if nothing else of the mesh cuts either axis, else to the whole."""
+        have, wanted = layout[index], need[index]
+        if not isinstance(wanted, Shard):
+            return wanted if isinstance(wanted, Varying) else Replicate()
+        others = {place.axis for other, place in enumerate((*layout, *need)) if isinstance(place, Shard) and other % len(layout) != index}
+        assert isinstance(have, Shard)
+        return wanted if have.axis not in others and wanted.axis not in others and have.dimension != wanted.dimension else Replicate()
+
+    def _change(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> Layout:
+        """One change over one mesh dimension, if it has not been made."""
+        changed = (*layout[:index], to, *layout[index + 1 :])
+        if changed not in value.copies:
+            value.copies[changed] = self._write(value, layout, index, to, like)
+        return changed
+
+    def _write(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> fx.Node:
+        source, have = value.copies[layout], layout[index]
+        over, _ = self._extents.mesh[index]
+        label = f"{value.name}_{{}}_{over}"
+        if isinstance(have, Partial) and isinstance(to, Replicate):
+            return self._emit(all_reduce, (source, over, have.operation), {}, label.format("all_reduce"), like)
+        if isinstance(have, Partial) and isinstance(to, Shard) and have.operation == "sum":
+            return self._along(reduce_scatter, value, layout, index, to, source, label.format("reduce_scatter"), like)
+        if isinstance(have, Replicate) and isinstance(to, Varying):
+            if not source.meta["val"].dtype.is_floating_point:
+                return source
+            return self._emit(vary, (source, over), {}, label.format("vary"), like)
+        if isinstance(have, Replicate) and isinstance(to, Partial):
+            return self._emit(keep_first, (source, over), {}, label.format("first"), like)
+        if isinstance(have, Replicate) and isinstance(to, Shard):
+            return self._along(take, value, layout, index, to, source, label.format("take"), like)
+        if isinstance(have, Shard) and isinstance(to, Varying | Replicate):
+            operator, word = (all_gather, "all_gather") if isinstance(to, Varying) else (replicate, "replicate")
+            return self._along(operator, value, layout, index, have, source, label.format(word), like)
+        if isinstance(have, Shard) and isinstance(to, Shard):
+            return self._exchange(value, layout, index, have, to, source, label.format("exchange"), like)
+        raise AssertionError(f"no change from {have} to {to}")
+
+    def _along(
+        self,
+        operator: Any,
+        value: _Value,
+        layout: Layout,
+        index: int,
+        shard: Shard,
+        source: fx.Node,
+        name: str,
+        like: fx.Node,
+    ) -> fx.Node:
+        """A collective along an axis: where the axis is not the outermost of its dimension, that is unfolded around it."""
+        over, count = self._extents.mesh[index]
+        parts = self._extents.parts(shard.axis, index, layout)
+        place = self._extents.coordinate[index]
+        outer, inner = self._around(value, layout, shard)
+        is_outermost = outer == 1
+        sizes = [product((part, inner)) for part in parts] if is_outermost else list(parts)
+        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else (sizes, sizes[place])
+        if is_outermost:
+            return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
+        shape = [size_of(size) for size in source.meta["val"].shape]
+        local = self._extents.axis(shard.axis, layout)
+        unfolded = self._reshape(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
+        moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
+        merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
+        return self._reshape(moved, shape, shard.dimension, (merged,), name, like)
+
+    def _reshape(
+        self, source: fx.Node, shape: Sequence[Size], dimension: int, instead: Sequence[Size], name: str, like: fx.Node
+    ) -> fx.Node:
+        """Write one dimension as others."""
+        sizes = [self._write_size(size) for size in (*shape[:dimension], *instead, *shape[dimension + 1 :])]
+        return self._emit(aten.reshape.default, (source, sizes), {}, name, like)
+
+    def _around(self, value: _Value, layout: Layout, shard: Shard) -> tuple[Size, Size]:
+        """The sizes, on this rank, of what a dimension holds outside and inside an axis."""
+        axes = value.axes[shard.dimension]
+        position = axes.index(shard.axis)
+        kept: Any = tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
+        sizes = [self._extents.axis(axis, kept) for axis in axes]
+        return product(sizes[:position]), product(sizes[position + 1 :])
+
+    def _exchange(
+        self, value: _Value, layout: Layout, index: int, have: Shard, to: Shard, source: fx.Node, name: str, like: fx.Node
+    ) -> fx.Node:
+        over, count = self._extents.mesh[index]
+        place = self._extents.coordinate[index]
+        inner: list[Size] = []
+        for shard in (have, to):
+            outside, inside = self._around(value, layout, shard)
+            if outside != 1:
+                changed = self._change(value, layout, index, Replicate(), like)
+                return self._write(value, changed, index, to, like)
+            inner.append(inside)
+        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, layout)]
+        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, layout)]
+        even = len(set(concat)) == 1 and len(set(split)) == 1
+        sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (split, split[place], concat, concat[place])
+        return self._emit(exchange, (source, to.dimension, have.dimension, over, count, *sizes), {}, name, like)
