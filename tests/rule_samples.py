@@ -264,6 +264,7 @@ def elementwise() -> Iterator[Sample]:
     yield Sample(aten.prelu.default, x, positive(3))
     yield Sample(aten.prelu.default, x, positive(1))
     yield Sample(aten.clamp.Tensor, x, y, None)
+    yield Sample(aten.isin.Tensor_Scalar, whole(5, 4, 3), 2)
     yield Sample(aten.isin.Tensor_Tensor, whole(5, 4, 3), whole(5, 2, 2))
     yield Sample(aten.clip.default, x, -0.5, 0.5)
     yield Sample(aten.divide.Tensor, x, y)

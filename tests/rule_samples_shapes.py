@@ -24,6 +24,8 @@ def views() -> Iterator[Sample]:
         for operator in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
             yield Sample(operator, real(*before), list(after))
         yield Sample(aten.reshape_as.default, real(*before), real(*before).view(after))
+    yield Sample(aten.view.dtype, real(3, 4), torch.int64)
+    yield Sample(aten.view.dtype, whole(9, 3, 4), torch.float64)
     yield Sample(aten.view_as.default, real(6, 4), real(2, 12))
     yield Sample(aten.flatten.using_ints, real(3, 4, 5, 2), 1, 2)
     yield Sample(aten.ravel.default, real(3, 4))
@@ -73,6 +75,7 @@ def pieces() -> Iterator[Sample]:
         yield Sample(operator.default, real(3, 8), 5, 1)
     yield Sample(aten.tensor_split.sections, x, 3, 1)
     yield Sample(aten.tensor_split.sections, x, 5, 1)
+    yield Sample(aten.tensor_split.indices, x, [4, 8], 1)
     yield Sample(aten.unbind.int, x, 1)
     yield Sample(aten.select.int, x, 1, 3)
     for start, end, step in [(0, 12, 1), (None, None, 1), (0, 2**63 - 1, 1), (4, 8, 1), (6, 12, 1), (-4, None, 1), (0, -1, 1), (3, 8, 1),
@@ -115,6 +118,7 @@ def pieces() -> Iterator[Sample]:
 def indexing() -> Iterator[Sample]:
     x = real(4, 5, 6)
     yield Sample(aten.embedding.default, real(10, 4), whole(10, 3, 5))
+    yield Sample(aten.embedding.default, real(10, 4), whole(10, 3, 5), -1, True)
     yield Sample(aten.index_select.default, x, 1, whole(5, 7))
     yield Sample(aten.index_select.default, x, 1, torch.tensor(2))
     for operator in (aten.index_add, aten.index_copy):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, VerificationError
 from passes.rules.language import Dim, RuleSyntaxError, Term, parse
 from passes.rules.prove import call_node, prove_rule
 from passes.rules.register import register_rule
@@ -52,6 +52,7 @@ def test_clauses_and_marks_are_read() -> None:
         ("a! b, a:sum -> b", "a:sum", "marked 'whole' and 'sum'"),
         ("a b:max -> a b", "b:max", "in a result"),
         ("a b -> a b, a", "b -> a b, a", "in some results and not in others"),
+        ("a* b -> b", "a* b -> b", "no result has 'a': mark it"),
         ("a -> a?", "a?", "a result lacks no dimension"),
         ("a -> a; b = n", "b = n", "no term has the factor 'b'"),
         ("a -> a; a = *", "*", "an argument or a number is expected"),
@@ -123,9 +124,19 @@ def test_a_rule_of_ones_own_is_one_line() -> None:
     assert prove_rule(GATED.default, x, gate).factors == ("rows", "columns")
 
 
-def test_a_rule_that_does_not_hold_is_found_by_execution() -> None:
-    register_rule(GATED.default, "rows in:max, in columns -> rows columns")
-    with pytest.raises(AssertionError, match="cut along in"):
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ("rows in:max, in columns -> rows columns", "cut along in into 1, 4"),
+        ("rows in:mean, in columns -> rows columns", "cut along in into 1, 4"),
+        ("+rows in, in columns -> rows columns", "cut along in into 1, 4"),
+        ("rows in, in columns -> rows columns; linear x gate", "linear in operands \\[0, 1\\]"),
+        ("rows in!, _ -> rows columns!", "an operand is read"),
+    ],
+)
+def test_a_rule_that_does_not_hold_is_found_by_execution(rule: str, problem: str) -> None:
+    register_rule(GATED.default, rule)
+    with pytest.raises(VerificationError, match=problem):
         prove_rule(GATED.default, torch.randn(4, 5, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64))
 
 

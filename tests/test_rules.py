@@ -191,3 +191,20 @@ def test_equal_calls_have_equal_loops() -> None:
     assert first is second
     assert first is not None
     assert first.factors[0] == Factor("batch", 2)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [(aten.bucketize.Scalar, (0.5, real(5))), (aten.isin.Scalar_Tensor, (1, whole(3, 5)))],
+)
+def test_an_overload_whose_operands_are_others_has_no_rule(operator: OpOverload, args: tuple[Any, ...]) -> None:
+    assert loops_of(call_node(operator, *args)) is None
+
+
+def test_a_random_mask_is_not_the_same_in_two_calls() -> None:
+    """A sum of parts is not kept as parts where each would draw its own mask."""
+    query = real(2, 3, 4, 5)
+    for dropout, linear in ((0.0, (frozenset({2}),)), (0.5, ())):
+        loops = loops_of(call_node(aten.scaled_dot_product_attention.default, query, query, query, None, dropout))
+        assert loops is not None
+        assert loops.linear == linear

@@ -196,6 +196,8 @@ def _factors(line: Line, kept: list[_Key], sizes: Mapping[_Key, Size], results: 
         if reduction is None and having not in (0, len(results)):
             raise MisfitError(f"{name!r} is in some results and not in others")
         if reduction is None and not having:
+            if name in line.starred:
+                raise MisfitError(f"no result has {_text([key])}, and nothing says how it is reduced")
             reduction = "sum"
         readable = name.rstrip("'")
         numbered = width[name] > 1 or name == ANY_DIMENSION

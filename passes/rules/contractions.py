@@ -79,7 +79,7 @@ def attention(call: Call) -> str:
         f"batch* {query_heads} {queries} qk!, batch* {heads} keys! qk!, batch* {heads} keys! width, {_mask_term(call, query_heads)}"
         f" -> batch* {query_heads} queries width"
     )
-    return f"{line}; linear value"
+    return line if call["dropout_p"] else f"{line}; linear value"
 
 
 def _mask_term(call: Call, heads: str) -> str:

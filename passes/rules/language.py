@@ -5,7 +5,7 @@
 Before the arrow stand the operands, one term for each tensor that the operator takes, behind it the results; a result term that stands
 alone describes all results. A term lists dimensions by the factor (the loop) that runs over each.
 
-    name            a factor; one that no result has is summed over
+    name            a factor; one that no result has is summed over (under a star, where it is marked so)
     name'           another factor of the same readable name (``height -> height'``)
     name*           any number of dimensions, aligned at their right ends
     name?           a dimension that a tensor of fewer dimensions lacks
@@ -114,6 +114,12 @@ class Line:
     sizes: Mapping[str, str | int] = field(default_factory=dict)
     shape: str | None = None
     linear: tuple[tuple[tuple[str, int | None], ...], ...] = ()
+
+    @functools.cached_property
+    def starred(self) -> frozenset[str]:
+        """Factors that stand for any number of dimensions."""
+        terms = (*(self.operands or ()), *self.results)
+        return frozenset(name for term in terms for dim in term.dims if dim.star for name in dim.names)
 
 
 @functools.cache
@@ -287,3 +293,5 @@ class _Reader:
                 raise self.error(f"{name!r} is in a result: it cannot be combined by {mark!r}", self.marked_at[name])
             if having not in (0, len(results)):
                 raise self.error(f"{name!r} is in some results and not in others: mark it with '!'", position)
+            if not having and mark is None and self.starred[name]:
+                raise self.error(f"no result has {name!r}: mark it with how it is reduced, as in '{name}*:sum'", position)

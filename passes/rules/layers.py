@@ -10,7 +10,7 @@ from passes.rules.creation import everything
 from passes.rules.writing import dimension, numbered, write
 
 __all__ = [
-    "batch_norm", "classification", "dropout", "elementwise_loss", "feature_dropout", "instance_norm", "prelu", "recurrent",
+    "batch_norm", "classification", "dropout", "elementwise_loss", "embedding", "feature_dropout", "instance_norm", "prelu", "recurrent",
     "recurrent_cell", "vector_loss", "weight_norm",
 ]  # fmt: skip
 
@@ -36,6 +36,12 @@ def instance_norm(call: Call) -> str:
         return _NORMALISED.format("")
     batch = "batch" if call["running_mean"] is None else "batch!"
     return f"{batch} channels space*!, channels, channels, channels, channels -> {batch} channels space*!"
+
+
+def embedding(call: Call) -> str:
+    """Rows of a table. Gradients that are scaled by how often a row was looked up need all indices."""
+    batch = "batch*!" if call.get("scale_grad_by_freq") else "batch*"
+    return f"vocab! width, {batch} -> {batch} width; linear weight"
 
 
 def weight_norm(call: Call) -> str:

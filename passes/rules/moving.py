@@ -175,7 +175,8 @@ def split(argument: str | None) -> Callable[[Call], Loops]:
         rank = len(call.operand("self").shape)
         chosen = dimension(rank, call["dim"])
         (before, *after), clauses = _blocks(chosen, rank, [call.operand("self").shape[chosen], *(shape[chosen] for shape in call.results)])
-        equal = len({shape[chosen] for shape in call.results}) == 1
+        cut_at_indices = call.get("indices") is not None  # places, which say nothing of a part
+        equal = not cut_at_indices and len({shape[chosen] for shape in call.results}) == 1
         given = call.get(argument) if argument is not None else None
         if (argument is None and not equal) or (given is not None and not isinstance(given, tuple) and not equal):
             before, *after = _uncut(chosen, rank, 1 + len(call.results))

@@ -185,9 +185,10 @@ class _Prover:
             if self.random or "empty" in self.operator.name():
                 continue
             scale = max(1.0, float(other.abs().max())) if other.numel() and other.dtype != torch.bool else 1.0
-            torch.testing.assert_close(
-                one, other, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda text: f"{self.operator}: {where}: {text}"
-            )
+            try:
+                torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)
+            except AssertionError as error:
+                raise self.fail(f"{where}: result {number} is another: {error}") from None
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -54,7 +54,7 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
 """Rule -> operators."""
 
 LAYERS: Mapping[Any, list[Any]] = {
-    "vocab! width, batch* -> batch* width; linear weight": [aten.embedding],
+    layers.embedding: [aten.embedding],
     contractions.layer_norm: [aten.layer_norm, aten.rms_norm],
     layers.batch_norm: [aten.batch_norm],
     layers.instance_norm: [aten.instance_norm],

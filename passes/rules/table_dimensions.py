@@ -14,7 +14,7 @@ __all__ = ["ALONG", "INDEXING", "SHAPES"]
 aten = torch.ops.aten
 
 SHAPES: Mapping[Any, list[Any]] = {
-    views.reshape("size"): [aten.view, aten._unsafe_view],  # noqa: SLF001
+    views.reshape("size"): [aten.view.default, aten._unsafe_view],  # noqa: SLF001
     views.reshape("shape"): [aten.reshape],
     views.reshape(None): [aten.flatten, aten.ravel],
     views.unflatten: [aten.unflatten],
@@ -31,6 +31,7 @@ SHAPES: Mapping[Any, list[Any]] = {
     "dim* -> dim*; shape size; linear self": [aten.broadcast_to, aten.expand],
     "dim*, dim* -> dim*; linear self": [aten.expand_as],
     "...": [aten.broadcast_tensors],
+    "dim* -> dim*": [aten.view.dtype],
     moving.repeat("repeats"): [aten.repeat],
     moving.repeat("dims"): [aten.tile],
     moving.repeat_interleave: [aten.repeat_interleave],
@@ -76,7 +77,8 @@ ALONG: Mapping[Any, list[Any]] = {
     reductions.reduced("max"): [aten.amax, aten.any, aten.max.default],
     reductions.reduced("min"): [aten.amin, aten.all, aten.min.default],
     reductions.reduced("whole"): [
-        aten.aminmax, aten.argmax, aten.argmin, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
+        aten.aminmax,
+        aten.argmax, aten.argmin, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
         aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean, aten.nanmedian,
     ],
     "...": [aten.max.other, aten.min.other],

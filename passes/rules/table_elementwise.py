@@ -52,8 +52,8 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
     "dim*, _ -> dim*; linear self": [aten.to, aten.type_as],
     "dim*, dim* -> dim*; linear src": [aten.copy],
     layers.dropout: [aten.dropout],
-    "dim*, boundaries! -> dim*": [aten.bucketize],
-    "dim*, tested*! -> dim*": [aten.isin],
+    "dim*, boundaries! -> dim*": [aten.bucketize.Tensor],
+    "dim*, tested*! -> dim*": [aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar],
     layers.feature_dropout: [aten.feature_dropout, aten.feature_alpha_dropout],
     layers.prelu: [aten.prelu],
 }  # fmt: skip
@@ -65,7 +65,10 @@ CREATION: Mapping[Any, list[Any]] = {
     "dim* -> dim*": [
         aten.empty_like, aten.full_like, aten.ones_like, aten.rand_like, aten.randint_like, aten.randn_like, aten.zeros_like,
     ],
-    "-> dim*!": [aten.arange, aten.eye, aten.fft_fftfreq, aten.fft_rfftfreq, aten.linspace, aten.logspace, aten.randperm, aten.scalar_tensor, aten.tril_indices, aten.triu_indices],
+    "-> dim*!": [
+        aten.arange, aten.eye, aten.fft_fftfreq, aten.fft_rfftfreq, aten.linspace, aten.logspace, aten.randperm,
+        aten.scalar_tensor, aten.tril_indices, aten.triu_indices,
+    ],
     "dim* -> dim* classes!": [aten.one_hot],
     creation.histogram: [aten.histc],
     creation.bincount: [aten.bincount],

@@ -19,6 +19,7 @@ import sympy
 from passes.rules.bind import MisfitError, linear_sets, quotient
 from passes.rules.call import Call, Shape
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
+from passes.rules.writing import dimension
 
 __all__ = ["refine", "reshape", "shaped_like", "unflatten"]
 
@@ -49,7 +50,7 @@ def unflatten(call: Call) -> Loops:
     """One dimension becomes several."""
     loops = reshape(None)(call)
     rank = len(call.operand("self").shape)
-    chosen = call["dim"] % rank if isinstance(call["dim"], int) else 0
+    chosen = dimension(rank, call["dim"])
     count = len(call.results[0]) - rank + 1
     return dataclasses.replace(loops, localize=lambda part: {"sizes": list(part.results[0][chosen : chosen + count])})
 
