@@ -41,6 +41,7 @@ class Axes:
         factors: node -> for each factor of its loops, the axes, outermost first.
         roles: for each axis the names that rules give the factors that run over it, with how often.
         unruled: operations without a rule, by name of the node.
+        operands: call -> the tensors among its arguments; see ``tensor_operands``.
     """
 
     sizes: tuple[Size, ...]
@@ -49,6 +50,7 @@ class Axes:
     factors: Mapping[str, tuple[tuple[int, ...], ...]]
     roles: tuple[Mapping[str, int], ...]
     unruled: Mapping[str, str]
+    operands: Mapping[str, tuple[fx.Node, ...]]
 
     def of(self, node: str) -> TensorAxes:
         """The axes of a node that gives one tensor."""
@@ -233,4 +235,5 @@ def _numbered(
 
     by_node = {node.name: tuple(tuple(number(dimension) for dimension in tensor) for tensor in each) for node, each in tensors.items()}
     by_factor = {name: tuple(number([axis]) for axis in axes) for name, axes in factors.items()}
-    return Axes(tuple(axis.size for axis in kept), by_node, loops, by_factor, tuple(axis.roles for axis in kept), unruled)
+    operands = {node.name: tuple(tensor_operands(node)) for node in tensors if node.op == "call_function" and not is_item(node)}
+    return Axes(tuple(axis.size for axis in kept), by_node, loops, by_factor, tuple(axis.roles for axis in kept), unruled, operands)

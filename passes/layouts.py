@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
-from passes.axes import Axes, is_item, returned_values, tensor_operands
+from passes.axes import Axes, is_item, returned_values
 from passes.inside.table import inside_of
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
@@ -227,7 +227,7 @@ class _Walk:
     def call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if isinstance(value, tuple | list | Tensor):
-            operands = [] if is_item(node) else tensor_operands(node)
+            operands = () if is_item(node) else self.axes.operands[node.name]
             if is_item(node):
                 source, index = node.args
                 assert isinstance(source, fx.Node)

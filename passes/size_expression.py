@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,8 +62,16 @@ def apply_to_sizes(function: Callable[[Any, Any], Any], left: int | sympy.Expr, 
 
 def bytes_of(value: torch.Tensor, symbol: sympy.Symbol | None, batch: int) -> int:
     """Bytes of a traced tensor when the batch has this size."""
-    elements = sympy.Mul(*(size_of(size) for size in value.shape))
-    return int(elements.subs(symbol, batch) if symbol is not None else elements) * value.dtype.itemsize
+    return _elements(tuple(size_of(size) for size in value.shape), symbol, batch) * value.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=65536)
+def _elements(sizes: tuple[int | sympy.Expr, ...], symbol: sympy.Symbol | None, batch: int) -> int:
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) == len(sizes):
+        return math.prod(numbers)
+    elements = sympy.Mul(*sizes)
+    return int(elements.subs(symbol, batch) if symbol is not None else elements)
 
 
 def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: fx.Node | int) -> fx.Node | int:

@@ -2,22 +2,21 @@
 
 Candidates are the axes of the parameters. Axes that blocks repeat (the ffn of every block) are one candidate: they have the same name, size
 and parameters but for the numbers in these. Step by step a candidate is added, dropped or exchanged for another, whatever leaves the least
-cost, until nothing helps:
+cost, until nothing helps; then again without those that run through most parameters:
 
-    cost = (multiply-adds that no rank is spared, bytes that changes of layout move)
+    cost = bytes that changes of layout move + what the share of the work and of the parameters is worth that every rank has whole
 
 A chain of linear layers a - b - c - d is cut at b and at d: then every layer is cut and none reads what another cut does not give.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from passes.axes import Axes, returned_values, tensor_operands
+from passes.axes import Axes, returned_values
 from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Replicate, Shard, Varying
@@ -26,14 +25,22 @@ from passes.size_expression import bytes_of
 
 __all__ = ["choose_axes", "layout_cost"]
 
-Cost = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Axes that are cut together."""
+    """Axes that are cut together.
+
+    Attributes:
+        span: in how many dimensions of parameters they occur.
+    """
 
     axes: tuple[int, ...]
+    span: int
+
+
+_BANNED = 2
+"""How many of the widest candidates are tried without: what runs through everything (the residual stream) is what climbing stops at."""
 
 
 def choose_axes(graph: ModelGraph, axes: Axes, dimension: str, count: int, fixed: Sequence[int] = ()) -> tuple[int, ...]:
@@ -44,30 +51,48 @@ def choose_axes(graph: ModelGraph, axes: Axes, dimension: str, count: int, fixed
         fixed: axes that are cut whatever it costs.
     """
 
-    def cost(chosen: Sequence[int]) -> Cost:
+    def cost(chosen: Sequence[int]) -> float:
         return layout_cost(graph, axes, assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, ()))
 
-    return _climb(_candidates(graph, axes, count, fixed), tuple(fixed), cost)
+    return _search(_candidates(graph, axes, count, fixed), tuple(fixed), cost)
 
 
-def _climb(candidates: Sequence[_Candidate], start: tuple[int, ...], cost: Callable[[Sequence[int]], Cost]) -> tuple[int, ...]:
-    """Add, drop or exchange the candidate that helps most, until none does."""
-    chosen: tuple[_Candidate, ...] = ()
-    known: dict[frozenset[_Candidate], Cost] = {}
+def _search(candidates: Sequence[_Candidate], start: tuple[int, ...], cost: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
+    """Climb; then climb once more without one that runs through most parameters, for as long as that ends better."""
+    known: dict[frozenset[_Candidate], float] = {}
 
-    def cost_of(selection: Sequence[_Candidate]) -> Cost:
+    def cost_of(selection: Sequence[_Candidate]) -> float:
         key = frozenset(selection)
         if key not in known:
             known[key] = cost((*start, *(axis for candidate in selection for axis in candidate.axes)))
         return known[key]
 
+    best = _climb(candidates, (), cost_of)
+    banned = frozenset[_Candidate]()
     while True:
-        added = [(*chosen, candidate) for candidate in candidates if candidate not in chosen]
+        others = []
+        for taken in sorted(best, key=lambda each: -each.span)[:_BANNED]:
+            without = banned | {taken}
+            left = [candidate for candidate in candidates if candidate not in without]
+            others.append((without, _climb(left, tuple(each for each in best if each != taken), cost_of)))
+        without, other = min(others, key=lambda pair: cost_of(pair[1]), default=(banned, best))
+        if cost_of(other) >= cost_of(best):
+            return (*start, *(axis for candidate in best for axis in candidate.axes))
+        best, banned = other, without
+
+
+def _climb(
+    candidates: Sequence[_Candidate], chosen: tuple[_Candidate, ...], cost_of: Callable[[Sequence[_Candidate]], float]
+) -> tuple[_Candidate, ...]:
+    """Add or drop the candidate that helps most, or else exchange one, until nothing helps."""
+    while True:
+        left = [candidate for candidate in candidates if candidate not in chosen]
         dropped = [tuple(other for other in chosen if other != candidate) for candidate in chosen]
-        exchanged = [(*rest, candidate) for rest in dropped for candidate in candidates if candidate not in chosen]
-        best = min((*added, *dropped, *exchanged), key=cost_of, default=chosen)
+        best = min((*((*chosen, candidate) for candidate in left), *dropped), key=cost_of, default=chosen)
         if cost_of(best) >= cost_of(chosen):
-            return (*start, *(axis for candidate in chosen for axis in candidate.axes))
+            best = min(((*rest, candidate) for rest in dropped for candidate in left), key=cost_of, default=chosen)
+        if cost_of(best) >= cost_of(chosen):
+            return chosen
         chosen = best
 
 
@@ -84,52 +109,69 @@ def _candidates(graph: ModelGraph, axes: Axes, count: int, fixed: Sequence[int])
         if axis in batch or axis in fixed or not isinstance(size, int) or size < count:
             continue
         groups.setdefault((size, tuple(sorted(set(signature)))), []).append(axis)
-    return [_Candidate(tuple(group)) for group in groups.values()]
+    return [_Candidate(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]
 
 
-def layout_cost(graph: ModelGraph, axes: Axes, layouts: Layouts) -> Cost:
-    """What layouts cost: multiply-adds that every rank repeats, and bytes moved forward and backward."""
-    return _repeated_work(graph, axes, layouts), _moved_bytes(graph, layouts)
+def layout_cost(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
+    """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole."""
+    contractions = _contractions(axes)
+    work = sum(contractions.values())
+    repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
+    share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
+    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts)
 
 
-def _repeated_work(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
-    work = 0.0
+WORTH = 10
+"""How many messages it is worth to cut one contraction: a hundredth of a model of a hundred contractions, ten."""
+
+
+def _contractions(axes: Axes) -> dict[str, float]:
+    """The calls that multiply and add, and how often."""
+    found = {}
     for name, loops in axes.loops.items():
-        if any(layouts.cuts.get(name, ())) or len(loops.operands) < 2 or not any(each.reduction == "sum" for each in loops.factors):
-            continue
-        runs = 1.0
-        for factor in loops.factors:
-            runs *= float(factor.size if isinstance(factor.size, int) else factor.size.subs(graph.batch, graph.batch_size))
-        work += runs
-    return work
+        if len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors):
+            found[name] = math.prod(float(factor.size) if isinstance(factor.size, int) else 1.0 for factor in loops.factors)
+    return found
 
 
-def _moved_bytes(graph: ModelGraph, layouts: Layouts) -> float:
+def _repeated_parameters(graph: ModelGraph, layouts: Layouts) -> float:
+    sizes = {node.name: node.meta["val"].numel() for node in graph.graph.nodes if node.name in graph.parameters}
+    whole = sum(size for name, size in sizes.items() if not any(isinstance(place, Shard) for place in layouts.stored[name]))
+    return whole / max(sum(sizes.values()), 1)
+
+
+def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
+    """Bytes that changes of layout move, forward and backward; a message that moves nothing costs as much as ``MESSAGE`` bytes."""
     moved: dict[tuple[str, object], float] = {}
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
             continue
-        operands = returned_values(node) if node.op == "output" else tensor_operands(node)
+        operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
         for operand, needs in zip(operands, layouts.needs[node.name], strict=True):
-            value = operand.meta["val"]
-            lies = layouts.results[operand.name][0]
-            for have, need in zip(lies, needs, strict=True):
-                if have != need and isinstance(value, Tensor):
-                    key = (operand.name, "sum" if isinstance(have, Partial) else need)
-                    moved[key] = _times(have, need) * bytes_of(value, graph.batch, graph.batch_size)
+            size = bytes_of(operand.meta["val"], graph.batch, graph.batch_size)
+            for have, need in zip(layouts.results[operand.name][0], needs, strict=True):
+                times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0)) if have != need else (0.0, 0)
+                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * size + messages * MESSAGE
+        for cut in layouts.cuts.get(node.name, ()):
+            if cut is not None and axes.loops[node.name].factors[cut.factor].reduction == "whole":
+                moved[node.name, "inside"] = _MESSAGES_INSIDE * MESSAGE
     return sum(moved.values())
 
 
-def _times(have: object, need: object) -> float:
-    """How often a change of layout moves the value, forward and backward, for many ranks."""
-    table: Mapping[tuple[type, type], float] = {
-        (Partial, Replicate): 2.0,
-        (Partial, Varying): 4.0,
-        (Partial, Shard): 2.0,
-        (Shard, Replicate): 1.0,
-        (Shard, Varying): 2.0,
-        (Shard, Shard): 1.0,
-        (Replicate, Shard): 1.0,
-        (Replicate, Varying): 2.0,
-    }
-    return table.get((type(have), type(need)), 0.0)
+MESSAGE = 2.0**20
+"""What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
+
+_MESSAGES_INSIDE = 4
+"""How many small messages an operation that reduces inside sends, forward and backward."""
+
+_CHANGES: Mapping[tuple[type, type], tuple[float, int]] = {
+    (Partial, Replicate): (2.0, 1),
+    (Partial, Varying): (4.0, 2),
+    (Partial, Shard): (2.0, 2),
+    (Shard, Replicate): (1.0, 1),
+    (Shard, Varying): (2.0, 2),
+    (Shard, Shard): (1.0, 2),
+    (Replicate, Shard): (1.0, 1),
+    (Replicate, Varying): (2.0, 1),
+}
+"""How often a change of layout moves the value, forward and backward, for many ranks; and in how many messages."""
