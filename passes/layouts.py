@@ -130,7 +130,9 @@ class _Call:
         return Partial() if self.lying[place] == Partial() else Varying()
 
     def need(self, cut: Cut | None, place: int) -> Placement:
-        """How an operand is read."""
+        """How an operand is read; one whose numbers do not matter, as it lies."""
+        if self.loops is not None and place in self.loops.unread:
+            return self.lying[place] or Replicate()
         if cut is None or self.loops is None:
             return Replicate()
         for dimension, factors in enumerate(self.loops.operands[place]):

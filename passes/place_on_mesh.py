@@ -28,6 +28,7 @@ from passes.ir.communication import all_gather, all_reduce, receive, send, wait
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program, StoreGradients
+from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
 
 __all__ = ["place_on_mesh"]
@@ -51,7 +52,9 @@ def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Seq
     program.module.graph.lint()
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
-    return replace(program, rank=rank, module=inline_stages(program.module, mesh, rank))
+    module = inline_stages(program.module, mesh, rank)
+    overlap_communication(module.graph)
+    return replace(program, rank=rank, module=module)
 
 
 class _Writer:
@@ -121,7 +124,7 @@ class _Writer:
         buckets: list[list[int]] = [[]]
         size = 0
         for index in reversed(indices):
-            if size >= BUCKET_BYTES:
+            if size >= (BUCKET_BYTES if len(buckets) > 1 else FIRST_BUCKET_BYTES):
                 buckets.append([])
                 size = 0
             buckets[-1].append(index)
@@ -205,3 +208,6 @@ class _Writer:
 
 BUCKET_BYTES = 25 * 2**20
 """How large a message of gradients is at least: as DistributedDataParallel's."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first message is small, so that communication begins early."""
