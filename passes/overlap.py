@@ -10,18 +10,22 @@
     ...                                     sums = wait(pending)             in front of its first reader
     store(sums)                             store(sums)
 
+Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read.
+
 All ranks of a group move theirs alike: their programs differ in numbers alone, and ``passes.verify`` proves what comes out. A start does
 not move up past a call that writes in place, which might write what it sends.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.ir.communication import COLLECTIVES, wait
+from passes.bundle import is_held
+from passes.ir.communication import COLLECTIVES, all_gather, wait
 from passes.operators import written_arguments
 
 __all__ = ["overlap_communication"]
@@ -48,6 +52,7 @@ class _Order:
     def __init__(self, graph: fx.Graph) -> None:
         self.placed: dict[fx.Node, None] = {}
         self._late = _late_nodes(graph)
+        self._ahead = _gathered_ahead(graph)
         self._starts = _early_starts(graph, self._late)
 
     def is_late(self, node: fx.Node) -> bool:
@@ -60,6 +65,8 @@ class _Order:
             return
         for source in node.all_input_nodes:
             self.place(source)
+        if node in self._ahead:
+            self.place(self._ahead[node])
         self.placed[node] = None
         for start in self._starts.get(node, ()):
             self.place(start)
@@ -77,6 +84,17 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
     return late
 
 
+def _is_gather(node: fx.Node) -> bool:
+    """Whether a node gathers parameters: they could all start at once, and would all be whole at once."""
+    return node.target is all_gather and all(is_held(part) for part in node.all_input_nodes)
+
+
+def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For the wait of each gather of parameters, the next such gather: it is under way while what this one brings is used."""
+    gathers = [node for node in graph.nodes if _is_gather(node)]
+    return {next(iter(node.users)): following for node, following in itertools.pairwise(gathers) if node.users}
+
+
 def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the collectives that can start as soon as it is there: it is the last of what they read, or writes in place."""
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -85,7 +103,7 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and written_arguments(node):
             barrier = node
-        if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes):
+        if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node):
             continue
         candidates = [*node.all_input_nodes, *([barrier] if barrier is not None else [])]
         if candidates:

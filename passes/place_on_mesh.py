@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import fx
 
+from passes.bundle import bundle_collectives
 from passes.inline_stages import inline_stages
 from passes.ir.communication import all_gather, all_reduce, receive, send, wait
 from passes.ir.graph import ModelGraph
@@ -53,6 +54,7 @@ def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Seq
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
     module = inline_stages(program.module, mesh, rank)
+    bundle_collectives(module.graph)
     overlap_communication(module.graph)
     return replace(program, rank=rank, module=module)
 
