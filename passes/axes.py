@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import sympy
 from torch import Tensor, fx
 
-from passes.operators import bound_arguments, node_leaves
+from passes.operators import bound_arguments, draws, node_leaves
 from passes.rules.loops import Loops, Size
 from passes.rules.table import loops_of
 from passes.size_expression import size_of
@@ -156,7 +156,7 @@ def find_axes(graph: fx.Graph) -> Axes:
         found = loops_of(node) if node.op == "call_function" else None
         if found is None:
             tensors[node] = [[[_Axis(size_of(size))] for size in result.shape] for result in results]
-            if node.op == "call_function":
+            if node.op == "call_function" and not draws(node):
                 unruled[node.name] = str(node.target)
             continue
         axes = _factor_axes(found)

@@ -8,7 +8,8 @@
     y = linear(h, w2_all)
 
 Gathers of parameters are bundled in the order of their first use, so that a bundle is about a layer; scattered gradients in the order in
-which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds enough bytes, or when something of it is read before the next one is there.
+which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds
+enough bytes, or when something of it is read before the next one is there.
 """
 
 from __future__ import annotations

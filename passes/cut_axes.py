@@ -26,6 +26,7 @@ from passes.ir.plan import Plan
 from passes.layouts import Layouts, assign_layouts
 from passes.localize import localize
 from passes.rules.loops import Size
+from passes.split_randomness import split_randomness
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan"]
 
@@ -72,6 +73,7 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
         rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
     """
     mesh = Mesh(plan.mesh).cutting
+    graph = split_randomness(graph) if mesh.size > 1 else graph
     axes = find_axes(graph.graph)
     names = axis_names(graph, axes)
     assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())

@@ -26,6 +26,7 @@ from passes.ir import collectives, communication
 from passes.ir.mesh import Mesh
 from passes.ir.microbatch import take_part
 from passes.ir.program import StageCall
+from passes.operators import draws
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
 
@@ -33,8 +34,9 @@ __all__ = ["communicates", "inline_stages"]
 
 
 def communicates(module: nn.Module) -> bool:
-    """Whether a module of a program is a stage whose graph holds collectives."""
-    return isinstance(module, StageCall) and any(node.target in collectives.COLLECTIVES for node in module.graph.graph.nodes)
+    """Whether a module of a program is a stage whose graph holds collectives, or draws what other ranks draw, too."""
+    nodes = module.graph.graph.nodes if isinstance(module, StageCall) else ()
+    return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
 
 
 def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule:
@@ -134,6 +136,10 @@ class _Inliner:
         if write is not None:
             return write(self, node, arguments, name)
         assert callable(node.target)
+        if draws(node):
+            group = self.mesh.group(self.rank, self.mesh.cutting.names)
+            drawn = self._call(communication.draw_alike, (node.target, group, *arguments), name, **self._mapped(node.kwargs, values))
+            return self._describe(drawn, node)
         copy = self._call(node.target, arguments, name, **self._mapped(node.kwargs, values))
         return self._describe(copy, node)
 

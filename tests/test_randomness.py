@@ -1,8 +1,9 @@
-"""With one microbatch, dropout draws what the model in one piece draws for the same seed, whatever the stages."""
+"""With one microbatch, dropout draws what the model in one piece draws for the same seed, whatever the stages and cuts."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -36,6 +37,48 @@ def test_same_seed_same_masks(mode: str, recompute: str) -> None:
     expected = loss_of(reference(X), target)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    gradients = pm.full_gradients()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Attention(nn.Module):
+    """Dropout of attention weights, of a residual branch and inside a feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.project = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.feed_forward = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+        x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, length, 8)))
+        result: Tensor = x + self.feed_forward(x)
+        return result
+
+
+MESHES = [{"tensor": 2}, {"data": 2}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(f"{name}{size}" for name, size in mesh.items()))
+def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Attention().double()
+    x, target = torch.randn(4, 5, 8, dtype=torch.float64), torch.randn(4, 5, 8, dtype=torch.float64)
+    pm = partition(model, devices=math.prod(mesh.values()), mode=mesh, example_inputs=(x,), n_microbatches=1)
+    reference = copy.deepcopy(model)
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected = loss_of(reference(x), target)
+        expected.backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        loss = pm.train_step(x, target=target, loss_fn=loss_of)
+        assert torch.equal(torch.get_rng_state(), after)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
     gradients = pm.full_gradients()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)

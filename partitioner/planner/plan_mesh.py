@@ -24,6 +24,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
+from passes.split_randomness import split_randomness
 
 __all__ = ["plan_mesh"]
 
@@ -47,6 +48,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
     cutting = mesh.cutting
     if any(name in ROWS for name in cutting.names):
         graph = with_totals(graph)
+    graph = split_randomness(graph)
     axes = find_axes(graph.graph)
     names = axis_names(graph, axes)
     _check_rows(graph, cutting)

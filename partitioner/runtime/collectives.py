@@ -26,7 +26,7 @@ from torch import Tensor
 from passes.ir.communication import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
-__all__ = ["Collective", "CollectiveTransport", "Exchange", "assemble", "flatten", "is_leading", "reduce_pieces"]
+__all__ = ["Collective", "CollectiveTransport", "Exchange", "assemble", "flatten", "is_leading", "reduce_pieces", "writes_in_place"]
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """The name of a collective."""
@@ -89,6 +89,11 @@ class CollectiveTransport(ABC):
         position = group.index(self.rank)
         exchanges = _transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
         return self.start("all_to_all", group, exchanges, "sum")
+
+
+def writes_in_place(function: Callable[..., Any]) -> bool:
+    """Whether an operator writes its first argument and returns it (``aten.bernoulli_``)."""
+    return function.__name__.partition(".")[0].endswith("_")
 
 
 # -- what each collective exchanges -----------------------------------------------------------------------------------------------------

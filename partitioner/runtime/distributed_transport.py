@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,7 @@ class DistributedTransport(CollectiveTransport):
             elif destination == self.rank:
                 self._routes_in[source] = connection.route(source, destination)
         self._sent: defaultdict[int, deque[tuple[int, dist.Work]]] = defaultdict(deque)
+        self._alike: set[tuple[int, ...]] = set()
         self._tagged = connection.tagged
         self._calls = GLOO if connection.tagged else NCCL
         self._bytes_only = frozenset() if connection.tagged else _NOT_IN_NCCL
@@ -113,6 +114,27 @@ class DistributedTransport(CollectiveTransport):
             return start_collective(self._connection.group(group), self._calls, name, group, exchanges, operation)
         except RuntimeError as error:
             raise self._collective_failed(name, group) from error
+
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+        """Every rank draws by itself, from the state that the generator of the group's first rank had when the run came to draw."""
+        if len(group) > 1 and group not in self._alike:
+            self._alike.add(group)
+            self._take_generator_state(group)
+        return function(*arguments, **keywords)
+
+    def _take_generator_state(self, group: tuple[int, ...]) -> None:
+        cuda = self.device.type == "cuda"
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
+        for place, state in enumerate(states):
+            carried = state.to(self.device)
+            try:
+                dist.broadcast(carried, group[0], self._connection.group(group))
+            except RuntimeError as error:
+                raise self._collective_failed("all_gather", group) from error
+            states[place] = carried.cpu()
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1], self.device)
 
     def ready(self, pending: _Receive | Started) -> bool:
         """Waiting blocks: there is nobody else to run in this process."""

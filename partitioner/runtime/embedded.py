@@ -10,14 +10,14 @@ can go on, what each one waits for is reported.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange, assemble
+from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange, assemble, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
 from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError
@@ -57,6 +57,7 @@ class _Mailbox:
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
     given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
     waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
+    drawn: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class _EmbeddedTransport(CollectiveTransport):
         self._devices = devices
         self._mailbox = mailbox
         self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._drawn: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         self._mailbox.messages[_Receive(self.rank, destination, tag)] = tensor.to(self._devices[destination], non_blocking=True)
@@ -91,6 +93,21 @@ class _EmbeddedTransport(CollectiveTransport):
         self._counts[group] += 1
         self._mailbox.given[collective][self.rank] = exchanges
         return _Part(collective, operation)
+
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+        """The first rank that comes draws; the others get what it drew."""
+        key = (group, self._drawn[group])
+        self._drawn[group] += 1
+        in_place = writes_in_place(function)
+        if key not in self._mailbox.drawn:
+            result = function(*arguments, **keywords)
+            if len(group) > 1:
+                self._mailbox.drawn[key] = (result.clone() if in_place else result, 1)
+            return result
+        kept, readers = self._mailbox.drawn.pop(key)
+        if readers + 1 < len(group):
+            self._mailbox.drawn[key] = (kept, readers + 1)
+        return arguments[0].copy_(kept) if in_place else kept.to(self.device)
 
     def ready(self, pending: _Receive | _Part) -> bool:
         if isinstance(pending, _Receive):

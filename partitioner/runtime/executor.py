@@ -27,7 +27,7 @@ from typing import Any
 from torch import fx
 
 from partitioner.runtime.bindings import quick_call
-from passes.ir.communication import COMMUNICATION, Transport, wait
+from passes.ir.communication import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
 
 __all__ = ["Executable", "ProgramSet", "compile_program"]
@@ -125,7 +125,7 @@ class _Writer:
             pending = self._value(node.args[0])
             return [f"while not transport.ready({pending}):", f"    yield {pending}", f"{node.name} = transport.wait({pending})"]
         assert callable(node.target)
-        if node.target in COMMUNICATION:
+        if node.target in COMMUNICATION or node.target is draw_alike:
             return [f"{node.name} = transport.{node.target.__name__}({self._arguments(node)})"]
         function = quick_call(node)
         return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import fx
 
 from passes.collective_specs import collective_arguments
-from passes.ir.communication import COLLECTIVES, COMMUNICATION, receive, send, wait
+from passes.ir.communication import COLLECTIVES, COMMUNICATION, draw_alike, receive, send, wait
 from passes.ir.program import Program
 
 __all__ = ["Traffic", "arrivals_shown", "message_name", "traffic_of"]
@@ -59,6 +59,7 @@ def traffic_of(programs: Sequence[Program]) -> Traffic:
             digest.update(f"{rank} {node.name} {node.args} {node.kwargs}\n".encode())
             if node.target in COLLECTIVES:
                 groups.add(collective_arguments(node.target, node.args, node.kwargs)["group"])
+        groups.update(node.args[1] for node in program.module.graph.nodes if node.target is draw_alike)
     kinds = sorted({program.kind for program in programs})
     communicating = sorted(group for group in groups if len(group) > 1)
     return Traffic(tuple(sorted(sends)), tuple(communicating), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")

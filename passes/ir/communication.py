@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "draw_alike",
     "receive",
     "reduce_scatter",
     "send",
@@ -87,6 +88,9 @@ class Transport(Protocol):
         concat_sizes: Sizes | None = None,
     ) -> Any:
         """Start exchanging pieces with every rank of the group and return what ``wait`` takes."""
+
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+        """Call a function that draws random numbers: every rank of the group gets the same."""
 
     def ready(self, pending: Any) -> bool:
         """Whether ``wait`` may be called now; a transport whose ``wait`` blocks always says yes."""
@@ -174,6 +178,14 @@ def all_to_all(
     return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
 
 
+def draw_alike(function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+    """Call a function that draws random numbers: all ranks of a group call it alike, and get the numbers that one model draws.
+
+    It goes between ranks, but brings no message to wait for.
+    """
+    return current_transport().draw_alike(function, group, *arguments, **keywords)
+
+
 def wait(pending: Any) -> Any:
     """Finish a receive or a collective."""
     return current_transport().wait(pending)
@@ -185,5 +197,5 @@ COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
 COMMUNICATION = (send, receive, *COLLECTIVES, wait)
 """Every function of this module that a program may call: kept by dead-code elimination."""
 
-for _function in COMMUNICATION:
+for _function in (*COMMUNICATION, draw_alike):
     torch.fx.node.has_side_effect(_function)

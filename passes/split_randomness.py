@@ -1,0 +1,135 @@
+"""Take the random numbers out of what is cut, so that a cut model draws what the whole one draws.
+
+Before:                                             After:
+
+    y = dropout(x, p)                                   mask = dropout_mask(shape of x, p)       drawn whole, alike on every rank
+                                                        y = x * mask                             cut; takes its part of the mask
+
+    y = attention(q, k, v, dropout_p=p)                 scores = softmax(q @ k.T * scale)
+                                                        y = scores * dropout_mask(...) @ v
+
+The mask is what ``aten.dropout`` draws for ones of that shape: the very numbers of one device for the same seed. (Fused attention kernels
+of accelerators draw in an order of their own, which nothing else reproduces.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.differentiate import fake_mode
+from passes.ir.graph import ModelGraph
+from passes.operators import bound_arguments, draws
+from passes.size_expression import emit_size, size_of
+
+__all__ = ["dropout_mask", "split_randomness"]
+
+aten = torch.ops.aten
+
+torch.library.define(
+    "partitioner::dropout_mask",
+    "(SymInt[] size, float p, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+dropout_mask = torch.ops.partitioner.dropout_mask.default
+"""What dropout multiplies with: 0, or 1 / (1 - p)."""
+
+
+@torch.library.impl("partitioner::dropout_mask", "CompositeExplicitAutograd")
+def _draw(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.dropout(torch.ones(size, dtype=dtype, device=device), p, train=True)
+
+
+@torch.library.register_fake("partitioner::dropout_mask")
+def _shape(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001  the operator's own names
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def split_randomness(graph: ModelGraph) -> ModelGraph:
+    """The graph with dropout and attention dropout written as masks that are drawn apart."""
+    writers = {node: write for node in graph.graph.nodes if (write := _writer(node)) is not None}
+    if not writers:
+        return graph
+    target = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    with fake_mode(graph.graph):
+        for node in graph.graph.nodes:
+            write = writers.get(node)
+            copies[node] = target.node_copy(node, copies.__getitem__) if write is None else write(_Emitter(graph, target, copies, node))
+    target.lint()
+    names = {node.name: copy.name for node, copy in copies.items()}
+    outputs = tuple(dataclasses.replace(each, node=None if each.node is None else names[each.node]) for each in graph.outputs)
+    return dataclasses.replace(graph, module=fx.GraphModule({}, target, class_name="Model"), outputs=outputs)
+
+
+class _Emitter:
+    """Writes calls in the place of one node."""
+
+    def __init__(self, graph: ModelGraph, target: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> None:
+        self.graph = graph
+        self.target = target
+        self.node = node
+        self.arguments = {name: fx.map_arg(value, copies.__getitem__) for name, value in bound_arguments(node).items()}
+        self._batch = next((copy for copy in copies.values() if copy.name == "batch"), None)
+
+    def call(self, function: Callable[..., Any], *args: Any, name: str = "", **kwargs: Any) -> fx.Node:
+        label = name or f"{self.node.name}_{getattr(function, '__name__', 'size').partition('.')[0]}"
+        node = self.target.create_node("call_function", function, args, kwargs, name=label)
+        node.meta = {key: value for key, value in self.node.meta.items() if key != "val"}
+        node.meta["val"] = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        return node
+
+    def mask(self, like: fx.Node, p: float) -> fx.Node:
+        """A mask of the shape of a value."""
+        value = like.meta["val"]
+        before = set(self.target.nodes)
+        sizes = [emit_size(self.target, size_of(size), self.graph.batch, self._batch) for size in value.shape]  # type: ignore[arg-type]
+        for node in self.target.nodes:
+            if node not in before:
+                node.meta["val"] = node.target(*fx.map_arg(node.args, _value))
+        return self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _writer(node: fx.Node) -> Callable[[_Emitter], fx.Node] | None:
+    if node.target is aten.dropout.default and draws(node) and bound_arguments(node)["train"]:
+        return _dropout
+    if node.target is aten.scaled_dot_product_attention.default and draws(node):
+        return _attention
+    return None
+
+
+def _dropout(write: _Emitter) -> fx.Node:
+    x = write.arguments["input"]
+    return write.call(aten.mul.Tensor, x, write.mask(x, write.arguments["p"]), name=write.node.name)
+
+
+def _attention(write: _Emitter) -> fx.Node:
+    """Attention as its definition says, with its dropout between softmax and values."""
+    query, key, value, mask = (write.arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    if write.arguments["enable_gqa"] and key.meta["val"].shape[-3] != query.meta["val"].shape[-3]:
+        times = query.meta["val"].shape[-3] // key.meta["val"].shape[-3]
+        key, value = (write.call(aten.repeat_interleave.self_int, each, times, -3) for each in (key, value))
+    scale = write.arguments["scale"] or 1.0 / math.sqrt(query.meta["val"].shape[-1])
+    scores = write.call(aten.matmul.default, query, write.call(aten.transpose.int, key, -2, -1))
+    scores = write.call(aten.mul.Tensor, scores, scale)
+    if write.arguments["is_causal"]:
+        queries, keys = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
+        device = query.meta["val"].device
+        mask = write.call(aten.tril.default, write.call(aten.ones.default, [queries, keys], dtype=torch.bool, device=device))
+    if mask is not None and mask.meta["val"].dtype is torch.bool:
+        scores = write.call(aten.masked_fill.Scalar, scores, write.call(aten.logical_not.default, mask), -math.inf)
+    elif mask is not None:
+        scores = write.call(aten.add.Tensor, scores, mask)
+    weights = write.call(aten.softmax.int, scores, -1)
+    weights = write.call(aten.mul.Tensor, weights, write.mask(weights, write.arguments["dropout_p"]))
+    return write.call(aten.matmul.default, weights, value, name=write.node.name)
