@@ -22,7 +22,6 @@ import itertools
 import operator
 
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.bundle import is_held
 from passes.ir.communication import COLLECTIVES, all_gather, wait
@@ -101,7 +100,7 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
     starts: dict[fx.Node, list[fx.Node]] = {}
     barrier: fx.Node | None = None
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and written_arguments(node):
+        if node.op == "call_function" and written_arguments(node):
             barrier = node
         if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node):
             continue

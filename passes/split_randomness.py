@@ -41,14 +41,16 @@ dropout_mask = torch.ops.partitioner.dropout_mask.default
 """What dropout multiplies with: 0, or 1 / (1 - p)."""
 
 
-@torch.library.impl("partitioner::dropout_mask", "CompositeExplicitAutograd")
 def _draw(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.dropout(torch.ones(size, dtype=dtype, device=device), p, train=True)
 
 
-@torch.library.register_fake("partitioner::dropout_mask")
 def _shape(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001  the operator's own names
     return torch.empty(size, dtype=dtype, device=device)
+
+
+torch.library.impl("partitioner::dropout_mask", "CompositeExplicitAutograd", _draw)
+torch.library.register_fake("partitioner::dropout_mask", _shape)
 
 
 def split_randomness(graph: ModelGraph) -> ModelGraph:

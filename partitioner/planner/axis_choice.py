@@ -26,7 +26,6 @@ from passes.size_expression import bytes_of
 __all__ = ["choose_axes", "layout_cost"]
 
 
-
 @dataclass(frozen=True)
 class _Candidate:
     """Axes that are cut together.
@@ -135,7 +134,7 @@ def _contractions(axes: Axes) -> dict[str, float]:
 
 
 def _repeated_parameters(graph: ModelGraph, layouts: Layouts) -> float:
-    sizes = {node.name: node.meta["val"].numel() for node in graph.graph.nodes if node.name in graph.parameters}
+    sizes: dict[str, int] = {node.name: node.meta["val"].numel() for node in graph.graph.nodes if node.name in graph.parameters}
     whole = sum(size for name, size in sizes.items() if not any(isinstance(place, Shard) for place in layouts.stored[name]))
     return whole / max(sum(sizes.values()), 1)
 

@@ -55,14 +55,31 @@ _EXCHANGE = (
 )
 
 all_reduce = _define("all_reduce", "(Tensor x, str over, str operation) -> Tensor")
+"""The sum (maximum, minimum) of all parts, on every rank."""
+
 vary = _define("vary", "(Tensor x, str over) -> Tensor")
+"""The same value, on its way into work that is cut."""
+
 all_gather = _define("all_gather", _PART)
+"""All parts together, for work that is cut otherwise."""
+
 replicate = _define("replicate", _PART)
+"""All parts together, for work that every rank does alike."""
+
 take = _define("take", _PART)
+"""This rank's part of a whole value."""
+
 reduce_scatter = _define("reduce_scatter", _PART)
+"""This rank's part of the sum of all parts."""
+
 exchange = _define("exchange", _EXCHANGE)
+"""The part of one axis for the part of another."""
+
 keep_first = _define("keep_first", "(Tensor x, str over) -> Tensor")
+"""The value on the first rank, zeros on all others: parts whose sum is the value."""
+
 local_index = _define("local_index", "(Tensor index, str over, int count, SymInt size, SymInt[] sizes, SymInt own) -> Tensor")
+"""Indices into an axis of which each rank has a part, counted from where this rank's part begins."""
 
 COLLECTIVES = (all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index)
 """Every operator of this module."""
