@@ -18,6 +18,7 @@ from cost_models.contractions import Size, TensorShape
 from cost_models.operations import OperationCost, operation_cost, tensor_shapes
 from passes.aliasing import allocations, mutated_arguments
 from passes.gradient_flow import may_require_gradient
+from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
 from passes.size_expression import size_of
@@ -85,7 +86,8 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool) -> GraphCost:
         kept = (leaf.name for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name])))
         keys = dict.fromkeys(allocation for name in kept for allocation in memory.lies_in[name] if allocation not in stationary)
         saved[node.name] = tuple(keys)
-    unknown = {str(node.target) for node in graph.computing_nodes() if not nodes[node.name].known}
+    calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
+    unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     maker: dict[int, str] = {}
     for name, lies_in in memory.lies_in.items():
         for allocation in lies_in:

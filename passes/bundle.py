@@ -46,7 +46,7 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
     found: list[list[fx.Node]] = []
     open_bundles: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in graph.nodes:
-        if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):  # type: ignore[arg-type,index]
+        if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
             continue
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")))
         bundle, size = open_bundles.get(key, ([], 0))
@@ -85,7 +85,7 @@ def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> Non
     first, place = bundle[0], bundle[0] if at_first else bundle[-1]
     if at_first:
         for node in bundle[1:]:
-            _move_up(node.args[0][0], first)  # type: ignore[arg-type,index]
+            _move_up(node.args[0][0], first)  # type: ignore[index]
     keywords = dict(first.kwargs)
     if "sizes" in keywords:
         keywords["sizes"] = tuple(sizes for node in bundle for sizes in node.kwargs["sizes"])  # type: ignore[union-attr]

@@ -26,6 +26,7 @@ from partitioner.lowering import Lowering
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.provenance import place_of
@@ -91,12 +92,15 @@ def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if elsewhere and draws_anything(subject.graph):
         reason = "each process draws its own random numbers: nothing can be compared; check in one process, or with training=False"
         return CheckReport(_title(partitioned.plan, inputs.batch, count), (), None, None, (*notes, reason))
+    is_cut = Mesh(partitioned.plan.mesh).cutting.size > 1
     if elsewhere:
         notes += ("values of nodes are compared where all ranks are in one process",)
+    elif is_cut:
+        notes += ("values of nodes are compared where every rank has whole ones: this mesh cuts axes",)
     with _undisturbed(subject):
         run = _Check(subject, partitioned, args, kwargs, inputs.batch)
         run.run()
-        walk = None if elsewhere else _walk(run, inputs, count)
+        walk = None if elsewhere or is_cut else _walk(run, inputs, count)
     values = () if walk is None else (Part("values of nodes", walk.comparisons),)
     first = None if walk is None else walk.first
     return CheckReport(_title(partitioned.plan, inputs.batch, count), (*run.parts, *values), first, run.first_gradient(), notes)

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
+from cost_models.units import format_seconds
 from partitioner.planner.axis_choice import choose_axes
+from partitioner.planner.collective_time import collective_seconds
 from partitioner.planner.make_plan import make_plan
 from partitioner.planner.plan_request import PlanRequest
 from passes.axes import Axes, find_axes
@@ -59,16 +61,25 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
     mode = next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
     of_one = dataclasses.replace(request, mode=mode, devices=tuple(request.devices[rank] for rank in ranks))
     plan = make_plan(cut.parts[0], cluster.first(len(ranks)), of_one, cost_model)
+    communication = collective_seconds(cut.parts[0], mesh, cluster, plan.n_microbatches)
     places = {rank: place for pipeline in pipelines(mesh) for place, rank in enumerate(pipeline)}
     return dataclasses.replace(
         plan,
         mesh=mesh.dimensions,
         devices=request.devices,
         batch_size=graph.batch_size,
+        step_time=plan.step_time + communication,
         memory=tuple(plan.memory[places[rank]] for rank in range(mesh.size)),
+        bound_by=_bound_by(plan, communication),
         notes=(*plan.notes, *_notes(axes, names, cutting, assigned)),
         axes=tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names)),
     )
+
+
+def _bound_by(plan: Plan, communication: float) -> str:
+    if communication <= plan.step_time:
+        return plan.bound_by
+    return f"communication between the ranks that cut axes: {format_seconds(communication)} of the step, if compute hides none of it"
 
 
 def _check_rows(graph: ModelGraph, cutting: Mesh) -> None:
