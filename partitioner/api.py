@@ -149,7 +149,8 @@ def _lower(
         traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size) if fixed else graph
         if variant.in_parts:
             traced = with_totals(traced)
-        parts = cut_by_plan(traced, plan, variant.results, rows=variant.rows).parts
+        stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
+        parts = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored).parts
         return Lowering(parts, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
 
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at))

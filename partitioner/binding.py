@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Input, ModelGraph
 
-__all__ = ["BoundInputs", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device"]
+__all__ = ["BoundInputs", "as_traced", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,24 @@ def check_target(target: Any, batch: int, n_microbatches: int) -> None:
                 f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {batch} rows",
                 remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
             )
+
+
+def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The same call with each argument in the place, or under the name, that it was traced with: ``f(x)`` and ``f(x=x)`` are one."""
+    traced_args, traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)
+    if len(args) == len(traced_args):
+        return args, kwargs
+    parameters = list(signature.parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters) or len(args) > len(parameters):
+        return args, kwargs
+    named = dict(zip((parameter.name for parameter in parameters), args, strict=False))
+    if named.keys() & kwargs.keys():
+        return args, kwargs
+    given = {**named, **kwargs}
+    first = [parameter.name for parameter in parameters[: len(traced_args)]]
+    if set(given) != {*first, *traced_kwargs}:
+        return args, kwargs
+    return tuple(given[name] for name in first), {name: given[name] for name in traced_kwargs}
 
 
 def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -65,12 +65,15 @@ class CutModel:
     blocks: tuple[Mapping[str, Block], ...]
 
 
-def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True) -> CutModel:
+def cut_by_plan(
+    graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: Mapping[str, Layout] | None = None
+) -> CutModel:
     """Cut a model as a plan says.
 
     Args:
         results: what ranks return.
         rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
+        stored: how ranks hold parameters, buffers and constants already; None: as the plan's cut wants them.
     """
     mesh = Mesh(plan.mesh).cutting
     graph = split_randomness(graph) if mesh.size > 1 else graph
@@ -81,19 +84,22 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
         if rows or dimension not in ROWS:
             assigned[dimension] += axes_named(name, names)
     cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
-    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, tuple(name for name in mesh.names if name in STORED)), results)
+    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, tuple(name for name in mesh.names if name in STORED)), results, stored)
 
 
-def cut_axes(graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows") -> CutModel:
+def cut_axes(
+    graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
+) -> CutModel:
     """Cut a model.
 
     Args:
         axes: of the graph.
         results: what ranks return.
+        stored: how ranks hold parameters, buffers and constants already.
     """
     if cut.mesh.size == 1:
         return _whole(graph, axes, cut)
-    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results)
+    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
     layouts = _store(graph, axes, layouts, cut)
     held = (*graph.parameters, *graph.buffers, *graph.constants)
     names = cut.mesh.names
@@ -149,11 +155,9 @@ def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Lay
     stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
     for name in graph.parameters:
         layout = list(stored[name])
-        for index in sorted(varying[name]):
-            if cut.mesh.names[index] in cut.stored:
-                shard = _storage(axes, name, layout, cut.mesh.dimensions[index][1])
-                if shard is not None:
-                    layout[index] = shard
+        for index, dimension in enumerate(cut.mesh.names):
+            if dimension in cut.stored and not isinstance(layout[index], Shard):
+                layout[index] = _storage(axes, name, layout, cut.mesh.length(dimension)) or layout[index]
         stored[name] = tuple(layout)
         varying[name] = frozenset(index for index in varying[name] if not isinstance(layout[index], Shard))
         results[name] = (tuple(Varying() if index in varying[name] else place for index, place in enumerate(layout)),)

@@ -16,6 +16,7 @@ with it (see ``passes.overlap``). ``vary`` and what only renames are left out.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch import fx, nn
 
 from passes.ir import collectives, communication
 from passes.ir.mesh import Mesh
-from passes.ir.microbatch import take_part
+from passes.ir.microbatch import microbatch_sizes, take_part
 from passes.ir.program import StageCall
+from passes.ir.schedule import Action
 from passes.operators import draws
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
@@ -40,13 +42,14 @@ def communicates(module: nn.Module) -> bool:
 
 
 def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule:
-    """A program with the stages that communicate written out.
+    """A program with the stages that communicate written out, and sends named by the ranks of the mesh that they go to.
 
     Args:
         mesh: whose dimensions the stages' collectives name.
         rank: whose program it is.
     """
-    if not any(communicates(child) for child in module.children()):
+    sends = any(node.target is communication.send for node in module.graph.nodes)
+    if not sends and not any(communicates(child) for child in module.children()):
         return module
     return _Inliner(module, mesh, rank).run()
 
@@ -61,10 +64,13 @@ class _Inliner:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.bound: dict[str, fx.Node] = {}
+        sections = [node.meta.get("section") for node in module.graph.nodes]
+        self.stages = {section.stage for section in sections if isinstance(section, Action)}
         self.like: fx.Node
         traced = next((node.meta.get("val") for node in module.graph.nodes if node.target == "batch"), None)
         self.symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
-        self.rows = int(module.meta["batch_size"])
+        sizes = next((node for node in module.graph.nodes if node.target is microbatch_sizes), None)
+        self.rows = microbatch_sizes(int(module.meta["batch_size"]), 1 if sizes is None else sizes.args[1])
 
     def run(self) -> ProgramModule:
         kept: dict[str, nn.Module] = {}
@@ -83,7 +89,10 @@ class _Inliner:
             if node.op == "output":
                 self.graph.output(arguments[0])
                 continue
-            copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
+            name = node.name
+            if node.target is communication.send:
+                name = re.sub(r"_to_rank\d+$", f"_to_rank{node.kwargs['destination']}", name)
+            copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=name)
             copy.meta = dict(node.meta)
             self.values[node] = copy
         self.graph.lint()
@@ -111,17 +120,27 @@ class _Inliner:
                 )
                 spread = [self._call(operator.getitem, (spread, index), f"{spread.name}_{index}") for index in range(count)]
             arguments = [*spread, *arguments[1:]]
-        fakes = {node.name: node.meta.get("val") for node in stage.graph.graph.nodes if node.op == "placeholder"}
-        given = iter([*(self._state(name, fakes[name]) for name in stage.bound_names), *arguments])
-        values: dict[fx.Node, Any] = {}
+        placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
+        state = dict(zip(placeholders, stage.bound_names, strict=False))
+        values: dict[fx.Node, Any] = dict(zip(placeholders[len(state) :], arguments, strict=True))
+        label = self._label(call)
         for node in stage.graph.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "output":
+                continue
+            for source in node.all_input_nodes:
+                if source in state:
+                    values[source] = self._state(state[source], source.meta.get("val"))
+            if node.op == "output":
                 return self._mapped(node.args[0], values)
-            else:
-                values[node] = self._node(node, values, f"{node.name}_{call.name}")
+            values[node] = self._node(node, values, f"{node.name}_{label}")
         raise AssertionError("a graph ends with its output")
+
+    def _label(self, call: fx.Node) -> str:
+        """Of which microbatch a value is, and of which stage if the rank has several; else the name of the call."""
+        section = call.meta.get("section")
+        if not isinstance(section, Action):
+            return call.name
+        return f"mb{section.microbatch}" if len(self.stages) == 1 else f"stage{section.stage}_mb{section.microbatch}"
 
     def _state(self, name: str, fake: Any) -> fx.Node:
         """What stays with the rank: read once, in front of its first use."""
@@ -159,7 +178,9 @@ class _Inliner:
         """Start, wait, take the one result."""
         started = self._call(function, arguments, f"start_{name}", **keywords)
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
-        started.meta["bytes"] = bytes_of(value, self.symbol, self.rows)
+        section = self.like.meta.get("section")
+        rows = self.rows[section.microbatch if isinstance(section, Action) else 0]
+        started.meta["bytes"] = bytes_of(value, self.symbol, rows)
         started.meta["reason"] = node.name
         finished = self._call(communication.wait, (started,), f"wait_{name}")
         result = self._call(operator.getitem, (finished, 0), name)

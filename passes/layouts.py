@@ -79,6 +79,7 @@ def assign_layouts(
     rows: Sequence[str],
     *,
     results: Results = "rows",
+    stored: Mapping[str, Layout] | None = None,
 ) -> Layouts:
     """Walk the graph.
 
@@ -88,8 +89,9 @@ def assign_layouts(
         assigned: mesh dimension -> the axes that it cuts, dearest first.
         rows: mesh dimensions over which inputs and results with a batch lie by rows; every other result is returned whole.
         results: in which form; to a loss of a rank's own rows, whole results are Varying.
+        stored: how ranks hold parameters, buffers and constants, where that is decided; None: as their readers want.
     """
-    walk = _Walk(graph, axes, mesh, assigned, rows, results)
+    walk = _Walk(graph, axes, mesh, assigned, rows, results, stored)
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -172,6 +174,7 @@ class _Walk:
         assigned: Mapping[str, Sequence[int]],
         rows: Sequence[str],
         form: Results,
+        stored: Mapping[str, Layout] | None,
     ) -> None:
         self.graph = graph
         self.axes = axes
@@ -179,6 +182,7 @@ class _Walk:
         self.assigned = [{axis: place for place, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
         self.form = form
+        self.stored = stored
         self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
         self.held = {**graph.parameters, **graph.buffers, **graph.constants}
         self.of_parameters = {
@@ -194,7 +198,7 @@ class _Walk:
 
     def placeholder(self, node: fx.Node) -> None:
         if node.name in self.held:
-            self.lies[node.name, 0] = [None] * len(self.mesh)
+            self.lies[node.name, 0] = [None] * len(self.mesh) if self.stored is None else list(self.stored[node.name])
             return
         if not isinstance(node.meta.get("val"), Tensor):
             return
@@ -337,7 +341,7 @@ class _Walk:
     # -- the result ----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Layouts:
-        stored = {name: self._stored(uses) for name, uses in self.uses.items()}
+        stored = {name: self._stored(uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
         varying = {
             name: frozenset(
                 index

@@ -116,7 +116,7 @@ class _Writer:
                     started = self._call(node, all_reduce, ([parts[index] for index in bucket],), f"all_reduce_{label}", group=ranks)
                     started.meta["reduces"] = tuple(store.names[index] for index in bucket)
                     started.meta["bytes"] = sum(self._bytes(store.names[index]) for index in bucket)
-                    summed = self._call(node, wait, (started,), f"summed_{label}")
+                    summed = self._call(node, wait, (started,), f"wait_all_reduce_{label}")
                     for position, index in enumerate(bucket):
                         parts[index] = self._call(node, operator.getitem, (summed, position), f"summed_{node.target}_{index}")
         node.args = (parts,)
@@ -156,7 +156,7 @@ class _Writer:
         started.meta["bytes"] = 4
         started.meta["reduces"] = (node.name,)
         with self.nodes.inserting_after(started):
-            summed = self._call(node, wait, (started,), f"summed_{node.name}")
+            summed = self._call(node, wait, (started,), f"wait_{start}")
         with self.nodes.inserting_after(summed):
             result = self._call(node, operator.getitem, (summed, 0), name)
         for user in users:

@@ -12,6 +12,7 @@ the graph does.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from passes.ir.schedule import Action, ActionKind
 
@@ -58,15 +60,20 @@ def class_text(graph: fx.Graph, name: str, batch_size: int | None = None) -> str
 
 def _imports(graph: fx.Graph) -> list[str]:
     names: defaultdict[str, set[str]] = defaultdict(set)
+    libraries: set[str] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and _is_imported(node.target):
-            names[node.target.__module__].add(node.target.__name__)
-    return ["import torch", "", *(f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names))]
+        if node.op == "call_function":
+            libraries |= {each.namespace for each in (node.target, *node.args) if isinstance(each, OpOverload)}
+            if _is_imported(node.target):
+                names[node.target.__module__].add(node.target.__name__)
+    imports = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
+    short = [f"{library} = torch.ops.{library}" for library in sorted(libraries)]
+    return ["import torch", "", *imports, *([""] if short and imports else []), *short]
 
 
 def _is_imported(target: Any) -> bool:
     """Whether the text calls the function by its bare name."""
-    return target is not operator.getitem and target not in _OPERATORS and not _is_torch(target)
+    return target is not operator.getitem and target not in _OPERATORS and not isinstance(target, OpOverload) and not _is_torch(target)
 
 
 def _is_torch(target: Any) -> bool:
@@ -126,6 +133,8 @@ def _call(node: fx.Node) -> str:
     if node.target in _OPERATORS:
         left, right = node.args
         return f"{_value(left)} {_OPERATORS[node.target]} {_value(right)}"  # type: ignore[index]
+    if isinstance(node.target, OpOverload):
+        return f"{node.target}({_arguments(node)})"
     assert callable(node.target)
     prefix = "torch." if _is_torch(node.target) else ""
     return f"{prefix}{node.target.__name__}({_arguments(node)})"
@@ -145,4 +154,6 @@ def _value(value: Any) -> str:
         return f"[{', '.join(_value(part) for part in value)}]"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
-    return repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return str(value) if isinstance(value, OpOverload) else repr(value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import PartitionedModel, partition
+from partitioner import ConfigError, PartitionedModel, partition
 
 
 class Everything(nn.Module):
@@ -101,3 +101,22 @@ def test_a_loss_that_switches_its_parts(pair: tuple[nn.Module, PartitionedModel]
         pm.zero_grad()
         pm.train_step(X, IDS, loss_fn=(lambda output, target: output["hidden"].mean() if early else output["y"].mean()))  # noqa: B023
         assert (pm.full_gradients()["second.weight"] is None) is early
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+        result: Tensor = self.layer(x) * scale
+        return result if shift is None else result + shift
+
+
+def test_arguments_may_be_passed_by_place_or_by_name() -> None:
+    model, x, scale = Named(), torch.rand(6, 4), torch.rand(4)
+    pm = partition(model, devices=2, mode="model", example_inputs=(x,), example_kwargs={"scale": scale})
+    for result in (pm(x, scale), pm(x, scale=scale), pm(x=x, scale=scale), pm(scale=scale, x=x)):
+        torch.testing.assert_close(result, model(x, scale))
+    with pytest.raises(ConfigError, match="not those that the model was traced with"):
+        pm(x, scale, x)

@@ -23,7 +23,7 @@ from passes.ir.layout import Partial, Replicate, Shard, Varying
 from passes.layouts import Layouts, assign_layouts
 from passes.size_expression import bytes_of
 
-__all__ = ["choose_axes", "layout_cost"]
+__all__ = ["choose_axes", "contractions_of", "layout_cost"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _candidates(graph: ModelGraph, axes: Axes, count: int, fixed: Sequence[int])
 
 def layout_cost(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
     """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole."""
-    contractions = _contractions(axes)
+    contractions = contractions_of(axes)
     work = sum(contractions.values())
     repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
     share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
@@ -124,7 +124,7 @@ WORTH = 10
 """How many messages it is worth to cut one contraction: a hundredth of a model of a hundred contractions, ten."""
 
 
-def _contractions(axes: Axes) -> dict[str, float]:
+def contractions_of(axes: Axes) -> dict[str, float]:
     """The calls that multiply and add, and how often."""
     found = {}
     for name, loops in axes.loops.items():

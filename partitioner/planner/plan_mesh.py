@@ -9,12 +9,13 @@ mesh {"data": 2, "pipeline": 2, "tensor": 2}
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
-from partitioner.planner.axis_choice import choose_axes
+from partitioner.planner.axis_choice import choose_axes, contractions_of
 from partitioner.planner.collective_time import collective_seconds
 from partitioner.planner.make_plan import make_plan
 from partitioner.planner.plan_request import PlanRequest
@@ -25,7 +26,9 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
+from passes.layouts import Layouts
 from passes.loss_totals import with_totals
+from passes.provenance import module_path
 from passes.split_randomness import split_randomness
 
 __all__ = ["plan_mesh"]
@@ -53,7 +56,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
     graph = split_randomness(graph)
     axes = find_axes(graph.graph)
     names = axis_names(graph, axes)
-    _check_rows(graph, cutting)
+    graph = _with_divisible_batch(graph, cutting)
     assigned = {name: _assigned(graph, axes, names, cutting, name, request) for name in cutting.names}
     rows = tuple(name for name in cutting.names if name in ROWS)
     cut = cut_axes(graph, axes, AxisCut(cutting, assigned, rows, tuple(name for name in cutting.names if name in STORED)))
@@ -71,7 +74,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
         step_time=plan.step_time + communication,
         memory=tuple(plan.memory[places[rank]] for rank in range(mesh.size)),
         bound_by=_bound_by(plan, communication),
-        notes=(*plan.notes, *_notes(axes, names, cutting, assigned)),
+        notes=(*plan.notes, *_notes(axes, names, cutting, assigned), *_whole_work(graph, axes, cutting, cut.layouts)),
         axes=tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names)),
     )
 
@@ -82,15 +85,18 @@ def _bound_by(plan: Plan, communication: float) -> str:
     return f"communication between the ranks that cut axes: {format_seconds(communication)} of the step, if compute hides none of it"
 
 
-def _check_rows(graph: ModelGraph, cutting: Mesh) -> None:
-    parts = 1
-    for name in cutting.names:
-        parts *= cutting.length(name) if name in ROWS else 1
-    if graph.batch_size % parts:
+def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
+    """The graph with a batch that the mesh divides, to plan for: an open batch is rounded up, a fixed one must fit."""
+    parts = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
+    rows = graph.batch_size
+    if rows % parts == 0:
+        return graph
+    if graph.batch is None:
         raise ConfigError(
-            f"a batch of {graph.batch_size} rows cannot be cut into {parts} equal parts",
+            f"a batch of {rows} rows cannot be cut into {parts} equal parts, and this model was traced for that size alone",
             remedy=f"pass example inputs with a multiple of {parts} rows",
         )
+    return dataclasses.replace(graph, batch_size=rows + -rows % parts)
 
 
 def _assigned(
@@ -128,3 +134,20 @@ def _notes(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: dict[str
         for name in shortened(uneven, names):
             sizes = sorted({str(axes.sizes[axis]) for axis in axes_named(name, names) if axis in uneven})
             yield f"{name} ({', '.join(sizes)}) does not divide into {count} equal parts over {dimension}: some ranks hold one more."
+
+
+def _whole_work(graph: ModelGraph, axes: Axes, cutting: Mesh, layouts: Layouts) -> Iterator[str]:
+    """What every rank of a tensor dimension computes whole: axes that are too short for it, or not worth a message."""
+    contractions = contractions_of(axes)
+    work = sum(contractions.values())
+    nodes = {node.name: node for node in graph.graph.nodes}
+    for index, dimension in enumerate(cutting.names):
+        whole = [name for name in contractions if layouts.cuts[name][index] is None] if dimension == "tensor" else []
+        share = sum(contractions[name] for name in whole) / max(work, 1.0)
+        if share >= _WORTH_SAYING:
+            modules = list(dict.fromkeys(module_path(nodes[name]) or name for name in whole))
+            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+            yield f"Every rank of {dimension} computes {share:.0%} of the multiply-adds whole: {', '.join(modules[:3])}{more}."
+
+
+_WORTH_SAYING = 0.01
