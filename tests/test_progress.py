@@ -46,9 +46,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
             try:
                 yield screen
             finally:
-                stream.write("\n")  # so that there is something to read
+                stream.write("\n")  # the end of what is read: a terminal gives what was written in pieces of its own
                 stream.flush()
-                screen.text = os.read(master, 65536).decode().removesuffix("\r\n")
+                found = b""
+                while not found.endswith(b"\r\n"):
+                    found += os.read(master, 65536)
+                screen.text = found.decode().removesuffix("\r\n")
     os.close(master)
 
 
