@@ -240,10 +240,14 @@ class PartitionedModel(nn.Module):
     def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
         """The stages and programs that are looked at: of the last training step, before any of one that differentiates every result."""
         count, lowering = self.lowering_for(self._plan.batch_size)
-        differentiation, form = lowering.everything(frozenset()), LossForm()
-        if not (self._graph.training and differentiation.outputs):
+        if not (self._graph.training and lowering.everything(frozenset()).outputs):
             return lowering.stages, lowering.forward(count).programs
-        if self._last_step is not None:
+        if self._last_step is None:
+            kinds = {output.combine for output in self._graph.outputs}
+            results: Results = "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
+            count, lowering = self.lowering_for(self._plan.batch_size, results=results)
+            differentiation, form = lowering.everything(frozenset()), LossForm()
+        else:
             in_parts, results, differentiation, form = self._last_step
             count, lowering = self.lowering_for(self._plan.batch_size, in_parts=in_parts, results=results)
         return lowering.training(differentiation), lowering.train_step(differentiation, count, form).programs

@@ -93,6 +93,13 @@ def test_golden_programs(golden: Golden, name: str, case: Case, schedule: str, n
     golden(name, "\n\n".join(str(program.module) for program in programs(case, schedule, n_ranks, 2)[kind]))
 
 
+@pytest.mark.parametrize(("name", "mode"), [("tensor_two_ranks", "tensor"), ("data_two_ranks", "data")])
+def test_golden_programs_of_meshes(golden: Golden, name: str, mode: str) -> None:
+    instance = CHAIN.build()
+    pm = partition(instance.model, 2, mode, example_inputs=instance.args, n_microbatches=1, progress=False)
+    golden(name, "\n\n".join(str(graph) for graph in pm.graphs))
+
+
 def partitioned(case: Case, **arguments: Any) -> PartitionedModel:
     instance = case.build()
     return partition(instance.model, example_inputs=instance.args, mode="pipeline", n_microbatches=2, progress=False, **arguments)
@@ -155,18 +162,21 @@ class Recorder:
         """Nothing is under way."""
 
 
+@pytest.mark.parametrize(("case", "mode"), [(TIED, "pipeline"), (CHAIN, "tensor")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_text_computes_what_the_program_computes(rank: int) -> None:
+def test_the_text_computes_what_the_program_computes(rank: int, case: Case, mode: str) -> None:
     """The printed text is run as Python and compared with the graph run by fx."""
-    pm = partitioned(TIED, devices=2, schedule="ZB1P")
-    instance = TIED.build()
+    instance = case.build()
+    schedule = "ZB1P" if mode == "pipeline" else None
+    pm = partition(instance.model, 2, mode, example_inputs=instance.args, n_microbatches=2, schedule=schedule, progress=False)
     module = pm.graph(rank)
     scope: dict[str, Any] = {}
     exec(module.code, scope)  # noqa: S102  the text under test
     values = {
         "batch": 8,
         "tokens": instance.args[0],
-        "target": real(Generator().manual_seed(3), 8, 5, 7).to(torch.float64),
+        "x": instance.args[0],
+        "target": torch.rand_like(instance.model(*instance.args)),
         "loss_fn": mean_squared_error,
     }
     arguments = [values[node.target] for node in module.graph.nodes if node.op == "placeholder"]
@@ -175,7 +185,7 @@ def test_the_text_computes_what_the_program_computes(rank: int) -> None:
     for run in runs:
         pm.zero_grad()
         transport = Recorder()
-        with use_transport(transport), torch.no_grad():  # type: ignore[arg-type]  # has the collective that pipelines use
+        with use_transport(transport), torch.no_grad():  # type: ignore[arg-type]  # has the collective that these use
             results.append(run(*arguments)[0])
         sent.append(transport.sent)
     assert torch.equal(results[0], results[1])

@@ -47,6 +47,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "passes/functionalize.py",
             "passes/name_nodes.py",
             "passes/operators.py",
+            "passes/printer.py",
             "passes/provenance.py",
             "passes/remove_noise.py",
             "passes/replicable.py",
