@@ -15,6 +15,7 @@ from partitioner.binding import BoundInputs, bind_inputs, check_target, to_devic
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
+from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
@@ -351,20 +352,8 @@ class PartitionedModel(nn.Module):
         Returns:
             The norm before.
         """
-        first = dict.fromkeys(self._state.graph.aliases.get(name, name) for name in self._state.parameter_names)
-        owned = [tensor.grad for name in first for _, tensor in self._state.owned(name) if tensor.grad is not None]
-        device = self._runtime.devices[self._here]
-        norms = torch.stack(
-            [torch.linalg.vector_norm(gradient, norm_type).to(device) for gradient in owned] or [torch.zeros((), device=device)]
-        )
-        if norm_type == float("inf"):
-            norm = self._runtime.reduce(norms.max(), "max")
-        else:
-            norm = self._runtime.reduce((norms**norm_type).sum(), "sum") ** (1.0 / norm_type)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.device))
+        norm = gradient_norm(self._original[0], self._state, self._runtime, norm_type)
+        scale_gradients(self.parameters(), norm, max_norm)
         return norm
 
     # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
