@@ -71,6 +71,11 @@ class Lowering:
         """The stages of the first pipeline, without autograd."""
         return self._stages(self.graph, 0)
 
+    @property
+    def pipelines(self) -> tuple[LoweredStages, ...]:
+        """The stages of every pipeline, without autograd."""
+        return tuple(self._stages(part, number) for number, part in enumerate(self._parts))
+
     def _stages(self, part: ModelGraph, pipeline: int) -> LoweredStages:
         devices = self._devices(pipeline)
         return self._keep(("stages", id(part), devices), lambda: cut_stages(part, self.plan, devices))

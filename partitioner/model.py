@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from partitioner.autograd import tracked_call
-from partitioner.binding import BoundInputs, bind_inputs, check_target, to_device
+from partitioner.binding import BoundInputs, as_traced, bind_inputs, check_target, to_device
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
@@ -19,8 +20,10 @@ from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
-from partitioner.reports.devices import device_html, device_table
-from partitioner.reports.explanation import Explained, explain
+from partitioner.reports.devices import DeviceTable, device_table
+from partitioner.reports.explained import Explained
+from partitioner.reports.explanation import explain
+from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State, load
@@ -189,6 +192,7 @@ class PartitionedModel(nn.Module):
                 "the model is on the meta device: it has shapes but no numbers to compute with",
                 remedy="its plan and graphs can be read; to run it, build it on a real device: model.to_empty(device=...), initialised",
             )
+        args, kwargs = as_traced(self._graph, inspect.signature(self._original[0].forward), args, kwargs)
         inputs = bind_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         self._runtime.agree("batch size", inputs.batch)
         return inputs
@@ -276,20 +280,27 @@ class PartitionedModel(nn.Module):
         return check(subject, args, kwargs)
 
     def explain(self) -> str:
-        """The plan in words and tables: stages, communication and why, schedule, predicted time and what bounds it."""
-        lowered, programs = self._shown()
-        schedule = self.lowering_for(self._plan.batch_size)[1].schedule(self._plan.n_microbatches) if lowered.training else None
-        return explain(Explained(self._name, self._plan, lowered, programs, schedule))
+        """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
+        return explain(self._explained())
 
-    @property
-    def _name(self) -> str:
-        return type(self._original[0]).__name__
+    def _explained(self) -> Explained:
+        lowered, programs = self._shown()
+        lowering = self.lowering_for(self._plan.batch_size)[1]
+        schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
+        name = type(self._original[0]).__name__
+        return Explained(name, self._plan, self._graph, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
+
+    def _device_table(self) -> DeviceTable:
+        lowering = self.lowering_for(self._plan.batch_size)[1]
+        if len(lowering.pipelines) == 1:
+            return device_table(type(self._original[0]).__name__, self._plan, lowering.stages)
+        return mesh_table(self._explained())
 
     def __repr__(self) -> str:
-        return device_table(self._name, self._plan, self.lowering_for(self._plan.batch_size)[1].stages)
+        return self._device_table().text()
 
     def _repr_html_(self) -> str:
-        return device_html(self._name, self._plan, self.lowering_for(self._plan.batch_size)[1].stages)
+        return self._device_table().html()
 
     def _with_microbatches(self, count: int | None) -> PartitionedModel:
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""

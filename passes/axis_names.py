@@ -2,6 +2,7 @@
 
     batch       the rows of the inputs
     heads       attention heads (of keys and values, with grouped queries)
+    head        the inside of one head
     sequence    what attention compares
     vocab       rows of an embedding, classes of a cross-entropy
     ffn         made by one weight, contracted by another
@@ -26,6 +27,7 @@ _BY_ROLE = (
     ("vocab", "vocab"),
     ("classes", "vocab"),
     ("heads", "heads"),
+    ("qk", "head"),
     ("queries", "sequence"),
     ("keys", "sequence"),
     ("experts", "experts"),

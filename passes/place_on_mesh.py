@@ -31,6 +31,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.program import Program, StoreGradients
 from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
+from passes.size_expression import bytes_of
 
 __all__ = ["place_on_mesh"]
 
@@ -181,14 +182,21 @@ class _Writer:
         results: Any = output.args[0]
         if self.program.kind == "forward":
             saves = len(results) == 2 and isinstance(results[0], tuple)
-            gathered = self._gather(output, results[0] if saves else results, [outputs.get(name) for name in self.graph.returned])
+            names = list(self.graph.returned)
+            gathered = self._gather(output, results[0] if saves else results, names, [outputs.get(name) for name in names])
             output.args = ((gathered, results[1]) if saves else gathered,)
         else:
             gradients = results[1] if self.program.kind == "train_step" else results
-            gathered = self._gather(output, gradients, [inputs.get(getattr(each, "name", "")) for each in gradients])
+            names = [getattr(each, "name", "").removesuffix("_gradient") for each in gradients]
+            gathered = self._gather(output, gradients, names, [inputs.get(f"{name}_gradient") for name in names])
             output.args = ((results[0], gathered) if self.program.kind == "train_step" else gathered,)
 
-    def _gather(self, output: fx.Node, values: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, ...]:
+    def _gather(self, output: fx.Node, values: Sequence[Any], names: Sequence[str], dims: Sequence[int | None]) -> tuple[Any, ...]:
+        """Put rows together.
+
+        Args:
+            names: of the values in the model's graph.
+        """
         places = [index for index, (value, dim) in enumerate(zip(values, dims, strict=True)) if value is not None and dim is not None]
         if not places:
             return tuple(values)
@@ -196,7 +204,8 @@ class _Writer:
         with self.nodes.inserting_before(output):
             arguments = ([values[index] for index in places], tuple(dims[index] for index in places))
             started = self._call(output, all_gather, arguments, "all_gather_rows", group=self.mesh.group(self.rank, self.part.rows))
-            started.meta["bytes"] = 0
+            fakes = [self.fakes[names[index]] for index in places]
+            started.meta["bytes"] = sum(bytes_of(fake, self.graph.batch, self.graph.batch_size) for fake in fakes)
             gathered = self._call(output, wait, (started,), "all_rows")
             for position, index in enumerate(places):
                 found[index] = self._call(output, operator.getitem, (gathered, position), f"{values[index].name}_of_all_rows")
@@ -204,7 +213,7 @@ class _Writer:
 
     def _call(self, like: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
         node = self.nodes.create_node("call_function", function, arguments, keywords, name=name)
-        node.meta["section"] = like.meta.get("section", "gradients of parameters")
+        node.meta["section"] = like.meta.get("section", "results" if like.op == "output" else "gradients of parameters")
         return node
 
 

@@ -98,11 +98,11 @@ def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: LoweredStages
 
     programs = [program(rank, lambda graph, rank=rank: write(graph, rank)) for rank in range(4)]  # type: ignore[misc]
     (line,) = collective_transfers(lowered, programs)
-    assert (line.value, line.shape) == ("down_0 and 1 more", "float32 (5, 16)")
+    assert (line.value, line.shape) == ("result of h.0.mlp and 1 more", "float32 (5, 16)")
     assert line.bytes == 2 * 2 * 2 * (5 + 4) * 16 * 4  # groups, layers; there and back between two ranks: once for each
     assert line.times == 2 * 2 * 4
     assert line.source == "ranks 0 and 1; ranks 2 and 3"
-    assert line.reason == "all_reduce (sum), h.0.mlp, h.1.mlp"
+    assert line.reason == "each rank has a part of the sum"
     assert line.ranks == (0, 1, 2, 3)
 
 

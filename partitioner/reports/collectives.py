@@ -7,7 +7,6 @@ rank sends what it gives to others.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,18 +15,19 @@ from typing import Any
 import sympy
 from torch import fx
 
-from partitioner.reports.module_range import module_range, rank_list, short_name
+from partitioner.reports.module_range import rank_list
+from partitioner.reports.purpose import Purpose, Purposes, dimensions_of
 from partitioner.reports.transfer import Transfer
 from passes.collective_specs import CollectiveSpec
-from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from passes.ir.communication import COLLECTIVES, all_reduce
+from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
 from passes.lower import LoweredStages
-from passes.provenance import module_path
 from passes.tensor_spec import TensorSpec
 from passes.value_specs import ValueSpecs, describe_values
 
-__all__ = ["collective_transfers"]
+__all__ = ["collective_transfers", "sent_by_kind"]
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,48 @@ class _Call:
     Attributes:
         node: what starts it.
         spec: what it gives and gets.
+        purpose: why it is there.
         result: dtype and shape of the first result, in the first microbatch.
         sent: bytes that leave the rank.
     """
 
     node: fx.Node
     spec: CollectiveSpec
+    purpose: Purpose
     result: str
     sent: Fraction
 
 
-def collective_transfers(lowered: LoweredStages, programs: Sequence[Program]) -> list[Transfer]:
-    """One line for what is of one kind and shape, in the order of the programs; of gradients, one for those that travel together."""
+def collective_transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> list[Transfer]:
+    """One line for what is of one kind, purpose and shape, in the order of the programs; of gradients, one for all that travel alike.
+
+    Args:
+        mesh: of the ranks, whose dimensions are told instead of groups.
+    """
     found: dict[tuple[Any, ...], list[_Call]] = {}
     for program in programs:
         if any(node.target in COLLECTIVES for node in program.module.graph.nodes):
-            for call in _calls(program):
-                reduces = call.node.meta.get("reduces")
-                alike = (call.spec.manner, call.result) if reduces is None else (call.spec.group, reduces)
+            for call in _calls(lowered, program):
+                over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
+                purpose = call.purpose
+                if call.node.meta.get("reduces") is not None:
+                    alike: tuple[Any, ...] = (over, purpose.names)
+                else:
+                    alike = (purpose.subject, purpose.why, purpose.made, purpose.made or call.result, () if mesh is None else over)
                 found.setdefault((call.node.target, *alike), []).append(call)
-    return [_transfer(lowered, calls) for calls in found.values()]
+    return [_transfer(calls, mesh) for calls in found.values()]
 
 
-def _calls(program: Program) -> list[_Call]:
+def sent_by_kind(lowered: LoweredStages, program: Program) -> dict[str, int]:
+    """Bytes that leave a rank in a step, by the function that sends them."""
+    sent: dict[str, Fraction] = {}
+    for call in _calls(lowered, program):
+        kind = call.node.target.__name__  # type: ignore[union-attr]
+        sent[kind] = sent.get(kind, Fraction(0)) + call.sent
+    return {kind: int(moved) for kind, moved in sent.items()}
+
+
+def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
     """The collectives of a rank that communicate."""
     specs = describe_values(program)
     batch = program.module.meta["batch_size"]
@@ -67,11 +86,12 @@ def _calls(program: Program) -> list[_Call]:
     at_run = _values(specs, batch, rows)
     at_first = {**at_run, **dict.fromkeys(specs.sizes, rows[0])}
     calls = []
+    purposes = Purposes(lowered.graph, program.module)
     for node in program.module.graph.nodes:
         if node.target in COLLECTIVES and len(specs.of[node].collective.group) > 1:
             spec: CollectiveSpec = specs.of[node].collective
             result = str(_numbered(spec.results[0], at_first)) if spec.results else "nothing"
-            calls.append(_Call(node, spec, result, _sent(node, spec, program.rank, at_run)))
+            calls.append(_Call(node, spec, purposes.of(node), result, _sent(node, spec, program.rank, at_run)))
     return calls
 
 
@@ -103,57 +123,26 @@ def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
 # -- words -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _transfer(lowered: LoweredStages, calls: Sequence[_Call]) -> Transfer:
-    reduces = calls[0].node.meta.get("reduces")
+def _transfer(calls: Sequence[_Call], mesh: Mesh | None) -> Transfer:
     groups = list(dict.fromkeys(call.spec.group for call in calls))
-    ranks = "; ".join(rank_list(group) for group in groups[:3]) + (f" and {len(groups) - 3} groups more" if len(groups) > 3 else "")
     sending = tuple(sorted({rank for group in groups for rank in group}))
-    moved, times = int(sum(call.sent for call in calls)), len(calls)
-    if reduces is None:
-        value, reason = _named([_value(lowered, call.node) for call in calls]), _reason(calls)
-        return Transfer(value, calls[0].result, moved, times, ranks, ranks, reason, sending)
-    parameters = lowered.graph.parameters
-    inputs = {leaf.placeholder: leaf.name for leaf in lowered.graph.inputs}
-    originals = [parameters.get(name) or inputs.get(name) for name in reduces]
-    value = _named([short_name(original or name) for original, name in zip(originals, reduces, strict=True)])
-    if any(originals):
-        value = f"gradient of {value}"
-    if all(name in parameters for name in reduces):
-        reason = "a parameter that these ranks share" if len(reduces) == 1 else "parameters that these ranks share"
-    else:
-        reason = "all ranks return the gradient of an input" if any(originals) else "each rank has a part of it"
-    return Transfer(value, _MADE[calls[0].node.target], moved, times, ranks, ranks, reason, sending)
+    purpose = calls[0].purpose
+    value = purpose.subject + _named([name for call in calls for name in call.purpose.names])
+    source, destination = _between(groups, mesh)
+    moved = int(sum(call.sent for call in calls))
+    return Transfer(value, purpose.made or calls[0].result, moved, len(calls), source, destination, purpose.why, sending)
 
 
-_MADE: Mapping[Any, str] = {
-    all_reduce: "summed",
-    reduce_scatter: "summed and cut",
-    all_gather: "put together",
-    all_to_all: "exchanged",
-}
-"""What becomes of gradients."""
+def _between(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[str, str]:
+    """The kind of way, and between whom."""
+    if mesh is None:
+        more = f" and {len(groups) - 3} groups more" if len(groups) > 3 else ""
+        ranks = "; ".join(rank_list(group) for group in groups[:3]) + more
+        return ranks, ranks
+    over = " and ".join(dimensions_of(groups[0], mesh))
+    return f"over {over}", rank_list(groups[0]) if len(groups) == 1 else f"{len(groups)} groups of {len(groups[0])} ranks"
 
 
 def _named(names: Sequence[str]) -> str:
     different = list(dict.fromkeys(names))
     return different[0] + (f" and {len(different) - 1} more" if len(different) > 1 else "")
-
-
-def _value(lowered: LoweredStages, node: fx.Node) -> str:
-    """What a collective moves: a parameter by its name in the model, a value by that of its node."""
-    given = node.all_input_nodes
-    if given and given[0].op == "get_attr":
-        return short_name(lowered.graph.parameters.get(str(given[0].target), str(given[0].target)))
-    name: str = node.meta.get("reason") or (given[0].name if given else node.name)
-    return name
-
-
-def _reason(calls: Sequence[_Call]) -> str:
-    """The kind, and the modules that the results are of."""
-    modules = list(dict.fromkeys(path for call in calls if (path := _module(call.node))))
-    return f"{calls[0].spec.manner}, {module_range(modules)}" if modules else calls[0].spec.manner
-
-
-def _module(started: fx.Node) -> str:
-    results = [result for user in started.users if user.target is wait for result in user.users if result.target is operator.getitem]
-    return next((path for node in (started, *results) if (path := module_path(node))), "")

@@ -10,6 +10,7 @@ from partitioner.reports.collectives import collective_transfers
 from partitioner.reports.module_range import rank_list, short_name
 from partitioner.reports.transfer import Transfer
 from passes.ir.communication import send
+from passes.ir.mesh import Mesh, pipelines
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
 from passes.lower import LoweredStages
@@ -20,8 +21,16 @@ from passes.size_expression import size_of
 __all__ = ["transfers"]
 
 
-def transfers(lowered: LoweredStages, programs: Sequence[Program]) -> tuple[Transfer, ...]:
-    """Everything that the programs communicate: activations, gradients, results and the loss, then what collectives move."""
+def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> tuple[Transfer, ...]:
+    """Everything that the programs communicate: activations, gradients, results and the loss, then what collectives move.
+
+    Args:
+        lowered: the stages of the first pipeline.
+        programs: of all ranks.
+        mesh: of the ranks, where it has several pipelines: what these send alike is one line.
+    """
+    places = pipelines(mesh) if mesh is not None else (tuple(range(len(programs))),)
+    ranks_at = tuple(zip(*places, strict=True))
     messages: dict[Message, list[fx.Node]] = {}
     for program in programs:
         for node in program.module.graph.nodes:
@@ -32,8 +41,8 @@ def transfers(lowered: LoweredStages, programs: Sequence[Program]) -> tuple[Tran
     found = sorted(messages.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
     return (
-        *(_transfer(lowered, message, nodes, batch) for message, nodes in found),
-        *collective_transfers(lowered, programs),
+        *(_transfer(lowered, message, nodes, batch, ranks_at) for message, nodes in found),
+        *collective_transfers(lowered, programs, mesh),
     )
 
 
@@ -49,18 +58,29 @@ def _what(message: Message) -> Message:
     return Message(message.kind, message.value, None, message.consumer, message.source, -1 if told else message.destination)
 
 
-def _transfer(lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], batch: int) -> Transfer:
+def _transfer(
+    lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], batch: int, ranks_at: Sequence[tuple[int, ...]]
+) -> Transfer:
+    """One line. Messages name places along the pipeline.
+
+    Args:
+        ranks_at: the ranks at each place.
+    """
     sent = sum(node.meta["bytes"] for node in nodes)
     first: Message = nodes[0].meta["message"]
-    told = rank_list(tuple(sorted(node.meta["message"].destination for node in nodes))) if message.destination == -1 else ""
+    sending = ranks_at[message.source]
+    told = ""
+    if message.destination == -1:
+        places = {node.meta["message"].destination for node in nodes}
+        told = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
     if message.kind == "loss":
-        return Transfer("loss", "one number", sent, len(nodes), f"rank {message.source}", told, "all ranks return it", (message.source,))
+        return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), told, "all ranks return it", sending)
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
-    rows = batch if first.microbatch is None else microbatch_sizes(batch, len(nodes))[0]
-    source, destination, reason = _route(lowered, message, node)
+    rows = batch if first.microbatch is None else microbatch_sizes(batch, len({node.meta["message"].microbatch for node in nodes}))[0]
+    source, destination, reason = _route(lowered, message, node, ranks_at)
     destination = told or destination
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
-    return Transfer(name, _shape(lowered, node, rows), sent, len(nodes), source, destination, reason, (message.source,))
+    return Transfer(name, _shape(lowered, node, rows), sent, len(nodes), source, destination, reason, sending)
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
@@ -70,27 +90,27 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(str(size) for size in sizes)})"
 
 
-def _route(lowered: LoweredStages, message: Message, node: fx.Node) -> tuple[str, str, str]:
+def _route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
     """From where to where, and why."""
     producer = lowered.producer(message.value)
     computed = short_name(module_path(node))
-    producing = f"stage {producer}, rank {lowered.stage_rank[producer]}"
+    producing = f"stage {producer}, {rank_list(ranks_at[lowered.stage_rank[producer]])}"
     if message.kind == "output":
-        return f"rank {message.source}", "", f"{computed} computes it, all ranks return it"
+        return rank_list(ranks_at[message.source]), "", f"{computed} computes it, all ranks return it"
     if message.kind == "gradient":
         if message.consumer == -1:
-            return f"rank {message.source}", producing, "the loss reads the result"
+            return rank_list(ranks_at[message.source]), producing, "the loss reads the result"
         reader = _reader(lowered, message.value, [message.consumer])
-        return f"stage {message.consumer}, rank {message.source}", producing, f"{computed} <- {reader}"
+        return f"stage {message.consumer}, {rank_list(ranks_at[message.source])}", producing, f"{computed} <- {reader}"
     reading = [
         stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == message.destination and message.value in stage.values
     ]
     if not reading:
-        return producing, f"rank {message.destination}", f"{computed} computes it, the model returns it"
+        return producing, rank_list(ranks_at[message.destination]), f"{computed} computes it, the model returns it"
     stages = f"stage{'s' if len(reading) > 1 else ''} {' and '.join(str(stage) for stage in reading)}"
     return (
         producing,
-        f"{stages}, rank {message.destination}",
+        f"{stages}, {rank_list(ranks_at[message.destination])}",
         f"{computed} -> {_reader(lowered, message.value, reading)}",
     )
 

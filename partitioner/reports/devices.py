@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cost_models.units import format_bytes, format_flops
 from partitioner.reports.module_range import module_range
@@ -15,7 +16,7 @@ from passes.lower import LoweredStages
 from passes.messages import sweep_scripts
 from passes.size_expression import bytes_of
 
-__all__ = ["device_html", "device_table", "headline"]
+__all__ = ["DeviceTable", "device_table", "headline"]
 
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
@@ -24,19 +25,39 @@ _MODULES_WIDTH = 52
 """Of the column, if the stages of a rank share it: the table then fits 140 columns."""
 
 
-def device_table(name: str, plan: Plan, lowered: LoweredStages) -> str:
-    """The table as text.
+@dataclass(frozen=True)
+class DeviceTable:
+    """A line for each rank.
+
+    Attributes:
+        headline: the plan in one line.
+        rows: the cells, the heading first.
+        columns: see ``align``.
+        footnote: how to read it.
+    """
+
+    headline: str
+    rows: Sequence[tuple[str, ...]]
+    columns: str
+    footnote: str
+
+    def text(self) -> str:
+        """For a terminal."""
+        return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote])
+
+    def html(self) -> str:
+        """For notebooks."""
+        return html_table(self.rows, self.columns, caption=f"{self.headline} ({self.footnote})")
+
+
+def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
+    """The table of a pipeline.
 
     Args:
         name: of the model.
         lowered: its stages.
     """
-    return "\n".join([headline(name, plan, training=lowered.graph.training), "", *align(_rows(plan, lowered), _COLUMNS), _FOOTNOTE])
-
-
-def device_html(name: str, plan: Plan, lowered: LoweredStages) -> str:
-    """The table as HTML, for notebooks."""
-    return html_table(_rows(plan, lowered), _COLUMNS, caption=f"{headline(name, plan, training=lowered.graph.training)} ({_FOOTNOTE})")
+    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE)
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from cost_models.units import format_bytes, format_flops, format_seconds
 from partitioner.reports.communication import transfers
+from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
+from partitioner.reports.explained import Explained
 from partitioner.reports.module_range import module_range, rank_list
 from partitioner.reports.table import align
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.microbatch import microbatch_sizes
-from passes.ir.plan import Plan
-from passes.ir.program import Program
-from passes.ir.schedule import Schedule
-from passes.lower import LoweredStages
 from passes.size_expression import bytes_of
 
-__all__ = ["Explained", "explain"]
+__all__ = ["explain"]
 
 _WIDTH = 132
 
 
-@dataclass(frozen=True)
-class Explained:
-    """What is explained.
-
-    Attributes:
-        name: of the model.
-        plan: where everything runs.
-        lowered: the stages, with their training graphs when the model trains.
-        programs: of all ranks.
-        schedule: of a training step; None in evaluation.
-    """
-
-    name: str
-    plan: Plan
-    lowered: LoweredStages
-    programs: Sequence[Program]
-    schedule: Schedule | None
-
-
 def explain(explained: Explained) -> str:
     """The explanation, for a terminal of 140 columns; what needs more are tables with long names."""
+    graph, plan = explained.graph, explained.plan
     sections = (
         ("", _summary(explained)),
+        ("AXES", axes_section(graph, plan) if explained.is_cut else []),
+        ("PARAMETERS", parameters_section(graph, plan, explained.blocks) if explained.is_cut else []),
         ("STAGES", _stages(explained)),
         ("MEMORY", _memory(explained)),
         ("COMMUNICATION", _communication(explained)),
         ("TIED PARAMETERS", _tied(explained)),
-        ("SCHEDULE", [] if explained.schedule is None else timetable(explained.schedule, _WIDTH - 2)),
+        ("SCHEDULE", _schedule(explained)),
         ("NOTES", [f"{index}. {note}" for index, note in enumerate(dict.fromkeys(_notes(explained)), start=1)]),
     )
-    lines = [headline(explained.name, explained.plan, training=explained.lowered.graph.training)]
+    lines = [headline(explained.name, plan, training=graph.training)]
     for title, body in sections:
         if body:
             lines += ["", title] if title else [""]
@@ -70,7 +52,7 @@ def _summary(explained: Explained) -> list[str]:
     plan = explained.plan
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
-    stages = len(plan.stages) // plan.n_ranks
+    stages = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
     schedule = "none: a forward alone, stages one after the other"
     if explained.schedule is not None:
         source = find_schedule(plan.schedule).source.partition(",")[0]
@@ -107,11 +89,20 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stages(explained: Explained) -> list[str]:
-    heading = ("stage", "rank", "modules", "parameters", "size", "work forward", "time forward", "time backward")
+    heading = (
+        "stage",
+        "ranks" if explained.is_cut else "rank",
+        "modules",
+        "parameters",
+        "size",
+        "work forward",
+        "time forward",
+        "time backward",
+    )
     rows = [
         (
             str(index),
-            str(stage.rank),
+            _ranks(explained, stage.rank),
             module_range(stage.modules),
             f"{stage.parameter_count:,}",
             format_bytes(stage.parameter_bytes),
@@ -121,13 +112,37 @@ def _stages(explained: Explained) -> list[str]:
         )
         for index, stage in enumerate(explained.plan.stages)
     ]
-    return [*align([heading, *rows], ">><>>>>>"), "work and times are of one microbatch; times are predicted"]
+    parts = "; on a mesh all numbers are of the part of the first rank" if explained.is_cut else ""
+    return [*align([heading, *rows], ">><>>>>>"), f"work and times are of one microbatch; times are predicted{parts}"]
+
+
+def _ranks(explained: Explained, place: int) -> str:
+    """The ranks at a place along the pipeline, in few letters."""
+    ranks = explained.ranks_at(place)
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _schedule(explained: Explained) -> list[str]:
+    """The schedule drawn: of a pipeline, whose places are ranks where no axis is cut."""
+    if explained.schedule is None:
+        return []
+    lines = timetable(explained.schedule, _WIDTH - 2)
+    return [re.sub(r"^rank", "place", line) for line in lines] if explained.is_cut else lines
 
 
 def _memory(explained: Explained) -> list[str]:
     """What each stage keeps for its backward: bytes from its graphs, microbatches from the schedule."""
     lowered, plan = explained.lowered, explained.plan
-    heading = ("stage", "rank", "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")
+    heading = (
+        "stage",
+        "ranks" if explained.is_cut else "rank",
+        "kept a microbatch",
+        "microbatches held",
+        "kept at most",
+        "peak of the rank",
+    )
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return align([("rank", "predicted peak"), *peaks], ">>")
@@ -137,9 +152,9 @@ def _memory(explained: Explained) -> list[str]:
     for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
         saved = [value for value in training.saved_values if isinstance(value, Tensor)]
         kept = sum(bytes_of(value, lowered.graph.batch, rows[0]) for value in saved)
-        rank = lowered.stage_rank[stage.index]
-        peak = format_bytes(plan.memory[rank])
-        lines.append((str(stage.index), str(rank), format_bytes(kept), str(count), format_bytes(kept * count), peak))
+        place = lowered.stage_rank[stage.index]
+        peak = format_bytes(plan.memory[explained.ranks_at(place)[0]])
+        lines.append((str(stage.index), _ranks(explained, place), format_bytes(kept), str(count), format_bytes(kept * count), peak))
     return [
         *align(lines, ">>>>>>"),
         "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states",
@@ -147,7 +162,7 @@ def _memory(explained: Explained) -> list[str]:
 
 
 def _communication(explained: Explained) -> list[str]:
-    found = transfers(explained.lowered, explained.programs)
+    found = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
     if not found:
         return ["none: everything runs on one rank"]
     heading = ("value", "one message", "bytes", "messages", "from", "to", "why")
@@ -178,8 +193,9 @@ def _tied(explained: Explained) -> list[str]:
     rows = []
     for placeholder, name in lowered.graph.parameters.items():
         others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
-        ranks = sorted({lowered.stage_rank[stage.index] for stage in lowered.stages if placeholder in stage.parameters})
-        if len(ranks) > 1:
+        places = {lowered.stage_rank[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
+        ranks = sorted(rank for place in places for rank in explained.ranks_at(place))
+        if len(places) > 1:
             rows.append(
                 (
                     name,

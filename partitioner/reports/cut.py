@@ -1,0 +1,108 @@
+"""Which axes a mesh cuts, and how the parameters lie over it: read from the blocks that ranks hold.
+
+axis   size  over    a rank has
+heads     4  tensor  2
+ffn      48  tensor  24
+
+blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from partitioner.reports.explained import Blocks
+from partitioner.reports.table import align
+from passes.axes import Axes, find_axes
+from passes.axis_names import axes_named, axis_names
+from passes.blocks import Block
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.ir.plan import Plan
+from passes.split_randomness import split_randomness
+
+__all__ = ["axes_section", "parameters_section"]
+
+
+def axes_section(graph: ModelGraph, plan: Plan) -> list[str]:
+    """Every axis that is cut: its name, its size, the mesh dimension, and how much of it a rank has.
+
+    Args:
+        graph: the whole model.
+    """
+    axes, names = _named_axes(graph)
+    mesh = Mesh(plan.mesh)
+    rows = [("axis", "size", "over", "a rank has")]
+    for name, dimension in plan.axes:
+        count = mesh.length(dimension)
+        sizes = [plan.batch_size] if dimension in ROWS else sorted({axes.sizes[axis] for axis in axes_named(name, names)}, key=str)
+        rows.append((name, " or ".join(map(str, sizes)), dimension, " or ".join(dict.fromkeys(_part(size, count) for size in sizes))))
+    stored = [name for name in mesh.names if name in STORED]
+    rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
+    return align(rows, "<><<")
+
+
+def _part(size: object, count: int) -> str:
+    if not isinstance(size, int):
+        return f"{size}/{count}"
+    return str(size // count) if size % count == 0 else f"{size // count + 1} or {size // count}"
+
+
+def parameters_section(graph: ModelGraph, plan: Plan, blocks: Blocks) -> list[str]:
+    """How every parameter lies; those of equal layers in one line.
+
+    Args:
+        graph: the whole model.
+        blocks: what ranks hold.
+    """
+    axes, names = _named_axes(graph)
+    mesh = Mesh(plan.mesh)
+    found: dict[tuple[str, ...], list[str]] = {}
+    for placeholder, name in graph.parameters.items():
+        if placeholder not in blocks:
+            continue
+        held = blocks[placeholder]
+        shape = next(iter(held.values())).shape
+        parts = " or ".join(dict.fromkeys(str(block.part) for block in held.values()))
+        layout = _layout(axes, names, placeholder, held, mesh)
+        alike = (re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), layout, str(shape), parts)
+        found.setdefault(alike, []).append(name)
+    rows = [("parameter", "", "layout", "shape", "a rank has")]
+    for (pattern, layout, whole, parts), members in found.items():
+        rows.append((pattern if len(members) > 1 else members[0], f"x {len(members)}" if len(members) > 1 else "", layout, whole, parts))
+    return [*align(rows, "<<<<<"), "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one"]
+
+
+def _named_axes(graph: ModelGraph) -> tuple[Axes, tuple[str, ...]]:
+    graph = split_randomness(graph)
+    axes = find_axes(graph.graph)
+    return axes, axis_names(graph, axes)
+
+
+def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[int, Block], mesh: Mesh) -> str:
+    """The axes of each dimension, with what they are cut over."""
+    dimensions, position = [], 0
+    for each in axes.of(placeholder):
+        words = []
+        for axis in each:
+            base = names[axis].partition("[")[0]
+            word = base if base not in ("rest", "features") else str(axes.sizes[axis])
+            words.append("/".join([word, *_cut_over(held, position, mesh)]))
+            position += 1
+        dimensions.append("*".join(words) or "1")
+    return f"[{', '.join(dimensions)}]"
+
+
+def _cut_over(held: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
+    """The mesh dimensions along which ranks hold other parts of an axis."""
+    found = []
+    for name in mesh.cutting.names:
+        pairs = ((rank, other) for rank in held for other in mesh.group(rank, (name,)) if other in held)
+        if any(_interval(held[rank], position) != _interval(held[other], position) for rank, other in pairs):
+            found.append(name)
+    return found
+
+
+def _interval(block: Block, position: int) -> tuple[int, int] | None:
+    return None if block.is_whole else block.intervals[position]
