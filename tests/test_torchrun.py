@@ -12,6 +12,7 @@ import torch
 
 from passes.ir.errors import CommunicationError, ConfigError
 from tests import torchrun_cases as cases
+from tests import torchrun_meshes as meshes
 from tests.models.zoo import ZOO
 from tests.processes import ROOT, Workers
 
@@ -64,6 +65,37 @@ def test_training(workers: Callable[[int], Workers], size: int, name: str, sched
 def test_training_of_every_model(workers: Callable[[int], Workers], name: str, schedule: str, size: int) -> None:
     """Every model, and every schedule with several: what the embedded runtime shows for all of them is not shown again."""
     assert workers(size).values(cases.training_difference, name, schedule, timeout=170) == [None] * size
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("gpt", "tensor"), ("group_norm_convolution", "data"), ("shared_layer", "zero1"), ("gpt", "fsdp")],
+)
+def test_training_over_cut_axes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
+    assert workers(2).values(meshes.mesh_training_difference, name, mode, timeout=120) == [None] * 2
+
+
+@pytest.mark.parametrize(("name", "mode"), [("gpt", "tensor"), ("batch_norm_convolution", "data"), ("shared_layer", "fsdp")])
+def test_calls_over_cut_axes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
+    """Nothing is cut in stages, so ``backward()`` reaches all that it has to."""
+    assert workers(2).values(meshes.mesh_call_difference, name, mode, timeout=120) == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "data", "fsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("name", ["resnet", "t5", "unet", "lstm"])
+def test_models_over_cut_axes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
+    assert workers(2).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * 2
+    assert workers(2).values(meshes.mesh_call_difference, name, mode, timeout=170) == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"fsdp": 2, "tensor": 2}], ids="-".join)
+@pytest.mark.parametrize("name", ["gpt", "resnet", "t5"])
+def test_meshes(workers: Callable[[int], Workers], name: str, mode: dict[str, int]) -> None:
+    assert workers(4).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * 4
+    if "pipeline" not in mode:
+        assert workers(4).values(meshes.mesh_call_difference, name, mode, timeout=170) == [None] * 4
 
 
 def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
