@@ -150,8 +150,8 @@ def _lower(
         if variant.in_parts:
             traced = with_totals(traced)
         stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
-        parts = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored).parts
-        return Lowering(parts, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
+        variant_cut = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
+        return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
 
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import make_schedule
+from passes.cut_axes import CutModel
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, pipelines
@@ -32,7 +33,7 @@ class Lowering:
     """The programs of one traced graph under one plan.
 
     Args:
-        parts: for each rank of the mesh without its stages, the graph that its pipeline computes; those that are equal are one object.
+        cut: for each rank of the mesh without its stages, the graph that its pipeline computes; those that are equal are one object.
         plan: where nodes run.
         devices: for each rank, where it runs.
         local_ranks: the ranks of this process: only their programs are bound to tensors.
@@ -42,18 +43,19 @@ class Lowering:
 
     def __init__(
         self,
-        parts: Sequence[ModelGraph],
+        cut: CutModel,
         plan: Plan,
         devices: Sequence[torch.device],
         local_ranks: Sequence[int],
         state: Mapping[int, Mapping[str, Tensor]],
         trainable: frozenset[str],
     ) -> None:
-        self.graph = parts[0]
+        self.cut = cut
+        self.graph = cut.parts[0]
         self.plan = plan
         self.devices = tuple(devices)
-        self.rows = RowParts(Mesh(plan.mesh)) if parts[0].part.n_row_parts > 1 else RowParts(Mesh(()))
-        self._parts = tuple(parts)
+        self.rows = RowParts(Mesh(plan.mesh)) if self.graph.part.n_row_parts > 1 else RowParts(Mesh(()))
+        self._parts = cut.parts
         self._mesh = Mesh(plan.mesh)
         self._pipelines = pipelines(self._mesh)
         self._local_ranks = tuple(local_ranks)

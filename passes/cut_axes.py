@@ -53,12 +53,16 @@ class CutModel:
     """A model whose axes are cut.
 
     Attributes:
+        graph: the model.
+        axes: of its graph.
         cut: what is cut.
         layouts: how every value lies.
         parts: for each rank of the mesh its graph; ranks whose parts have equal sizes share one.
         blocks: for each rank, for each parameter, buffer and constant, the block that it holds.
     """
 
+    graph: ModelGraph
+    axes: Axes
     cut: AxisCut
     layouts: Layouts
     parts: tuple[ModelGraph, ...]
@@ -114,13 +118,13 @@ def cut_axes(
             by_sizes[sizes] = replace(localize(graph, axes, layouts, extents), part=part)
         parts.append(by_sizes[sizes])
         blocks.append({name: _block(name, axes, layouts.stored[name], extents) for name in held})
-    return CutModel(cut, layouts, tuple(parts), tuple(blocks))
+    return CutModel(graph, axes, cut, layouts, tuple(parts), tuple(blocks))
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
     held = (*graph.parameters, *graph.buffers, *graph.constants)
     blocks = {name: _block(name, axes, (), Extents(axes.sizes, (), (), None, 1)) for name in held}
-    return CutModel(cut, Layouts((), {}, {}, {}, {}, {}), (graph,), (blocks,))
+    return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), (graph,), (blocks,))
 
 
 def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:

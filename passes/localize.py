@@ -146,6 +146,7 @@ class _Localizer:
 
     def _register(self, node: fx.Node, copy: fx.Node) -> None:
         self.copies[node] = copy
+        copy.meta["part_of"] = node.name
         for place, (layout, axes) in enumerate(zip(self.layouts.results[node.name], self.axes.tensors[node.name], strict=True)):
             self.resharder.register(node, place, copy, layout, axes)
             value = copy.meta["val"] if isinstance(copy.meta["val"], Tensor) else copy.meta["val"][place]
@@ -262,7 +263,7 @@ class _Localizer:
         assert callable(function)
         function = aten.reshape.default if function is aten.view.default else function
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
-        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+        node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
         value = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
         node.meta["val"] = tuple(value) if isinstance(value, list) else value
         return node
@@ -274,12 +275,7 @@ class _Localizer:
         if isinstance(size, int):
             return size
         assert self.batch is not None
-        before = set(self.target.nodes)
-        node = emit_size(self.target, size, self.graph.batch, self.batch)
-        for each in self.target.nodes:
-            if each not in before:
-                each.meta["val"] = each.target(*fx.map_arg(each.args, _value))
-        return node
+        return emit_size(self.target, size, self.graph.batch, self.batch)
 
     def _symbolic(self, shape: Sequence[Size]) -> list[Any]:
         """A shape as fake tensors take it."""

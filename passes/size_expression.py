@@ -100,5 +100,14 @@ def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | No
     parts = [emit_size(graph, part, symbol, batch) for part in size.args]
     result = parts[0]
     for part in parts[1:]:
-        result = graph.call_function(function, (result, part))
+        result = _described(graph.call_function(function, (result, part)))
     return result
+
+
+def _described(node: fx.Node) -> fx.Node:
+    """The node with its traced value, where those of its arguments are known."""
+    values = [part.meta.get("val") if isinstance(part, fx.Node) else part for part in node.args]
+    if all(value is not None for value in values):
+        assert callable(node.target)
+        node.meta["val"] = node.target(*values)
+    return node

@@ -90,11 +90,7 @@ class _Emitter:
     def mask(self, like: fx.Node, p: float) -> fx.Node:
         """A mask of the shape of a value."""
         value = like.meta["val"]
-        before = set(self.target.nodes)
         sizes = [emit_size(self.target, size_of(size), self.graph.batch, self._batch) for size in value.shape]  # type: ignore[arg-type]
-        for node in self.target.nodes:
-            if node not in before:
-                node.meta["val"] = node.target(*fx.map_arg(node.args, _value))
         return self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -171,6 +172,38 @@ def test_a_wrong_node_is_named() -> None:
     assert f"the first value that differs, in the order of the graph, is {name}" in text
     assert "aten.gelu.default" in text
     assert text.endswith("DIFFERENT: the partitioned model does not compute what the original computes")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt", {"data": 2, "tensor": 2}),
+        ("batch_norm_convolution", {"tensor": 2}),
+        ("batch_norm_convolution", {"data": 2, "tensor": 2}),
+        ("group_norm_convolution", {"fsdp": 2, "pipeline": 2}),
+    ],
+)
+def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) -> None:
+    instance = case_named(name).build()
+    pm = partition(instance.model, devices=math.prod(mesh.values()), mode=mesh, example_inputs=instance.args, n_microbatches=1)
+    report = pm.check(*instance.args)
+    assert report, report
+    (nodes,) = [part for part in report.parts if part.name == "values of nodes"]
+    calls = [node for node in pm.lowering_for(len(instance.args[0]))[1].cut.graph.computing_nodes() if isinstance(node.meta["val"], Tensor)]
+    assert len(nodes.comparisons) == len(calls)
+
+
+def test_a_wrong_part_of_a_node_is_named() -> None:
+    instance = case_named("gpt").build()
+    pm = partition(instance.model, devices=2, mode="tensor", example_inputs=instance.args)
+    _, lowering = pm.lowering_for(len(instance.args[0]))
+    wrong = next(node for node in lowering.graph.graph.nodes if node.target is torch.ops.aten.gelu.default)
+    wrong.target = torch.ops.aten.relu.default
+    wrong.args, wrong.kwargs = wrong.args[:1], {}
+    report = pm.check(*instance.args)
+    assert not report
+    assert report.first_value is not None
+    assert report.first_value.node == wrong.name
 
 
 def test_a_wrong_training_graph_is_told_from_a_wrong_forward_graph() -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from partitioner.binding import BoundInputs, bind_inputs
 from partitioner.check.by_definition import differences_by_definition, draws_anything
 from partitioner.check.compare import Comparison, compare, largest_magnitude
+from partitioner.check.mesh_walk import walk_mesh
 from partitioner.check.node_walk import NodeWalk, walk_nodes
 from partitioner.check.original import Call, Gradients, fresh_call, run_original
 from partitioner.check.report import CheckReport, Difference, Part
@@ -26,7 +27,6 @@ from partitioner.lowering import Lowering
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.provenance import place_of
@@ -92,15 +92,12 @@ def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if elsewhere and draws_anything(subject.graph):
         reason = "each process draws its own random numbers: nothing can be compared; check in one process, or with training=False"
         return CheckReport(_title(partitioned.plan, inputs.batch, count), (), None, None, (*notes, reason))
-    is_cut = Mesh(partitioned.plan.mesh).cutting.size > 1
     if elsewhere:
         notes += ("values of nodes are compared where all ranks are in one process",)
-    elif is_cut:
-        notes += ("values of nodes are compared where every rank has whole ones: this mesh cuts axes",)
     with _undisturbed(subject):
         run = _Check(subject, partitioned, args, kwargs, inputs.batch)
         run.run()
-        walk = None if elsewhere or is_cut else _walk(run, inputs, count)
+        walk = None if elsewhere else _walk(run, inputs, count)
     values = () if walk is None else (Part("values of nodes", walk.comparisons),)
     first = None if walk is None else walk.first
     return CheckReport(_title(partitioned.plan, inputs.batch, count), (*run.parts, *values), first, run.first_gradient(), notes)
@@ -115,12 +112,14 @@ def _walk(run: _Check, inputs: BoundInputs, count: int) -> NodeWalk:
     """Node by node: the graph of the whole batch beside the stages."""
     _, whole = run.subject.with_microbatches(1).lowering_for(inputs.batch, in_parts=False)
     _, lowering = run.partitioned.lowering_for(inputs.batch, in_parts=False)
-    differentiation = lowering.everything(inputs.requiring_gradient)
-    lowered = lowering.training(differentiation) if differentiation.outputs else lowering.stages
     tensors = {
         **{name: run.tensors[original] for name, original in (*run.graph.parameters.items(), *run.graph.buffers.items())},
         **run.graph.constants,
     }
+    if lowering.cut.cut.mesh.size > 1:
+        return walk_mesh(lowering.cut, lowering.stages, tensors, inputs.tensors, inputs.batch, SEED)
+    differentiation = lowering.everything(inputs.requiring_gradient)
+    lowered = lowering.training(differentiation) if differentiation.outputs else lowering.stages
     return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, count), SEED)
 
 

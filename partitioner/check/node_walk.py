@@ -17,7 +17,7 @@ from passes.lower import LoweredStages
 from passes.provenance import place_of
 from passes.stages import StageGraph
 
-__all__ = ["NodeWalk", "walk_nodes"]
+__all__ = ["NodeWalk", "Recorder", "walk_nodes"]
 
 Values = dict[str, Tensor]
 
@@ -35,7 +35,7 @@ class NodeWalk:
     first: Difference | None
 
 
-class _Recorder(fx.Interpreter):
+class Recorder(fx.Interpreter):
     """Keeps the tensors of all nodes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -79,7 +79,7 @@ def walk_nodes(
     """
     with torch.no_grad():
         torch.manual_seed(seed)
-        recorder = _Recorder(whole.module)
+        recorder = Recorder(whole.module)
         given = {**_own(whole, tensors), **inputs, "batch": sum(sizes)}
         recorder.run(*(given[node.name] for node in whole.graph.nodes if node.op == "placeholder"))
         torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Te
             values = {name: parts.of[name][microbatch] for name in stage.values}
             given = {**tensors, **{name: pieces[microbatch] for name, pieces in cut.items()}, **values, "batch": size}
             _record_training(lowered, stage, {**given, **_own(graph, tensors)}, parts)
-            recorder = _Recorder(stage.module)
+            recorder = Recorder(stage.module)
             recorder.run(*(given[name] for name in stage.bound + stage.arguments))
             for name, value in recorder.values.items():
                 if parts.stage.setdefault(name, stage.index) == stage.index:
