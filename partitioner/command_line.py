@@ -3,6 +3,7 @@
     partitioner plan    net.py:factory --devices 4 --cluster h100:1x4 --json plan.json
     partitioner inspect net.py:factory --devices 2 --rank 1
     partitioner check   net.py:factory --devices 4 --schedule ZB1P
+    partitioner plan    net.py:factory --devices 4 --mode data=2,tensor=2
 
 ``factory()`` returns ``(model, args)`` or ``(model, args, kwargs)``. Exit codes: 0 it worked; 1 a check did not find everything equal;
 2 the request was wrong or cannot be met.
@@ -14,13 +15,14 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from partitioner.api import partition
 from partitioner.factory import Made, call_factory
 from partitioner.model import PartitionedModel
 from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.mesh import Mesh, pipelines
 from passes.ir.plan import Plan
 
 __all__ = ["main"]
@@ -90,7 +92,11 @@ def _command(
     factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
     command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
-    command.add_argument("--mode", metavar="MODE", help="auto, pipeline or model (default: auto)")
+    modes = (
+        "auto (default): the better of pipeline and model; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor or sequence over all\n"
+        "devices; or a mesh, outermost first: data=2,tensor=2"
+    )
+    command.add_argument("--mode", metavar="MODE", help=modes)
     schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
     command.add_argument("--schedule", metavar="NAME", help=schedules)
     command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
@@ -122,7 +128,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _heading(plan: Plan, rank: int) -> str:
     """A comment that says whose program follows."""
-    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.rank == rank]
+    place = next(ranks.index(rank) for ranks in pipelines(Mesh(plan.mesh)) if rank in ranks)
+    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.rank == place]
     return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
 
 
@@ -144,7 +151,7 @@ def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
     return partition(
         made.model,
         devices=arguments.devices,
-        mode=arguments.mode or "auto",
+        mode=_mode(arguments.mode or "auto"),
         example_inputs=made.args,
         example_kwargs=made.kwargs,
         schedule=arguments.schedule,
@@ -153,6 +160,19 @@ def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
         memory_limit=arguments.memory_limit,
         plan=plan,
     )
+
+
+def _mode(text: str) -> str | Mapping[str, int]:
+    """``"tensor"`` as it is; ``"data=2,tensor=2"`` as a mesh."""
+    if "=" not in text:
+        return text
+    mesh: dict[str, int] = {}
+    for dimension in text.split(","):
+        name, _, size = dimension.partition("=")
+        if not name or not size.isdecimal() or name in mesh:
+            raise ConfigError(f"--mode {text} is no mesh", remedy="name each dimension once with its size: --mode data=2,tensor=2")
+        mesh[name] = int(size)
+    return mesh
 
 
 def _read(path: str) -> str:

@@ -243,6 +243,24 @@ def test_check_of_an_equal_model(factory: str, capsys: pytest.CaptureFixture[str
     assert ran.printed.endswith("EQUAL: the partitioned model computes what the original computes\n")
 
 
+def test_a_mode_may_be_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran("plan net.py:factory --devices 4 --mode pipeline=2,tensor=2 --microbatches 2", capsys)
+    assert ran.code == 0
+    assert "\n  mesh       pipeline 2 x tensor 2, every rank on " in ran.printed
+    ran = Ran("inspect net.py:factory --devices 4 --mode pipeline=2,tensor=2 --microbatches 2", capsys)
+    headings = [line for line in ran.printed.splitlines() if line.startswith("# rank ")]
+    assert [line.rpartition(": ")[2] for line in headings] == ["stage 0", "stage 0", "stage 1", "stage 1"]
+    ran = Ran("check net.py:factory --devices 2 --mode dp=2", capsys)
+    assert ran.code == 0
+
+
+@pytest.mark.parametrize("mode", ["data=", "data=two", "=2", "data=2,", "data=2,data=2", "data=2;tensor=2", "data=-2"])
+def test_a_mesh_that_cannot_be_read_is_told(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(f"plan net.py:factory --devices 4 --mode '{mode}'", capsys)
+    assert ran.code == 2
+    assert ran.complaint == f"error: --mode {mode} is no mesh\n  remedy: name each dimension once with its size: --mode data=2,tensor=2\n"
+
+
 def test_check_of_a_model_that_differs(capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran("check net.py:drops_layers --devices 2", capsys)
     assert (ran.code, ran.complaint) == (1, "")
