@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from passes.ir.graph import ModelGraph
 
-__all__ = ["Run", "assert_equal_runs", "run_model", "run_traced"]
+__all__ = ["SEED", "Run", "assert_equal_runs", "backward", "own_values", "run_model", "run_traced"]
 
 SEED = 7
 
@@ -38,11 +38,11 @@ class Run:
 def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradient_of_inputs: bool = True) -> Run:
     """Call a copy of the model itself."""
     model = copy.deepcopy(model)
-    args, kwargs = _own((args, dict(kwargs)), gradient_of_inputs)
+    args, kwargs = own_values((args, dict(kwargs)), gradient_of_inputs)
     torch.manual_seed(SEED)
     result = model(*args, **kwargs)
     leaves = tuple(tree_leaves(result))
-    _backward(leaves)
+    backward(leaves)
     return Run(
         tuple(_detached(leaf) for leaf in leaves),
         {name: parameter.grad for name, parameter in model.named_parameters()},
@@ -56,7 +56,7 @@ def run_traced(
 ) -> Run:
     """Feed the placeholders of a graph with a copy of the model's tensors and the inputs, and call it."""
     model = copy.deepcopy(model)
-    args, kwargs = _own((args, dict(kwargs)), gradient_of_inputs)
+    args, kwargs = own_values((args, dict(kwargs)), gradient_of_inputs)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     given, tree = tree_flatten((args, kwargs))
     assert tree == graph.input_tree
@@ -70,7 +70,7 @@ def run_traced(
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     torch.manual_seed(SEED)
     results = graph.module(*(values[name] for name in names))
-    _backward(results)
+    backward(results)
     return Run(
         tuple(_detached(leaf) for leaf in results),
         {name: parameter.grad for name, parameter in model.named_parameters()},
@@ -101,7 +101,7 @@ def _assert_equal(actual: Any, expected: Any, tolerance: float, name: str = "") 
         assert actual == expected, name
 
 
-def _own(values: Any, gradient: bool) -> Any:
+def own_values(values: Any, gradient: bool) -> Any:
     """The same values in memory of their own; floating-point leaves may require gradients."""
 
     def own(leaf: Any) -> Any:
@@ -112,10 +112,12 @@ def _own(values: Any, gradient: bool) -> Any:
     return torch.utils._pytree.tree_map(own, values)
 
 
-def _backward(leaves: Any) -> None:
-    """Of the sum of all results, each weighted differently."""
+def backward(leaves: Sequence[Any], weights: Sequence[int] | None = None) -> None:
+    """Of the sum of all results, each weighted differently: by its place, unless weights are given."""
     total = sum(
-        (index + 1) * leaf.double().sin().sum() for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+        (weight + 1) * leaf.double().sin().sum()
+        for weight, leaf in zip(weights or range(len(leaves)), leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
     )
     if isinstance(total, Tensor):
         total.backward()
