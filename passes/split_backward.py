@@ -10,7 +10,8 @@
 What the forward saves is the policy of ``recompute``:
 
     "none"        every value that the backward reads
-    "selective"   results of weight contractions (dear to compute); norms, activations and the attention core are computed again
+    "selective"   results of weight contractions and of collectives (dear to compute); norms, activations and the attention core are
+                  computed again
     "full"        the stage's arguments; everything else is computed again
 
 Whatever the policy, results of random operations and of operations that write to buffers are saved: computing them again would draw
@@ -30,7 +31,7 @@ from torch import fx
 
 from passes.aliasing import aliasing, mutated_arguments
 from passes.differentiate import Joint
-from passes.ir.collectives import all_gather, replicate
+from passes.ir.collectives import COLLECTIVES, all_gather, replicate
 from passes.operators import draws
 
 __all__ = ["DifferentiatedStage", "Recompute", "split_backward"]
@@ -40,8 +41,8 @@ aten = torch.ops.aten
 Recompute = Literal["none", "selective", "full"]
 """What the backward computes again instead of keeping it."""
 
-DEAR = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
-"""What ``"selective"`` keeps: contractions with weights."""
+DEAR = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default, *COLLECTIVES})
+"""What ``"selective"`` keeps: contractions with weights, and what came from other ranks."""
 
 GATHERED_AGAIN = ("fsdp",)
 """Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
@@ -147,7 +148,7 @@ class _Cut:
         return node not in self.bound_views
 
     def _is_dear(self, node: fx.Node) -> bool:
-        return _computed_by(node).target in DEAR or self._never(node)
+        return (_computed_by(node).target in DEAR and node not in self.bound_views) or self._never(node)
 
     def _never(self, node: fx.Node) -> bool:
         return self._cannot_repeat(node)
