@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from passes.ir.errors import ConfigError
-
 __all__ = ["Constraints"]
 
 
@@ -20,13 +18,12 @@ class Constraints:
     Attributes:
         device_map: module name -> rank, or device (``"cuda:1"``), as transformers and accelerate write it. A module has the entry of
             its longest prefix; ``""`` is the entry of all the rest; a module with none is planned.
-        tp_plan: tensor-parallel patterns; not available in pipeline mode.
+        tp_plan: transformers' tensor-parallel patterns -> how a weight is cut: ``{"layers.*.mlp.up_proj": "colwise"}``, over the
+            mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
-        axes: axis name -> mesh dimension; not available in pipeline mode.
+        axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
+            ``{"sequence": "tensor"}`` is Megatron sequence parallelism.
         pin: module or node name -> stage.
-
-    Raises:
-        ConfigError: of a kind that is not available yet.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None
@@ -34,11 +31,3 @@ class Constraints:
     split_spec: Mapping[str, Any] | None = None
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        for name, mode in (("tp_plan", "tensor"), ("axes", "tensor")):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"Constraints({name}=...) belongs to mode {mode!r}, which is not available yet",
-                    remedy='use device_map, split_spec or pin, with mode "pipeline" or "model"',
-                )

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, Mesh
 
-__all__ = ["resolve_mode"]
+__all__ = ["dimension_named", "resolve_mode"]
 
 MODES = ("model", "pipeline", "tensor", "sequence", *ROWS)
 """Every mode that stands for one mesh dimension."""
@@ -61,3 +61,8 @@ def _known(name: str) -> str:
     if name not in (*MODES, "auto"):
         raise ConfigError(f"there is no mode {name!r}", remedy=f"choose one of {', '.join(MODES)}, auto")
     return name
+
+
+def dimension_named(name: str) -> str:
+    """The full name of a mesh dimension that may be said short (``"tp"``)."""
+    return _SHORT_NAMES.get(name, name)

@@ -93,11 +93,6 @@ def test_arguments(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_constraints_of_modes_that_are_not_there() -> None:
-    with pytest.raises(ConfigError, match="tp_plan"):
-        Constraints(tp_plan={"*": "colwise"})
-
-
 def test_memory_that_nothing_fits_says_how_much_is_missing() -> None:
     with pytest.raises(InfeasiblePlanError, match="does not fit 2 devices of 100 B: the fullest device lacks") as caught:
         made(memory_limit=100)

@@ -129,12 +129,6 @@ def test_what_cannot_be_kept_is_refused_by_name(constraints: dict[str, Any], mes
         planned(2, Constraints(**constraints))
 
 
-@pytest.mark.parametrize("name", ["tp_plan", "axes"])
-def test_constraints_of_other_modes_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        Constraints(**{name: {"heads": "tensor"}})  # type: ignore[arg-type]
-
-
 def test_two_ranks_on_one_device_need_numbers() -> None:
     request = PlanRequest("pipeline", ("cpu", "cpu"), constraints=Constraints(device_map={"head": "cpu"}))
     with pytest.raises(ConfigError, match="2 ranks run there"):

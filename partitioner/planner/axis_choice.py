@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.axes import Axes, returned_values
@@ -42,18 +42,34 @@ _BANNED = 2
 """How many of the widest candidates are tried without: what runs through everything (the residual stream) is what climbing stops at."""
 
 
-def choose_axes(graph: ModelGraph, axes: Axes, dimension: str, count: int, fixed: Sequence[int] = ()) -> tuple[int, ...]:
+def choose_axes(
+    graph: ModelGraph, axes: Axes, dimension: str, count: int, fixed: Sequence[int] = (), excluded: Collection[int] = ()
+) -> tuple[int, ...]:
     """The axes that a mesh dimension of so many ranks cuts.
 
     Args:
         dimension: its name.
         fixed: axes that are cut whatever it costs.
+        excluded: axes that are not: another mesh dimension cuts them.
     """
 
-    def cost(chosen: Sequence[int]) -> float:
-        return layout_cost(graph, axes, assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, ()))
+    def layouts_of(chosen: Sequence[int]) -> Layouts:
+        return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, ())
 
-    return _search(_candidates(graph, axes, count, fixed), tuple(fixed), cost)
+    held = _held_by(layouts_of(fixed), fixed) if fixed else frozenset()
+
+    def cost(chosen: Sequence[int]) -> float:
+        layouts = layouts_of(chosen)
+        return layout_cost(graph, axes, layouts) if held <= _held_by(layouts, fixed) else math.inf
+
+    return _search(_candidates(graph, axes, count, {*fixed, *excluded}), tuple(fixed), cost)
+
+
+def _held_by(layouts: Layouts, wanted: Sequence[int]) -> frozenset[str]:
+    """The parameters that ranks hold cut by one of the axes: what else is cut must not take their place."""
+    return frozenset(
+        name for name, layout in layouts.stored.items() if any(isinstance(place, Shard) and place.axis in wanted for place in layout)
+    )
 
 
 def _search(candidates: Sequence[_Candidate], start: tuple[int, ...], cost: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -95,7 +111,7 @@ def _climb(
         chosen = best
 
 
-def _candidates(graph: ModelGraph, axes: Axes, count: int, fixed: Sequence[int]) -> list[_Candidate]:
+def _candidates(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[_Candidate]:
     batch = batch_axes(graph, axes)
     signatures: dict[int, list[str]] = {}
     for name, original in graph.parameters.items():
@@ -105,7 +121,7 @@ def _candidates(graph: ModelGraph, axes: Axes, count: int, fixed: Sequence[int])
     groups: dict[tuple[object, ...], list[int]] = {}
     for axis, signature in signatures.items():
         size = axes.sizes[axis]
-        if axis in batch or axis in fixed or not isinstance(size, int) or size < count:
+        if axis in batch or axis in decided or not isinstance(size, int) or size < count:
             continue
         groups.setdefault((size, tuple(sorted(set(signature)))), []).append(axis)
     return [_Candidate(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]

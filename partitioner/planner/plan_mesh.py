@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
 from partitioner.planner.axis_choice import choose_axes, contractions_of
 from partitioner.planner.collective_time import collective_seconds
+from partitioner.planner.constrained_axes import check_dimensions, check_kept, constrained_axes
 from partitioner.planner.make_plan import make_plan
 from partitioner.planner.plan_request import PlanRequest
-from passes.axes import Axes, find_axes
+from passes.axes import Axes
 from passes.axis_names import axes_named, axis_names, batch_axes, shortened
 from passes.cut_axes import AxisCut, cut_axes
 from passes.ir.errors import ConfigError
@@ -28,6 +29,7 @@ from passes.ir.mesh import ROWS, STAGES, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.layouts import Layouts
 from passes.loss_totals import with_totals
+from passes.merge_axes import find_axes_to_cut
 from passes.provenance import module_path
 from passes.split_randomness import split_randomness
 
@@ -48,18 +50,21 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
         ConfigError: the mesh cannot cut this model.
         InfeasiblePlanError: no plan fits the memory.
     """
+    check_dimensions(request.constraints, mesh)
     if mesh is None or mesh.cutting.size == 1:
         return make_plan(graph, cluster, request, cost_model)
     cutting = mesh.cutting
     if any(name in ROWS for name in cutting.names):
         graph = with_totals(graph)
     graph = split_randomness(graph)
-    axes = find_axes(graph.graph)
+    axes = find_axes_to_cut(graph, mesh)
     names = axis_names(graph, axes)
     graph = _with_divisible_batch(graph, cutting)
-    assigned = {name: _assigned(graph, axes, names, cutting, name, request) for name in cutting.names}
+    fixed = constrained_axes(graph, axes, names, cutting, request.constraints)
+    assigned = {name: _assigned(graph, axes, names, cutting, name, fixed) for name in cutting.names}
     rows = tuple(name for name in cutting.names if name in ROWS)
     cut = cut_axes(graph, axes, AxisCut(cutting, assigned, rows, tuple(name for name in cutting.names if name in STORED)))
+    check_kept(names, cutting, request.constraints, cut.layouts)
     ranks = pipelines(mesh)[0]
     mode = next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
     of_one = dataclasses.replace(request, mode=mode, devices=tuple(request.devices[rank] for rank in ranks))
@@ -100,11 +105,10 @@ def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
 
 
 def _assigned(
-    graph: ModelGraph, axes: Axes, names: tuple[str, ...], cutting: Mesh, dimension: str, request: PlanRequest
+    graph: ModelGraph, axes: Axes, names: tuple[str, ...], cutting: Mesh, dimension: str, fixed: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The axes that one mesh dimension cuts."""
-    wanted = [axis for axis, where in (request.constraints.axes or {}).items() if where == dimension]
-    fixed = tuple(axis for name in wanted for axis in axes_named(name, names))
+    """The axes that one mesh dimension cuts: those that the user fixed, and those that follow from what it is."""
+    elsewhere = {axis for other, each in fixed.items() if other != dimension for axis in each}
     if dimension in ROWS:
         found = tuple(sorted(batch_axes(graph, axes)))
         if not found:
@@ -113,8 +117,10 @@ def _assigned(
             )
         return found
     if dimension == "sequence":
-        return fixed or axes_named("sequence", names)
-    chosen = choose_axes(graph, axes, dimension, cutting.length(dimension), fixed)
+        along = set(axes_named("sequence", names))
+        rest = () if along & set(fixed[dimension]) else tuple(axis for axis in sorted(along) if axis not in elsewhere)
+        return (*fixed[dimension], *rest)
+    chosen = choose_axes(graph, axes, dimension, cutting.length(dimension), fixed[dimension], elsewhere)
     if not chosen:
         raise ConfigError(
             f"no axis of the model's parameters can be cut into {cutting.length(dimension)} parts",
