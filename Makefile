@@ -47,8 +47,10 @@ format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## our pipeline beside torch.distributed.pipelining
-	$(BIN)/python benchmarks/pipeline.py
+bench: $(INSTALLED) ## ours beside torch's pipelining, DTensor, DistributedDataParallel, fully_shard
+	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.tensor_parallel
+	$(BIN)/python -m benchmarks.data_parallel
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
