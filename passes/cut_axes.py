@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from passes.axes import Axes, find_axes
+from passes.axes import Axes
 from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
@@ -25,6 +25,7 @@ from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.ir.plan import Plan
 from passes.layouts import Layouts, assign_layouts
 from passes.localize import localize
+from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
 from passes.split_randomness import split_randomness
 
@@ -81,7 +82,7 @@ def cut_by_plan(
     """
     mesh = Mesh(plan.mesh).cutting
     graph = split_randomness(graph) if mesh.size > 1 else graph
-    axes = find_axes(graph.graph)
+    axes = find_axes_to_cut(graph, mesh)
     names = axis_names(graph, axes)
     assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
     for name, dimension in plan.axes:

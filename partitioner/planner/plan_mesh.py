@@ -119,6 +119,11 @@ def _assigned(
     if dimension == "sequence":
         along = set(axes_named("sequence", names))
         rest = () if along & set(fixed[dimension]) else tuple(axis for axis in sorted(along) if axis not in elsewhere)
+        if not (*fixed[dimension], *rest):
+            raise ConfigError(
+                'nothing is left for the mesh dimension "sequence": constraints cut the sequence over another',
+                remedy="leave the dimension out, or the constraint",
+            )
         return (*fixed[dimension], *rest)
     chosen = choose_axes(graph, axes, dimension, cutting.length(dimension), fixed[dimension], elsewhere)
     if not chosen:
@@ -143,12 +148,12 @@ def _notes(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: dict[str
 
 
 def _whole_work(graph: ModelGraph, axes: Axes, cutting: Mesh, layouts: Layouts) -> Iterator[str]:
-    """What every rank of a tensor dimension computes whole: axes that are too short for it, or not worth a message."""
+    """What every rank of a tensor or sequence dimension computes whole: axes that are too short for it, or not worth a message."""
     contractions = contractions_of(axes)
     work = sum(contractions.values())
     nodes = {node.name: node for node in graph.graph.nodes}
     for index, dimension in enumerate(cutting.names):
-        whole = [name for name in contractions if layouts.cuts[name][index] is None] if dimension == "tensor" else []
+        whole = [name for name in contractions if layouts.cuts[name][index] is None] if dimension in ("tensor", "sequence") else []
         share = sum(contractions[name] for name in whole) / max(work, 1.0)
         if share >= _WORTH_SAYING:
             modules = list(dict.fromkeys(module_path(nodes[name]) or name for name in whole))
