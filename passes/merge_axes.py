@@ -11,6 +11,7 @@ cut and each rank takes the keys and values that it needs.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from passes.axes import Axes, TensorAxes, find_axes
@@ -34,7 +35,7 @@ def merge_short_axes(graph: ModelGraph, axes: Axes, count: int) -> Axes:
     pairs: dict[tuple[int, int], None] = {}
     for name in graph.parameters:
         for dimension in axes.of(name) if name in axes.tensors else ():
-            pairs.update(dict.fromkeys(pair for pair in zip(dimension, dimension[1:], strict=False) if _is_short(axes, *pair, count)))
+            pairs.update(dict.fromkeys(pair for pair in itertools.pairwise(dimension) if _is_short(axes, *pair, count)))
     for pair in pairs:
         axes = _merged(axes, pair)
     return axes
