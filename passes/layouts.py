@@ -302,15 +302,24 @@ class _Walk:
         return size >= count if isinstance(size, int) else name in self.rows
 
     def _starts_here(self, call: _Call, cut: Cut) -> bool:
-        """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing."""
+        """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing.
+
+        What has no gradient is cut for nothing, along an axis of activations: words, positions, inputs.
+        """
         assert call.loops is not None
         having = [place for place, dimensions in enumerate(call.loops.operands) if any(cut.factor in each for each in dimensions)]
         for place in having:
             is_free = call.lying[place] is None and call.operands[place].name in self.graph.parameters
             if is_free or isinstance(call.lying[place], Shard | Partial):
                 return True
+            if cut.axis not in self.of_parameters and self._has_no_gradient(call.operands[place]):
+                return True
         contracts = any(factor.reduction == "sum" for factor in call.loops.factors) and len(call.operands) > 1
         return not call.operands or (contracts and bool(having))
+
+    def _has_no_gradient(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
     def _price(self, call: _Call, cut: Cut, index: int) -> tuple[bool, bool, float, int]:
         """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.inside import classes, norms
+from passes.inside import attention, classes, norms
 from passes.inside.writer import InsideWriter
 from passes.operators import bound_arguments, packet
 
@@ -48,6 +48,10 @@ def _is_of_class_numbers(arguments: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_without_dropout(arguments: Mapping[str, Any]) -> bool:
+    return not arguments["dropout_p"]
+
+
 _STATISTICS = ("running_mean", "running_var")
 
 _INSIDE: Mapping[Any, Inside] = {
@@ -60,6 +64,7 @@ _INSIDE: Mapping[Any, Inside] = {
     aten.log_softmax: Inside(classes.log_softmax, ("dim",)),
     aten._softmax: Inside(classes.softmax, ("dim",)),  # noqa: SLF001
     aten._log_softmax: Inside(classes.log_softmax, ("dim",)),  # noqa: SLF001
+    aten.scaled_dot_product_attention: Inside(attention.causal_attention, ("queries",), allows=_is_without_dropout),
     aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers),
 }
 """Operator -> how it is cut inside."""
