@@ -288,7 +288,8 @@ class PartitionedModel(nn.Module):
         lowering = self.lowering_for(self._plan.batch_size)[1]
         schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
         name = type(self._original[0]).__name__
-        return Explained(name, self._plan, self._graph, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
+        pipelines, blocks = lowering.pipelines, self._state.blocks
+        return Explained(name, self._plan, self._graph, lowering.cut, lowered, pipelines, blocks, programs, schedule)
 
     def _device_table(self) -> DeviceTable:
         lowering = self.lowering_for(self._plan.batch_size)[1]

@@ -6,7 +6,7 @@
     sequence    what attention compares
     vocab       rows of an embedding, classes of a cross-entropy
     ffn         made by one weight, contracted by another
-    hidden      what normalisations run over: the residual stream
+    hidden      what normalisations run over, what embeddings give: the residual stream
     channels, groups, height, width, depth, length, experts
 
 Axes of the same name (the ffn of every block) are numbered in the order of the graph: ``ffn[3]``.
@@ -28,6 +28,7 @@ _BY_ROLE = (
     ("classes", "vocab"),
     ("heads", "heads"),
     ("qk", "head"),
+    ("head", "head"),
     ("queries", "sequence"),
     ("keys", "sequence"),
     ("experts", "experts"),
@@ -71,6 +72,8 @@ def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:
     for role, name in _BY_ROLE:
         if role in roles and (name not in ("vocab", "channels") or is_of_parameter):
             return name
+    if is_of_parameter and "width" in roles:  # of an embedding
+        return "hidden"
     if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys():
         return "ffn"
     if is_of_parameter:

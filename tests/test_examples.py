@@ -14,8 +14,14 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 QUICK = {
+    "clip_contrastive": (),
+    "convolution_channels": (),
     "encoder_decoder": ("--steps", "3"),
     "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
+    "lenet_data_parallel": ("--epochs", "1", "--devices", "2"),
+    "llama_tensor": ("--steps", "2"),
+    "mixtral_experts": (),
+    "replicas_of_pipelines": ("--steps", "3"),
     "torchrun_training": ("--steps", "3"),
     "transformers_from_config": ("--only", "t5", "bert", "--devices", "2"),
     "two_block_convolution": ("--steps", "3"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from cost_models.units import format_bytes, format_flops
@@ -141,6 +142,23 @@ def test_an_axis_that_does_not_divide_is_told() -> None:
     assert ["heads", "3", "tensor", "2 or 1"] in lines_of(text, "AXES")
     weights = next(line for line in lines_of(text, "PARAMETERS") if line[0] == "blocks.*.query_key_value.weight")
     assert weights[1:] == ["x 2", "[3*heads/tensor*head, hidden]", "(36, 12)", "(24, 12) or (12, 12)"]
+
+
+def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        use_cache=False,
+    )  # fmt: skip
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    model = transformers.LlamaForCausalLM(config)
+    pm = partition(model, 2, "tensor", example_kwargs={"input_ids": tokens}, progress=False)
+    lines = [line for line in lines_of(pm.explain(), "PARAMETERS") if len(line) > 1]
+    layouts = {line[0].removeprefix("model.layers.0."): line[1].replace("/tensor", "") for line in lines}
+    assert layouts["model.embed_tokens.weight"] == "[vocab, hidden]"
+    assert layouts["self_attn.v_proj.weight"] == "[heads*head, hidden]"
+    assert layouts["mlp.up_proj.weight"] == "[ffn, hidden]"
+    assert layouts["mlp.down_proj.weight"] == "[hidden, ffn]"
+    assert layouts["input_layernorm.weight"] == "[hidden]"
 
 
 def test_evaluation_has_reports() -> None:

@@ -53,12 +53,12 @@ def test_attention() -> None:
     query, key = real(2, 6, 4, 8), real(2, 3, 5, 8)
     assert (
         line(aten.scaled_dot_product_attention.default, query, key, key, real(4, 5), enable_gqa=True)
-        == "batch (heads group) queries qk!, batch heads keys! qk!, batch heads keys! width, queries keys! -> "
-        "batch (heads group) queries width"
+        == "batch (heads group) queries qk!, batch heads keys! qk!, batch heads keys! head, queries keys! -> "
+        "batch (heads group) queries head"
     )
     assert (
         line(aten.scaled_dot_product_attention.default, query, query, query, None, 0.0, True)
-        == "batch heads queries! qk!, batch heads keys! qk!, batch heads keys! width -> batch heads queries! width"
+        == "batch heads queries! qk!, batch heads keys! qk!, batch heads keys! head -> batch heads queries! head"
     )
 
 

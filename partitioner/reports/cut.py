@@ -12,27 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from partitioner.reports.explained import Blocks
+from partitioner.reports.explained import Explained
 from partitioner.reports.table import align
-from passes.axes import Axes, find_axes
+from passes.axes import Axes
 from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block
-from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
-from passes.ir.plan import Plan
-from passes.split_randomness import split_randomness
 
 __all__ = ["axes_section", "parameters_section"]
 
 
-def axes_section(graph: ModelGraph, plan: Plan) -> list[str]:
-    """Every axis that is cut: its name, its size, the mesh dimension, and how much of it a rank has.
-
-    Args:
-        graph: the whole model.
-    """
-    axes, names = _named_axes(graph)
-    mesh = Mesh(plan.mesh)
+def axes_section(explained: Explained) -> list[str]:
+    """Every axis that is cut: its name, its size, the mesh dimension, and how much of it a rank has."""
+    plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
+    names = axis_names(explained.cut.graph, axes)
     rows = [("axis", "size", "over", "a rank has")]
     for name, dimension in plan.axes:
         count = mesh.length(dimension)
@@ -49,15 +42,10 @@ def _part(size: object, count: int) -> str:
     return str(size // count) if size % count == 0 else f"{size // count + 1} or {size // count}"
 
 
-def parameters_section(graph: ModelGraph, plan: Plan, blocks: Blocks) -> list[str]:
-    """How every parameter lies; those of equal layers in one line.
-
-    Args:
-        graph: the whole model.
-        blocks: what ranks hold.
-    """
-    axes, names = _named_axes(graph)
-    mesh = Mesh(plan.mesh)
+def parameters_section(explained: Explained) -> list[str]:
+    """How every parameter lies; those of equal layers in one line."""
+    graph, mesh, axes, blocks = explained.graph, explained.mesh, explained.cut.axes, explained.blocks
+    names = axis_names(explained.cut.graph, axes)
     found: dict[tuple[str, ...], list[str]] = {}
     for placeholder, name in graph.parameters.items():
         if placeholder not in blocks:
@@ -72,12 +60,6 @@ def parameters_section(graph: ModelGraph, plan: Plan, blocks: Blocks) -> list[st
     for (pattern, layout, whole, parts), members in found.items():
         rows.append((pattern if len(members) > 1 else members[0], f"x {len(members)}" if len(members) > 1 else "", layout, whole, parts))
     return [*align(rows, "<<<<<"), "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one"]
-
-
-def _named_axes(graph: ModelGraph) -> tuple[Axes, tuple[str, ...]]:
-    graph = split_randomness(graph)
-    axes = find_axes(graph.graph)
-    return axes, axis_names(graph, axes)
 
 
 def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[int, Block], mesh: Mesh) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.blocks import Block
+from passes.cut_axes import CutModel
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, pipelines
 from passes.ir.plan import Plan
@@ -27,6 +28,7 @@ class Explained:
         name: of the model.
         plan: where everything runs.
         graph: the whole model.
+        cut: its axes, and how they are cut.
         lowered: the stages of the first pipeline, with their training graphs when the model trains.
         pipelines: the stages of every pipeline, without autograd.
         blocks: what ranks hold of each parameter.
@@ -37,6 +39,7 @@ class Explained:
     name: str
     plan: Plan
     graph: ModelGraph
+    cut: CutModel
     lowered: LoweredStages
     pipelines: Sequence[LoweredStages]
     blocks: Blocks

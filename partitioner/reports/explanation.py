@@ -31,8 +31,8 @@ def explain(explained: Explained) -> str:
     graph, plan = explained.graph, explained.plan
     sections = (
         ("", _summary(explained)),
-        ("AXES", axes_section(graph, plan) if explained.is_cut else []),
-        ("PARAMETERS", parameters_section(graph, plan, explained.blocks) if explained.is_cut else []),
+        ("AXES", axes_section(explained) if explained.is_cut else []),
+        ("PARAMETERS", parameters_section(explained) if explained.is_cut else []),
         ("STAGES", _stages(explained)),
         ("MEMORY", _memory(explained)),
         ("COMMUNICATION", _communication(explained)),

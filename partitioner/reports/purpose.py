@@ -97,6 +97,8 @@ class Purposes:
         readers = [path for operand in operands if is_backward and (path := self._differentiated(operand))]
         if readers:
             return Purpose("input gradient of ", tuple(readers), "", _WHY[function])
+        if isinstance(section, Action):
+            return Purpose("input gradient of " if is_backward else "result of ", (short_name(""),), "", _WHY[function])
         return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", _WHY[function])
 
     def _reduced(self, function: Any, reduces: Sequence[str]) -> Purpose:

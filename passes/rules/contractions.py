@@ -76,8 +76,8 @@ def attention(call: Call) -> str:
         query_heads = heads = ""
     queries = "queries!" if call.get("is_causal") else "queries"
     line = (
-        f"batch* {query_heads} {queries} qk!, batch* {heads} keys! qk!, batch* {heads} keys! width, {_mask_term(call, query_heads)}"
-        f" -> batch* {query_heads} queries width"
+        f"batch* {query_heads} {queries} qk!, batch* {heads} keys! qk!, batch* {heads} keys! head, {_mask_term(call, query_heads)}"
+        f" -> batch* {query_heads} queries head"
     )
     return line if call["dropout_p"] else f"{line}; linear value"
 
