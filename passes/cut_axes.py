@@ -156,12 +156,16 @@ def _product(sizes: Sequence[object]) -> int:
 
 
 def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
-    """Hold parameters in parts over ``cut.stored``; elsewhere, where every use is Varying, sum their gradients at the end."""
+    """Hold parameters in parts over ``cut.stored``; elsewhere, where every use is Varying, sum their gradients at the end.
+
+    What nobody reads stays whole: it stays with one rank.
+    """
     stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
+    read = {node.name for node in graph.graph.nodes if node.users}
     for name in graph.parameters:
         layout = list(stored[name])
         for index, dimension in enumerate(cut.mesh.names):
-            if dimension in cut.stored and not isinstance(layout[index], Shard):
+            if name in read and dimension in cut.stored and not isinstance(layout[index], Shard):
                 layout[index] = _storage(axes, name, layout, cut.mesh.length(dimension)) or layout[index]
         stored[name] = tuple(layout)
         varying[name] = frozenset(index for index in varying[name] if not isinstance(layout[index], Shard))

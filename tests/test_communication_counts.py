@@ -42,7 +42,9 @@ def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
     for node in graph.nodes:
         if node.target in COLLECTIVES and "loss" not in node.name:
             section = str(node.meta["section"])
-            yield Collective(node.target, node.kwargs["group"], node.meta["bytes"], section.lstrip("0123456789").startswith(("B", "I", "W")))
+            yield Collective(
+                node.target, node.kwargs["group"], node.meta["bytes"], section.lstrip("0123456789").startswith(("B", "I", "W"))
+            )
 
 
 def after_a_step(model: nn.Module, x: Tensor, mode: str | dict[str, int], devices: int, n_microbatches: int = 1) -> PartitionedModel:
