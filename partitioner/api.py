@@ -76,7 +76,9 @@ def partition(
         memory_limit: per device, bytes or ``"16GiB"``.
         optimizer: whose state the memory model counts.
         precision: None, as the model is; other precisions come in a later version.
-        batchnorm: how BatchNorm under a cut batch counts; modes that cut the batch come in a later version.
+        batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
+            rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
+            ``state_dict()``.
         inputs: ``"global"``: every rank passes the whole batch.
         constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``.
         plan: lower this plan instead of making one.
@@ -110,6 +112,7 @@ def partition(
             optimizer=optimizer,
             constraints=constraints or Constraints(),
             modules=frozenset(name for name, _ in model.named_modules()),
+            batchnorm=batchnorm,
         )
         with steps.step("planning"):
             plan = plan_mesh(graph, _hardware(cluster, placement), mesh, request, cost_model)
@@ -167,11 +170,9 @@ def _check_later(precision: str | None, batchnorm: str, inputs: str) -> None:
         raise ConfigError(
             f"precision={precision!r} is not in this version", remedy="convert the model first: partition(model.bfloat16(), ...)"
         )
-    for name, value, now, later in (("batchnorm", batchnorm, "sync", "local"), ("inputs", inputs, "global", "local")):
-        if value == later:
-            raise ConfigError(
-                f'{name}="{later}" is for modes that cut the batch over devices, which are not in this version',
-                remedy=f'leave {name}="{now}"',
-            )
-        if value != now:
-            raise ConfigError(f"there is no {name}={value!r}", remedy=f'choose "{now}"')
+    if batchnorm not in ("sync", "local"):
+        raise ConfigError(f"there is no batchnorm={batchnorm!r}", remedy='choose "sync" or "local"')
+    if inputs == "local":
+        raise ConfigError('inputs="local" is not in this version', remedy='pass the whole batch on every rank, and leave inputs="global"')
+    if inputs != "global":
+        raise ConfigError(f"there is no inputs={inputs!r}", remedy='choose "global"')

@@ -41,12 +41,14 @@ class AxisCut:
         assigned: mesh dimension -> axes that it cuts, dearest first.
         rows: mesh dimensions that cut the batch.
         stored: mesh dimensions over which parameters are held in parts and gathered where they are used.
+        local_statistics: whether batch normalisation takes those of a rank's own rows, as DistributedDataParallel does.
     """
 
     mesh: Mesh
     assigned: Mapping[str, tuple[int, ...]]
     rows: tuple[str, ...]
     stored: tuple[str, ...]
+    local_statistics: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def cut_by_plan(
         if rows or dimension not in ROWS:
             assigned[dimension] += axes_named(name, names)
     cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
-    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, tuple(name for name in mesh.names if name in STORED)), results, stored)
+    over = tuple(name for name in mesh.names if name in STORED)
+    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local"), results, stored)
 
 
 def cut_axes(
@@ -116,7 +119,7 @@ def cut_axes(
         extents = Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
         sizes = _own_sizes(layouts, extents)
         if sizes not in by_sizes:
-            by_sizes[sizes] = replace(localize(graph, axes, layouts, extents), part=part)
+            by_sizes[sizes] = replace(localize(graph, axes, layouts, extents, local_statistics=cut.local_statistics), part=part)
         parts.append(by_sizes[sizes])
         blocks.append({name: _block(name, axes, layouts.stored[name], extents) for name in held})
     return CutModel(graph, axes, cut, layouts, tuple(parts), tuple(blocks))

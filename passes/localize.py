@@ -33,7 +33,7 @@ from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
 from passes.layouts import Cut, Layouts
-from passes.operators import bound_arguments
+from passes.operators import bound_arguments, packet
 from passes.provenance import place_of
 from passes.reshard import Resharder
 from passes.rules.loops import LocalCall, Loops, Size
@@ -44,19 +44,21 @@ __all__ = ["localize"]
 aten = torch.ops.aten
 
 
-def localize(graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents) -> ModelGraph:
+def localize(graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, *, local_statistics: bool = False) -> ModelGraph:
     """The graph of a rank.
 
     Args:
         extents: the sizes of its parts. The graph's batch is the rank's own rows.
+        local_statistics: whether batch normalisation takes those of the rank's own part.
     """
-    return _Localizer(graph, axes, layouts, extents).run()
+    return _Localizer(graph, axes, layouts, extents, local_statistics).run()
 
 
 class _Localizer:
     """Copies the graph call by call."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, local_statistics: bool) -> None:
+        self.local_statistics = local_statistics
         self.graph = graph
         self.axes = axes
         self.layouts = layouts
@@ -174,7 +176,7 @@ class _Localizer:
             given[name] = fx.map_arg(value, lambda each: next(places) if isinstance(each.meta.get("val"), Tensor) else self.copies[each])
         cuts = self.layouts.cuts[node.name]
         inside = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
-        if inside:
+        if inside and not (self.local_statistics and packet(node.target) is aten.batch_norm):
             return self._inside_call(node, loops, given, inside)
         if loops.localize is not None:
             local = self._local_call(node, loops, arguments, operands)

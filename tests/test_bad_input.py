@@ -76,7 +76,7 @@ def scaled() -> PartitionedModel:
         ({"memory_limit": "lots"}, ("lots",)),
         ({"optimizer": "adamx"}, ("adamx",)),
         ({"precision": "bf16-mixed"}, ("bf16-mixed",)),
-        ({"batchnorm": "local"}, ("local",)),
+        ({"batchnorm": "mine"}, ("mine", "local")),
         ({"inputs": "local"}, ("local",)),
         ({"cluster": "abacus:4"}, ("abacus",)),
         ({"constraints": Constraints(device_map={"layer_nine": 0})}, ("layer_nine",)),

@@ -63,7 +63,8 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
     fixed = constrained_axes(graph, axes, names, cutting, request.constraints)
     assigned = {name: _assigned(graph, axes, names, cutting, name, fixed) for name in cutting.names}
     rows = tuple(name for name in cutting.names if name in ROWS)
-    cut = cut_axes(graph, axes, AxisCut(cutting, assigned, rows, tuple(name for name in cutting.names if name in STORED)))
+    stored = tuple(name for name in cutting.names if name in STORED)
+    cut = cut_axes(graph, axes, AxisCut(cutting, assigned, rows, stored, request.batchnorm == "local"))
     check_kept(names, cutting, request.constraints, cut.layouts)
     ranks = pipelines(mesh)[0]
     mode = next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
@@ -81,6 +82,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh | None, request: P
         bound_by=_bound_by(plan, communication),
         notes=(*plan.notes, *_notes(axes, names, cutting, assigned), *_whole_work(graph, axes, cutting, cut.layouts)),
         axes=tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names)),
+        batchnorm=request.batchnorm,
     )
 
 

@@ -32,6 +32,7 @@ class PlanRequest:
         optimizer: whose state the memory counts. ``"none"`` on a graph in evaluation mode plans for the forward alone.
         constraints: what is decided already.
         modules: names of the model's modules, so that constraints may name one that computes nothing.
+        batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``.
     """
 
     mode: str
@@ -44,6 +45,7 @@ class PlanRequest:
     optimizer: str = "adamw"
     constraints: Constraints = field(default_factory=Constraints)
     modules: frozenset[str] = frozenset()
+    batchnorm: str = "sync"
 
     def check(self, graph: ModelGraph) -> None:
         """Raise ConfigError for the first thing that does not fit, by itself or with the model."""

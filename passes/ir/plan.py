@@ -62,6 +62,7 @@ class Plan:
         runner_up: the next best choice and its predicted price, in words; empty when there was no choice.
         notes: what the user should know, one sentence each.
         axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.axis_names``.
+        batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -77,6 +78,7 @@ class Plan:
     runner_up: str
     notes: tuple[str, ...]
     axes: tuple[tuple[str, str], ...] = ()
+    batchnorm: str = "sync"
 
     @property
     def n_ranks(self) -> int:
