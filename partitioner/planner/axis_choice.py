@@ -62,7 +62,12 @@ def choose_axes(
         layouts = layouts_of(chosen)
         return layout_cost(graph, axes, layouts) if held <= _held_by(layouts, fixed) else math.inf
 
-    return _search(_candidates(graph, axes, count, {*fixed, *excluded}), tuple(fixed), cost)
+    candidates = _candidates(graph, axes, count, {*fixed, *excluded})
+    found = _search(candidates, tuple(fixed), cost)
+    if found or not candidates:
+        return found
+    # Nothing is worth its messages, but a cut was asked for: the one that costs least.
+    return min(candidates, key=lambda candidate: cost(candidate.axes)).axes
 
 
 def _held_by(layouts: Layouts, wanted: Sequence[int]) -> frozenset[str]:
