@@ -2,6 +2,7 @@
 
     python examples/llama_tensor.py
     python examples/llama_tensor.py --devices 4 --data 2          # two replicas, each cut over two devices
+    python examples/llama_tensor.py --sequence                    # between the layers' weights the sequence is cut
 
 The explanation lists each axis that is cut, how every weight lies, and what is communicated: two sums a layer forward, two backward,
 and of the loss, which is computed on parts of the vocabulary, a few numbers a token.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 
-from partitioner import partition
+from partitioner import Constraints, partition
 
 WORDS, LENGTH, ROWS = 128, 16, 8
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, default in (("devices", 2), ("data", 1), ("steps", 5), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sequence", action="store_true", help="Megatron's sequence parallelism beside the tensor dimension")
     options = parser.parse_args(argv)
 
     torch.manual_seed(0)
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = torch.randint(WORDS, (options.steps, ROWS, LENGTH))
     mesh = {"data": options.data, "tensor": options.devices // options.data}
     example = {"input_ids": batches[0], "labels": batches[0]}
-    pm = partition(copy.deepcopy(whole), options.devices, mesh, example_kwargs=example)
+    constraints = Constraints(axes={"sequence": "tensor"}) if options.sequence else None
+    pm = partition(copy.deepcopy(whole), options.devices, mesh, example_kwargs=example, constraints=constraints)
     print(f"{pm}\n\n{pm.explain()}\n")
 
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, pm)]

@@ -19,7 +19,7 @@ QUICK = {
     "encoder_decoder": ("--steps", "3"),
     "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
     "lenet_data_parallel": ("--epochs", "1", "--devices", "2"),
-    "llama_tensor": ("--steps", "2"),
+    "llama_tensor": ("--steps", "2", "--sequence"),
     "mixtral_experts": (),
     "replicas_of_pipelines": ("--steps", "3"),
     "torchrun_training": ("--steps", "3"),
