@@ -10,7 +10,8 @@ Before:                                                       After:
     all_reduce(linear(x, w1)) -> (y, (x, w1))
 
 A collective is started where its operand is there and waited for where its result is first read, so that what stands between overlaps
-with it (see ``passes.overlap``). ``vary`` and what only renames are left out.
+with it (see ``passes.overlap``). A backward whose gradients are summed over ranks is written out for that, too. ``vary`` and what only
+renames are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from passes.ir import collectives, communication
 from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes, take_part
 from passes.ir.program import StageCall
-from passes.ir.schedule import Action
+from passes.ir.schedule import Action, ActionKind
 from passes.operators import draws
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
@@ -41,6 +42,20 @@ def communicates(module: nn.Module) -> bool:
     return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
 
 
+def is_written_out(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a node calls a stage that communicates, or one whose gradients are summed over ranks as soon as each is there."""
+    if node.op != "call_module":
+        return False
+    stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
+    is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
+    return isinstance(stage, StageCall) and (communicates(stage) or (is_backward and _is_summed(node)))
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """Whether a sum over ranks takes parts of a value."""
+    return any(user.target is communication.all_reduce or (user.target is operator.getitem and _is_summed(user)) for user in node.users)
+
+
 def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule:
     """A program with the stages that communicate written out, and sends named by the ranks of the mesh that they go to.
 
@@ -49,7 +64,7 @@ def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule
         rank: whose program it is.
     """
     sends = any(node.target is communication.send for node in module.graph.nodes)
-    if not sends and not any(communicates(child) for child in module.children()):
+    if not sends and not any(is_written_out(node, module) for node in module.graph.nodes):
         return module
     return _Inliner(module, mesh, rank).run()
 
@@ -77,7 +92,7 @@ class _Inliner:
         for node in self.module.graph.nodes:
             self.like = node
             child = self.module.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(child, StageCall) and communicates(child):
+            if isinstance(child, StageCall) and is_written_out(node, self.module):
                 self.values[node] = self._inline(child, node)
                 continue
             arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)
