@@ -2,8 +2,7 @@
 
     partitioner plan    net.py:factory --devices 4 --cluster h100:1x4 --json plan.json
     partitioner inspect net.py:factory --devices 2 --rank 1
-    partitioner check   net.py:factory --devices 4 --schedule ZB1P
-    partitioner plan    net.py:factory --devices 4 --mode data=2,tensor=2
+    partitioner check   net.py:factory --devices 4 --mode data=2,tensor=2
 
 ``factory()`` returns ``(model, args)`` or ``(model, args, kwargs)``. Exit codes: 0 it worked; 1 a check did not find everything equal;
 2 the request was wrong or cannot be met.
