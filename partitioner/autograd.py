@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["tracked_call"]
+from passes.ir.errors import ConfigError
+
+__all__ = ["refuse_backward", "tracked_call"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
@@ -47,3 +49,15 @@ def tracked_call(forward: Forward, backward: Backward, tracked: Sequence[bool], 
     anchor = torch.empty(0, requires_grad=True)
     results: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tuple(tracked), anchor, *inputs)  # type: ignore[no-untyped-call]
     return results
+
+
+def refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The backward of a pipeline whose stages are in several processes.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        ".backward() on the result cannot reach the other processes of a pipeline",
+        remedy="loss = pm.train_step(*inputs, target=target, loss_fn=loss_fn) runs forward and backward on all ranks",
+    )

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Input, ModelGraph
 
-__all__ = ["BoundInputs", "as_traced", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device"]
+__all__ = ["BoundInputs", "as_traced", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device", "values_on"]
 
 
 @dataclass(frozen=True)
@@ -159,3 +159,9 @@ def shape_text(leaf: Input) -> str:
 def to_device(tensors: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
     """The named tensors on a device, laid out densely as stages are traced with."""
     return {name: tensors[name].detach().to(device).contiguous() for name in names if name in tensors}
+
+
+def values_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Values of any structure, their tensors on a device."""
+    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
+    return moved

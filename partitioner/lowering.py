@@ -19,7 +19,7 @@ from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
-from passes.place_on_mesh import place_on_mesh
+from passes.place_on_mesh import Gradients, place_on_mesh
 from passes.split_backward import Recompute
 from passes.verify import verify
 
@@ -116,14 +116,14 @@ class Lowering:
         """The plan's schedule of a step."""
         return make_schedule(self.plan.schedule, len(self._pipelines[0]), n_microbatches, self.stages_per_rank)
 
-    def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> ProgramSet:
+    def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
 
         def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
             lowered = self._training(differentiation, part, pipeline)
             return emit_train_step(lowered, self.schedule(n_microbatches), loss, self._devices(pipeline))
 
-        return self._keep(("train_step", differentiation, n_microbatches, loss), lambda: self._ready(emit))
+        return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
@@ -142,20 +142,22 @@ class Lowering:
 
         return self._keep(("training_forward", differentiation, n_microbatches), lambda: self._ready(emit))
 
-    def backward(self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str]) -> ProgramSet:
+    def backward(
+        self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str], gradients: Gradients = "sum"
+    ) -> ProgramSet:
         """The backward of ``training_forward``."""
 
         def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
             return emit_backward(self._training(differentiation, part, pipeline), n_microbatches, given, self._devices(pipeline))
 
-        return self._keep(("backward", differentiation, n_microbatches, given), lambda: self._ready(emit))
+        return self._keep(("backward", differentiation, n_microbatches, given, gradients), lambda: self._ready(emit, gradients))
 
-    def _ready(self, emit: Callable[[ModelGraph, int], Sequence[Program]]) -> ProgramSet:
+    def _ready(self, emit: Callable[[ModelGraph, int], Sequence[Program]], gradients: Gradients = "sum") -> ProgramSet:
         """The programs of all pipelines, each rank's in its place. Nothing runs that is not proved to fit together."""
         found: dict[int, Program] = {}
         for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
             for program in emit(part, number):
-                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks)
+                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks, gradients)
                 found[placed.rank] = placed
         programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from partitioner.autograd import tracked_call
-from partitioner.binding import BoundInputs, as_traced, bind_inputs, check_target, to_device
+from partitioner.accumulation import Accumulation
+from partitioner.autograd import refuse_backward, tracked_call
+from partitioner.binding import BoundInputs, as_traced, bind_inputs, check_target, to_device, values_on
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
@@ -34,6 +36,7 @@ from passes.ir.microbatch import microbatch_sizes, split_target
 from passes.ir.plan import Plan
 from passes.ir.program import Program, at_batch
 from passes.lower import Differentiation, LoweredStages
+from passes.place_on_mesh import Gradients
 from passes.verify import verify
 
 __all__ = ["PartitionedModel"]
@@ -65,6 +68,7 @@ class PartitionedModel(nn.Module):
         self._runtime = runtime
         self._state = state
         self._freezing = Freezing(state.named_parameters())
+        self._accumulation = Accumulation(state.named_parameters())
         self._lowerings = lowerings
         self._dependence: dict[Any, LossDependence] = {}
         self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
@@ -86,6 +90,7 @@ class PartitionedModel(nn.Module):
         training = lowering.training(differentiation)
         differentiated = differentiated_outputs(training)
         shapes: dict[str, torch.Size] = {}
+        held: Gradients | None = "keep" if self._accumulation.gradients == "keep" else None
 
         def forward() -> tuple[tuple[Tensor, ...], Any]:
             found = self._run(lowering, lowering.training_forward(differentiation, count), inputs)
@@ -102,14 +107,14 @@ class PartitionedModel(nn.Module):
                 for rank in self._runtime.local_ranks
             }
             result: tuple[Tensor | None, ...] = self._run(
-                lowering, lowering.backward(differentiation, count, frozenset(given)), inputs, extra
+                lowering, lowering.backward(differentiation, count, frozenset(given), held or self._accumulation.gradients), inputs, extra
             )[self._here]
             return result
 
         reachable = self._runtime.backward_anywhere or lowering.n_stage_ranks == 1
         leaves = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
         return tracked_call(
-            forward, backward if reachable else _refuse_backward, [name in differentiated for name in training.returned], leaves
+            forward, backward if reachable else refuse_backward, [name in differentiated for name in training.returned], leaves
         )
 
     def train_step(
@@ -160,7 +165,7 @@ class PartitionedModel(nn.Module):
             loss_reduction = "sum" if lowering.graph.combine(own) == "sum" else "mean"
         differentiation = lowering.differentiation(outputs, wanted)
         form = LossForm(loss_reduction, dependence.dtype)
-        programs = lowering.train_step(differentiation, count, form)
+        programs = lowering.train_step(differentiation, count, form, self._accumulation.gradients)
         self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
         extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
         loss, gradients = self._run(lowering, programs, inputs, extra)[self._here]
@@ -210,7 +215,7 @@ class PartitionedModel(nn.Module):
             given[rank] = {
                 "batch": inputs.batch // lowering.rows.count,
                 **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
-                **_to(extra[rank] if extra else {}, self._runtime.devices[rank]),
+                **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
         return self._runtime.run(programs, given)
 
@@ -349,6 +354,7 @@ class PartitionedModel(nn.Module):
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
+        self._accumulation.check("full_gradients()")
         return self._collect(self._state.parameter_names, lambda parameter: parameter.grad)
 
     def _collect(self, names: Iterable[str], part: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
@@ -358,12 +364,20 @@ class PartitionedModel(nn.Module):
         found = self._runtime.collect(owned)
         return {name: self._state.whole(name, found) for name in names}
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.
+
+        What is held in parts (``"fsdp"``, ``"zero1"``, ``"zero2"``) is summed in every step: no rank has room for the whole.
+        """
+        return self._accumulation.no_sync()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
 
         Returns:
             The norm before.
         """
+        self._accumulation.check("clip_grad_norm_()")
         norm = gradient_norm(self._original[0], self._state, self._runtime, norm_type)
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
@@ -384,15 +398,3 @@ class PartitionedModel(nn.Module):
             "a partitioned model cannot be moved or converted: its plan says where every tensor is",
             remedy="convert the model first, or name other devices: partition(model.double(), devices=[...])",
         )
-
-
-def _refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    raise ConfigError(
-        ".backward() on the result cannot reach the other processes of a pipeline",
-        remedy="loss = pm.train_step(*inputs, target=target, loss_fn=loss_fn) runs forward and backward on all ranks",
-    )
-
-
-def _to(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
-    return moved

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -29,14 +29,19 @@ from passes.ir.communication import all_gather, all_reduce, receive, send, wait
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program, StoreGradients
+from passes.ir.unsummed import AddUnsummed
 from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
 
-__all__ = ["place_on_mesh"]
+__all__ = ["Gradients", "place_on_mesh"]
+
+Gradients = Literal["sum", "keep", "add"]
+"""What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum
+them together with the parts that were kept (``passes.ir.unsummed``)."""
 
 
-def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int]) -> Program:
+def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int], gradients: Gradients = "sum") -> Program:
     """One rank's program among all of the mesh.
 
     Args:
@@ -44,11 +49,12 @@ def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Seq
         graph: what the pipeline computes.
         mesh: of all ranks.
         pipeline: for each rank of the pipeline, the rank of the mesh.
+        gradients: whether those of parameters are summed.
     """
     writer = _Writer(program, graph, mesh, pipeline)
     writer.address()
     writer.sum_totals()
-    writer.sum_gradients()
+    writer.sum_gradients(gradients)
     writer.sum_loss()
     writer.gather_rows()
     program.module.graph.lint()
@@ -88,14 +94,29 @@ class _Writer:
 
     # -- gradients of parameters ---------------------------------------------------------------------------------------------------
 
-    def sum_gradients(self) -> None:
+    def sum_gradients(self, mode: Gradients) -> None:
         """In front of every store: sums of what each pipeline adds to the gradient."""
         for node in list(self.nodes.nodes):
             if node.op != "call_module":
                 continue
             store = self.program.module.get_submodule(node.target)
             if isinstance(store, StoreGradients) and not node.meta.get("is_summed"):
+                if mode == "keep":
+                    over = {name: self.part.reduced.get(name or "", ()) for name in store.names if name is not None}
+                    store.unsummed = {name: len(self.mesh.group(self.rank, names)) for name, names in over.items() if names}
+                    continue
+                if mode == "add":
+                    self._add_unsummed(node, store)
                 self._sum(node, store)
+
+    def _add_unsummed(self, node: fx.Node, store: StoreGradients) -> None:
+        """In front of the sums: what earlier steps kept."""
+        name = f"{node.target}_unsummed"
+        self.program.module.add_module(name, AddUnsummed([each if self.part.reduced.get(each or "") else None for each in store.names]))
+        with self.nodes.inserting_before(node):
+            added = self.nodes.create_node("call_module", name, (node.args[0],), {}, name=name)
+        added.meta["section"] = node.meta.get("section", "gradients of parameters")
+        node.args = (added,)
 
     def _sum(self, node: fx.Node, store: StoreGradients) -> None:
         gradients = node.args[0]

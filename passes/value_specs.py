@@ -26,6 +26,7 @@ from passes.ir.communication import COLLECTIVES, receive, send, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action
+from passes.ir.unsummed import AddUnsummed
 from passes.size_expression import SIZE_OPERATORS, apply_to_sizes, canonical_size, size_of
 from passes.tensor_spec import Size, TensorSpec
 
@@ -163,6 +164,8 @@ class _Reader:
         if isinstance(module, LossCall):
             values = arguments[0]
             return (TensorSpec((), None), *(values[index] for index in module.differentiated))
+        if isinstance(module, AddUnsummed):
+            return arguments[0]
         if isinstance(module, StoreGradients):
             self._store(module, arguments[0])
         return None if isinstance(module, StoreGradients) else UNKNOWN

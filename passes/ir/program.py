@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import ConfigError
+from passes.ir.unsummed import AddUnsummed, keep_unsummed, mark_summed
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 
@@ -55,7 +56,7 @@ class Program:
     def bind(self, state: Mapping[str, Tensor]) -> None:
         """Give the modules their parameters, buffers and constants, by placeholder name."""
         for module in self.module.children():
-            if isinstance(module, StageCall | StoreGradients):
+            if isinstance(module, StageCall | StoreGradients | AddUnsummed):
                 module.bind(state)
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
@@ -91,20 +92,28 @@ class StoreGradients(nn.Module):
 
     Args:
         names: for each gradient, the parameter's placeholder; None leaves the gradient to somebody else.
+
+    Attributes:
+        unsummed: the parameters whose gradients are parts that a later step sums -> over how many ranks.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:
         super().__init__()
         self.names = tuple(names)
+        self.unsummed: Mapping[str, int] = {}
         self._parameters_of: tuple[Tensor | None, ...] = ()
 
     def bind(self, state: Mapping[str, Tensor]) -> None:
         self._parameters_of = tuple(None if name is None else state[name] for name in self.names)
 
     def forward(self, gradients: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(self._parameters_of, gradients, strict=True):
+        for name, parameter, gradient in zip(self.names, self._parameters_of, gradients, strict=True):
             if parameter is None or not parameter.requires_grad:
                 continue
+            if name is not None and name in self.unsummed:
+                keep_unsummed(parameter, gradient, self.unsummed[name])
+                continue
+            mark_summed(parameter)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -1,0 +1,136 @@
+"""``pm.no_sync()``: gradients of several batches, summed over ranks once."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import PartitionedModel, partition
+from passes.ir import communication
+from passes.ir.errors import ConfigError
+
+BATCHES = 3
+
+
+def model() -> nn.Module:
+    """A weight that is used twice, a norm, and a layer that is frozen."""
+    torch.manual_seed(0)
+    twice = nn.Linear(6, 6)
+    layers = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), twice, nn.GELU(), twice, nn.Linear(6, 3)).double()
+    layers[0].bias.requires_grad_(False)
+    return layers
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)) for _ in range(BATCHES)]
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def expected(original: nn.Module) -> dict[str, Tensor | None]:
+    reference = copy.deepcopy(original)
+    for x, target in batches():
+        square(reference(x), target).backward()
+    return {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+
+def made(mode: str | Mapping[str, int], devices: int = 2) -> PartitionedModel:
+    return partition(model(), devices, mode, example_inputs=(batches()[0][0],), progress=False)
+
+
+def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) -> None:
+    if by_backward:
+        square(pm(x), target).backward()
+    else:
+        pm.train_step(x, target=target, loss_fn=square)
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
+    """How many sums of gradients of parameters each run of a program starts on rank 0."""
+    counts: list[int] = []
+    run = pm._runtime.run
+
+    def counting(programs: object, inputs: object) -> object:
+        nodes = programs.programs[0].module.graph.nodes  # type: ignore[attr-defined]
+        counts.append(sum(node.target is communication.all_reduce and "store_gradients" in node.name for node in nodes))
+        return run(programs, inputs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pm._runtime, "run", counting)
+        yield counts
+
+
+@pytest.mark.parametrize("by_backward", [False, True])
+@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ({"data": 2, "tensor": 2}, 4), ("fsdp", 2), ({"data": 2, "pipeline": 2}, 4)])
+def test_is_the_gradient_of_all_batches(mode: str | Mapping[str, int], devices: int, by_backward: bool) -> None:
+    pm = made(mode, devices)
+    for index, batch in enumerate(batches()):
+        with pm.no_sync() if index < BATCHES - 1 else contextlib.nullcontext():
+            step(pm, *batch, by_backward=by_backward)
+    gradients = pm.full_gradients()
+    for name, gradient in expected(model()).items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+
+
+def test_sums_nothing_inside_and_once_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    pm = made("data")
+    with counted(monkeypatch, pm) as counts:
+        for index, batch in enumerate(batches()):
+            with pm.no_sync() if index < BATCHES - 1 else contextlib.nullcontext():
+                step(pm, *batch, by_backward=False)
+    assert counts == [0, 0, 1]
+
+
+@pytest.mark.parametrize("held", [(0,), (1,), (2,), (0, 2)])
+def test_steps_may_come_in_any_order(held: tuple[int, ...]) -> None:
+    """A gradient that is summed already stays what it is."""
+    pm = made("data")
+    for index, batch in enumerate(batches()):
+        with pm.no_sync() if index in held else contextlib.nullcontext():
+            step(pm, *batch, by_backward=False)
+    x, target = torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    step(pm, x, target, by_backward=False)
+    reference = copy.deepcopy(model())
+    for inputs, goal in [*batches(), (x, target)]:
+        square(reference(inputs), goal).backward()
+    gradients = pm.full_gradients()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_is_cleared_is_gone(set_to_none: bool) -> None:
+    pm = made("data")
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    (x, target), *_ = batches()
+    with pm.no_sync():
+        step(pm, x, target, by_backward=False)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    step(pm, x, target, by_backward=False)
+    reference = copy.deepcopy(model())
+    square(reference(x), target).backward()
+    gradients = pm.full_gradients()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+def test_parts_are_not_taken_for_sums() -> None:
+    pm = made("data")
+    with pm.no_sync():
+        step(pm, *batches()[0], by_backward=False)
+    with pytest.raises(ConfigError, match=r"clip_grad_norm_.*no_sync"):
+        pm.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match=r"full_gradients.*no_sync"):
+        pm.full_gradients()
