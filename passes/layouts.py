@@ -289,6 +289,8 @@ class _Walk:
                 cut = Cut(factor, axis)
                 if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor):
                     continue
+                if self._occurs_twice(call, axis):
+                    continue
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
                 writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
                 if self._starts_here(call, cut) and not any(isinstance(need, Varying) for need in writes):
@@ -300,6 +302,11 @@ class _Walk:
         name, count = self.mesh[index]
         size = self.axes.sizes[axis]
         return size >= count if isinstance(size, int) else name in self.rows
+
+    def _occurs_twice(self, call: _Call, axis: int) -> bool:
+        """Whether one dimension holds the axis twice (rows times rows, made flat): nothing says which of them a cut would mean."""
+        operands = (self.axes.of(operand.name) for operand in call.operands)
+        return any(each.count(axis) > 1 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
 
     def _starts_here(self, call: _Call, cut: Cut) -> bool:
         """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing.

@@ -11,6 +11,9 @@
     Replicate     Partial       keep_first           nothing
 
 Each change is made once, for all readers that need it; a partial sum is reduced once, for all readers of whatever layout.
+
+Where several mesh dimensions cut one axis, the outer parts hold the inner ones: an axis is cut from the outermost on, and put together from
+the innermost on.
 """
 
 from __future__ import annotations
@@ -69,14 +72,19 @@ class Resharder:
     def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
         """This rank's part of a value in the layout that a reader needs."""
         value = self._values[node]
-        for index in reversed(range(len(need))):
-            if isinstance(value.layout[index], Partial) and not isinstance(need[index], Partial):
-                rest: Placement = need[index] if isinstance(need[index], Shard) else Replicate()
-                value.layout = self._change(value, value.layout, index, rest, node)
+        scattered = [index for index, wanted in enumerate(need) if isinstance(wanted, Shard)]  # first: then the others move less
+        for index in (*scattered, *(index for index in reversed(range(len(need))) if index not in scattered)):
+            have, wanted = value.layout[index], need[index]
+            if isinstance(have, Partial) and not isinstance(wanted, Partial):
+                at_once = isinstance(wanted, Shard) and have.operation == "sum" and wanted not in value.layout[index + 1 :]
+                value.layout = self._change(value, value.layout, index, wanted if at_once else Replicate(), node)
         layout = value.layout
         for index in reversed(range(len(need))):
-            if isinstance(layout[index], Shard) and layout[index] != need[index]:
+            have = layout[index]
+            if isinstance(have, Shard) and have != need[index]:
                 layout = self._change(value, layout, index, self._first_stop(layout, index, need), node)
+            elif isinstance(have, Shard) and _is_recut(have, layout[:index], need[:index]):
+                layout = self._change(value, layout, index, Replicate(), node)
         for index in range(len(need)):
             if layout[index] != need[index]:
                 layout = self._change(value, layout, index, need[index], node)
@@ -134,7 +142,8 @@ class Resharder:
     ) -> fx.Node:
         """A collective along an axis: where the axis is not the outermost of its dimension, that is unfolded around it."""
         over, count = self._extents.mesh[index]
-        parts = self._extents.parts(shard.axis, index, layout)
+        kept = _kept(layout, shard)
+        parts = self._extents.parts(shard.axis, index, kept)
         place = self._extents.coordinate[index]
         outer, inner = self._around(value, layout, shard)
         is_outermost = outer == 1
@@ -143,7 +152,7 @@ class Resharder:
         if is_outermost:
             return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
         shape = [size_of(size) for size in source.meta["val"].shape]
-        local = self._extents.axis(shard.axis, layout)
+        local = self._extents.axis(shard.axis, kept)
         unfolded = self._reshape(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
         moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
         merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
@@ -160,7 +169,7 @@ class Resharder:
         """The sizes, on this rank, of what a dimension holds outside and inside an axis."""
         axes = value.axes[shard.dimension]
         position = axes.index(shard.axis)
-        kept: Any = tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
+        kept = _kept(layout, shard)
         sizes = [self._extents.axis(axis, kept) for axis in axes]
         return product(sizes[:position]), product(sizes[position + 1 :])
 
@@ -176,8 +185,18 @@ class Resharder:
                 changed = self._change(value, layout, index, Replicate(), like)
                 return self._write(value, changed, index, to, like)
             inner.append(inside)
-        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, layout)]
-        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, layout)]
+        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, _kept(layout, have))]
+        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, _kept(layout, to))]
         even = len(set(concat)) == 1 and len(set(split)) == 1
         sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (split, split[place], concat, concat[place])
         return self._emit(exchange, (source, to.dimension, have.dimension, over, count, *sizes), {}, name, like)
+
+
+def _kept(layout: Layout, shard: Shard) -> tuple[Shard | None, ...]:
+    """The cuts of the dimension that a shard is in; an axis may occur in another, too."""
+    return tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
+
+
+def _is_recut(shard: Shard, layout: Layout, need: Layout) -> bool:
+    """Whether a shard lies in parts, over outer mesh dimensions, that change."""
+    return any(have != wanted and shard in (have, wanted) for have, wanted in zip(layout, need, strict=True))

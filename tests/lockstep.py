@@ -10,8 +10,7 @@ program, no transport and none of our derivatives take part. Values that must be
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -118,10 +117,10 @@ def _assert_alike(one: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Call by call, all ranks side by side; what each returns."""
+    """Call by call, all ranks side by side; what each returns. Sizes each rank computes by itself: some need no call for one."""
     values: list[dict[fx.Node, Any]] = [{} for _ in graphs]
-    for nodes in itertools.zip_longest(*(graph.nodes for graph in graphs)):
-        assert len({(node.op, node.name, node.target) for node in nodes}) == 1, "ranks run different calls"
+    for nodes in zip(*(_of_tensors(graph, own) for graph, own in zip(graphs, values, strict=True)), strict=True):
+        assert len({(node.op, node.target) for node in nodes}) == 1, "ranks run different calls"
         op, target = nodes[0].op, nodes[0].target
         args = [fx.map_arg(node.args, own.__getitem__) for node, own in zip(nodes, values, strict=True)]
         kwargs = [fx.map_arg(node.kwargs, own.__getitem__) for node, own in zip(nodes, values, strict=True)]
@@ -132,10 +131,23 @@ def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, An
         elif target in collectives.COLLECTIVES:
             results = _communicate(target, mesh, args)
         else:
-            results = [target(*own, **named) for own, named in zip(args, kwargs, strict=True)]
+            results = [_called(target, own, named) for own, named in zip(args, kwargs, strict=True)]
         for own, node, result in zip(values, nodes, results, strict=True):
             own[node] = result
     raise AssertionError("the graph has no output")
+
+
+def _of_tensors(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[fx.Node]:
+    """The nodes in order, but for calls that compute sizes: these are carried out on the way."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), int | torch.SymInt):
+            values[node] = _called(node.target, fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__))
+        else:
+            yield node
+
+
+def _called(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return target(*args, **kwargs)
 
 
 # -- collectives: lists hold one entry for each rank of a group, in order ----------------------------------------------------------------
@@ -151,7 +163,7 @@ def _communicate(operator: Any, mesh: Mesh, args: Sequence[tuple[Any, ...]]) -> 
         if operator is collectives.local_index:
             found: Sequence[Any] = _local(tensors, rest)
         else:
-            found = _Collective.apply(operator, rest, *tensors)
+            found = _Collective.apply(operator, rest, *tensors)  # type: ignore[no-untyped-call]
         for rank, result in zip(ranks, found, strict=True):
             results[rank] = result
     return results
@@ -175,12 +187,12 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _split(x: Tensor, dim: int, count: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return x.split(list(sizes) or [x.shape[dim] // count] * count, dim)
+    return tuple(torch.split(x, list(sizes) or [x.shape[dim] // count] * count, dim))
 
 
 def _reduce(tensors: Sequence[Tensor], over: str, operation: str = "sum") -> list[Tensor]:
-    stacked = torch.stack(list(tensors))
-    return [{"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[operation](0)] * len(tensors)
+    function: Callable[..., Tensor] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[operation]
+    return [function(torch.stack(list(tensors)), 0)] * len(tensors)
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, **_: Any) -> list[Tensor]:

@@ -123,7 +123,7 @@ def test_fsdp_gathers_parameters_forward_and_backward_and_scatters_gradients_onc
     """As the ZeRO paper counts: three times the parameters. Backward needs no bias, and no weight of the first layer."""
     model, x = perceptron()
     parameters = n_parameter_bytes(model)
-    backward = sum(layer.weight.numel() for layer in (model[2], model[4])) * ELEMENT  # type: ignore[index, union-attr, operator]
+    backward = sum(layer.weight.numel() for layer in (model[2], model[4])) * ELEMENT  # type: ignore[index]
     for found in step_of(model, x, "fsdp", 2):
         assert {each.kind for each in found} == {all_gather, reduce_scatter}
         gathered = [each for each in found if each.kind is all_gather]

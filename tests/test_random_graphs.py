@@ -209,3 +209,37 @@ def test_any_cut_of_any_graph(data: st.DataObject) -> None:
 @hypothesis.given(st.data())
 def test_any_cut_of_any_of_many_graphs(data: st.DataObject) -> None:
     check_one(data)
+
+
+class RowsTimesRows(nn.Module):
+    """Every row with every row: one axis in both dimensions of the product."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"up": (4, 6), "across": (4, 4), "of_rows": (4, 24)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = F.linear(x.flatten(0, 1), self.up)
+        product = F.linear(rows, self.across) @ rows.transpose(-1, -2)
+        if self.kind == "summed":
+            return product.sum(0), F.linear(product.sum(0), self.of_rows)
+        return product.flatten(0, 1), product * 2
+
+
+@pytest.mark.parametrize("kind", ["summed", "flat"])
+@pytest.mark.parametrize("mesh", [(("data", 3),), (("data", 3), ("fsdp", 2)), (("data", 2), ("zero1", 3))], ids=str)
+def test_rows_times_rows(kind: str, mesh: tuple[tuple[str, int], ...]) -> None:
+    """Summed, each rank needs its rows of a sum over the rows of all, over two mesh dimensions; flat, one dimension holds the axis twice."""
+    model = RowsTimesRows(kind)
+    args = (torch.randn(BATCH_SIZE, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+    graph = trace(model, args)
+    axes = find_axes(graph.graph)
+    names = tuple(name for name, _ in mesh)
+    cut = AxisCut(Mesh(mesh), dict.fromkeys(names, tuple(batch_axes(graph, axes))), names, tuple(name for name in names if name in STORED))
+    made = cut_axes(graph, axes, cut, "whole")
+    assert any(node.target in COLLECTIVES for node in made.parts[0].graph.nodes)
+    assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}), 1e-9)
