@@ -67,10 +67,17 @@ def _summary(explained: Explained) -> list[str]:
         ),
         ("recompute", kept if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted"),
-        ("bound by", plan.bound_by),
+        ("bound by", _bound_by(explained)),
         ("runner-up", plan.runner_up or "there was no other choice"),
     ]
     return _paragraphs([(name, text) for name, text in pairs if text])
+
+
+def _bound_by(explained: Explained) -> str:
+    """What limits the step; the planner counts the ranks of one pipeline."""
+    if not explained.is_cut:
+        return explained.plan.bound_by
+    return re.sub(r"\bon rank (\d+)\b", lambda found: f"on {rank_list(explained.ranks_at(int(found[1])))}", explained.plan.bound_by)
 
 
 def _devices(devices: Sequence[str]) -> str:
