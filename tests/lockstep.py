@@ -191,8 +191,8 @@ def _split(x: Tensor, dim: int, count: int, sizes: Sequence[int]) -> tuple[Tenso
 
 
 def _reduce(tensors: Sequence[Tensor], over: str, operation: str = "sum") -> list[Tensor]:
-    function: Callable[..., Tensor] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[operation]
-    return [function(torch.stack(list(tensors)), 0)] * len(tensors)
+    stacked = torch.stack(list(tensors))
+    return [stacked.sum(0) if operation == "sum" else stacked.amax(0) if operation == "max" else stacked.amin(0)] * len(tensors)
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, **_: Any) -> list[Tensor]:

@@ -214,6 +214,10 @@ def test_any_cut_of_any_of_many_graphs(data: st.DataObject) -> None:
 class RowsTimesRows(nn.Module):
     """Every row with every row: one axis in both dimensions of the product."""
 
+    up: Tensor
+    across: Tensor
+    of_rows: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
@@ -233,7 +237,7 @@ class RowsTimesRows(nn.Module):
 @pytest.mark.parametrize("kind", ["summed", "flat"])
 @pytest.mark.parametrize("mesh", [(("data", 3),), (("data", 3), ("fsdp", 2)), (("data", 2), ("zero1", 3))], ids=str)
 def test_rows_times_rows(kind: str, mesh: tuple[tuple[str, int], ...]) -> None:
-    """Summed, each rank needs its rows of a sum over the rows of all, over two mesh dimensions; flat, one dimension holds the axis twice."""
+    """Summed, each rank needs its rows of a sum over the rows of all; flat, one dimension holds the axis twice."""
     model = RowsTimesRows(kind)
     args = (torch.randn(BATCH_SIZE, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
     graph = trace(model, args)
