@@ -80,7 +80,7 @@ def partition(
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
             ``state_dict()``.
         inputs: ``"global"``: every rank passes the whole batch.
-        constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``.
+        constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
         progress: show progress; None: on a terminal.

@@ -134,3 +134,13 @@ def test_parts_are_not_taken_for_sums() -> None:
         pm.clip_grad_norm_(1.0)
     with pytest.raises(ConfigError, match=r"full_gradients.*no_sync"):
         pm.full_gradients()
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 3 rows")
+def test_a_batch_that_every_rank_computes_whole_is_not_added_to_parts() -> None:
+    pm = made("data")
+    (x, target), *_ = batches()
+    with pm.no_sync():
+        step(pm, x, target, by_backward=False)
+    with pytest.raises(ConfigError, match="part from no_sync"):
+        step(pm, x[:3], target[:3], by_backward=False)

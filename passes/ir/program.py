@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import ConfigError
-from passes.ir.unsummed import AddUnsummed, keep_unsummed, mark_summed
+from passes.ir.unsummed import AddUnsummed, is_unsummed, keep_unsummed, mark_summed
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 
@@ -113,6 +113,11 @@ class StoreGradients(nn.Module):
             if name is not None and name in self.unsummed:
                 keep_unsummed(parameter, gradient, self.unsummed[name])
                 continue
+            if is_unsummed(parameter):
+                raise ConfigError(
+                    f"the gradient of {name} holds a rank's part from no_sync(), and this step computes the whole batch on every rank",
+                    remedy="let all batches of an accumulation divide over the ranks, or clear the gradients before this one",
+                )
             mark_summed(parameter)
             if parameter.grad is None:
                 parameter.grad = gradient
