@@ -242,7 +242,7 @@ def test_a_name_means_all_of_its_kind_and_a_number_one() -> None:
     assert axes_named("vocab[0]", names) == both[:1]
     assert shortened(both, names) == ("vocab",)
     assert shortened(both[:1], names) == ("vocab[0]",)
-    with pytest.raises(ConfigError, match="no axis 'experts'.*\n.*ffn.*heads"):
+    with pytest.raises(ConfigError, match=r"no axis 'experts'.*\n.*ffn.*heads"):
         axes_named("experts", names)
 
 
