@@ -113,6 +113,17 @@ def _embedding_with_padding(indices: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(indices, weight, padding_idx=6)
 
 
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _causal_scaled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+
+
+_QUERIES = {"query": (2, 4, 7, 3), "key": (2, 4, 7, 3), "value": (2, 4, 7, 5)}
+_LONGER_KEYS = {"query": (2, 4, 6, 3), "key": (2, 2, 9, 3), "value": (2, 2, 9, 5)}
+
 _AFFINE = {"x": (3, 7), "weight": (7,), "bias": (7,)}
 _GROUPS = {"x": (3, 10, 7), "weight": (10,), "bias": (10,)}
 
@@ -138,6 +149,8 @@ EXAMPLES = (
     Example("softmax", "dim1", _over(torch.softmax, dim=1), {"x": (3, 7, 2)}),
     Example("softmax_last", "dim1", _over(torch.softmax, dim=-1), {"x": (3, 6)}),
     Example("log_softmax", "dim1", _over(torch.log_softmax, dim=1), {"x": (3, 7, 2)}),
+    Example("causal_attention", "queries", _causal, _QUERIES),
+    Example("causal_attention_of_groups", "queries", _causal_scaled, _LONGER_KEYS),
     _cross_entropy("mean", (5, 7), _ROWS),
     _cross_entropy("sum", (5, 7), _ROWS, reduction="sum"),
     _cross_entropy("none", (5, 7), _ROWS, reduction="none"),
@@ -188,7 +201,9 @@ def test_a_cut_operation_is_the_whole_one(example: Example, mesh: tuple[tuple[st
     assert_equal_runs(run_cut(made, model, ARGS), run_model(model, ARGS, {}))
 
 
-@pytest.mark.parametrize("example", [each for each in EXAMPLES if not each.name.startswith("embedding")], ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example", [each for each in EXAMPLES if not each.name.startswith(("embedding", "causal"))], ids=lambda example: example.name
+)
 def test_it_never_gathers_what_is_cut(example: Example) -> None:
     """Statistics and scores of rows are reduced; the only pieces that come together are those of the model's own result."""
     _, made = cut(example, (("one", 2),))
