@@ -90,8 +90,14 @@ def test_models_over_cut_axes(workers: Callable[[int], Workers], name: str, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [{"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"fsdp": 2, "tensor": 2}], ids="-".join)
-@pytest.mark.parametrize("name", ["gpt", "resnet", "t5"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, mode) for name in ("gpt", "resnet", "t5") for mode in ({"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})),
+        # Not resnet: a microbatch of two replicas has other rows than the one of the reference, and normalises over them.
+        *((name, {"data": 2, "pipeline": 2}) for name in ("gpt", "unet", "t5")),
+    ],
+)
 def test_meshes(workers: Callable[[int], Workers], name: str, mode: dict[str, int]) -> None:
     assert workers(4).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * 4
     if "pipeline" not in mode:
