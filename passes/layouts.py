@@ -15,6 +15,7 @@ Partial sums pass through calls that are linear in them, so that two of them are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -299,9 +300,10 @@ class _Walk:
 
     def _fits(self, axis: int, index: int) -> bool:
         """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""
-        name, count = self.mesh[index]
         size = self.axes.sizes[axis]
-        return size >= count if isinstance(size, int) else name in self.rows
+        # Several mesh dimensions may cut one axis, each within the parts of the outer ones.
+        count = math.prod(length for (_, length), cut in zip(self.mesh, self.assigned, strict=True) if axis in cut)
+        return size >= count if isinstance(size, int) else self.mesh[index][0] in self.rows
 
     def _occurs_twice(self, call: _Call, axis: int) -> bool:
         """Whether one dimension holds the axis twice (rows times rows, made flat): nothing says which of them a cut would mean."""
