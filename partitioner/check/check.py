@@ -27,6 +27,7 @@ from partitioner.lowering import Lowering
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.provenance import place_of
@@ -155,6 +156,12 @@ def _undisturbed(subject: Subject) -> Iterator[None]:
                 parameter.requires_grad_(required)
 
 
+def _roughest(graph: ModelGraph) -> torch.dtype | None:
+    """The least precise dtype that a model computes in. Cut, it adds in another order, and a value is as exact as the worst behind it."""
+    dtypes = {value.dtype for node in graph.computing_nodes() if isinstance(value := node.meta.get("val"), Tensor)}
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
 class _Check:
     """One check: what is compared, in order."""
 
@@ -168,6 +175,8 @@ class _Check:
         self.buffers = [(buffer, buffer.clone()) for _, buffer in subject.state.named_buffers()]
         self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, rows, SEED)
         self.parts: list[Part] = []
+        is_cut = Mesh(partitioned.plan.mesh).cutting.size > 1
+        self.roughest = _roughest(self.graph) if is_cut else None
 
     def run(self) -> None:
         """Compare results, buffers and gradients of a call and of a training step."""
@@ -203,13 +212,13 @@ class _Check:
     def _outputs(self, leaves: Sequence[Any]) -> Iterator[Comparison]:
         for output, reference, found in zip(self.graph.outputs, self.reference.outputs, leaves, strict=True):
             if isinstance(reference, Tensor):
-                yield compare(f"output {output.name}".strip(), reference, found)
+                yield compare(f"output {output.name}".strip(), reference, found, computed_in=self.roughest)
 
     def _buffers(self) -> Iterator[Comparison]:
         found = _full_tensors(self.subject)
         for name in self.graph.buffers.values():
             if name in self.reference.buffers:
-                yield compare(f"buffer {name}", self.reference.buffers[name], found[name])
+                yield compare(f"buffer {name}", self.reference.buffers[name], found[name], computed_in=self.roughest)
 
     def _gradients(self, how: str, expected: Gradients, call: Call) -> None:
         """Those of parameters in the order of the backward, and those of inputs."""
@@ -217,9 +226,12 @@ class _Check:
         known = [gradient for gradient in expected.parameters.values() if gradient is not None]
         scale = 1e-3 * max((largest_magnitude(gradient) for gradient in known), default=0.0)
         names = sorted(expected.parameters, key=lambda name: -self._last_read(name))
-        of_parameters = (compare(f"gradient of {name}", expected.parameters[name], found[name], scale=scale) for name in names)
+        of_parameters = (
+            compare(f"gradient of {name}", expected.parameters[name], found[name], scale=scale, computed_in=self.roughest) for name in names
+        )
         of_inputs = (
-            compare(f"gradient of input {name}", gradient, call.requiring[name].grad) for name, gradient in expected.inputs.items()
+            compare(f"gradient of input {name}", gradient, call.requiring[name].grad, computed_in=self.roughest)
+            for name, gradient in expected.inputs.items()
         )
         self.parts.append(Part(f"gradients, {how}", (*of_parameters, *of_inputs)))
 

@@ -30,35 +30,63 @@ def run_in_lockstep(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapp
     Returns:
         For each call of the whole model that gives one tensor, by name, the parts that the ranks computed.
     """
-    ranks = range(len(graphs))
-    environments: list[dict[fx.Node, Any]] = [{} for _ in ranks]
-    parts: dict[str, list[Tensor]] = {}
-    for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
-        if nodes[0].op == "output":
-            continue
-        if nodes[0].op == "placeholder":
-            values: Values = [given[rank][nodes[rank].name] for rank in ranks]
-        else:
-            arguments = [fx.map_arg(nodes[rank].args, environments[rank].__getitem__) for rank in ranks]
-            keywords = [fx.map_arg(nodes[rank].kwargs, environments[rank].__getitem__) for rank in ranks]
-            values = _call(nodes[0], mesh, arguments, keywords)
-        for rank in ranks:
-            environments[rank][nodes[rank]] = values[rank]
-        name = nodes[0].meta.get("part_of")
-        if name is not None and nodes[0].op == "call_function" and isinstance(values[0], Tensor):
-            parts[name] = [value.detach() for value in values]
-    return parts
+    runs = [_Run(graph, values) for graph, values in zip(graphs, given, strict=True)]
+    while all([run.to_meeting() for run in runs]):  # noqa: C419  every rank runs, whatever the first says
+        nodes = [run.waiting for run in runs]
+        arguments = [run.arguments(node) for run, node in zip(runs, nodes, strict=True)]
+        for run, value in zip(runs, _meet(nodes[0], mesh, arguments), strict=True):
+            run.go_on(value)
+    return {name: [run.parts[name] for run in runs] for name in runs[0].parts}
 
 
-def _call(node: fx.Node, mesh: Mesh, arguments: Sequence[tuple[Any, ...]], keywords: Sequence[Mapping[str, Any]]) -> Values:
-    assert callable(node.target)
+class _Run:
+    """One rank's graph, as far as it has run."""
+
+    waiting: fx.Node
+
+    def __init__(self, graph: fx.Graph, given: Mapping[str, Any]) -> None:
+        self.parts: dict[str, Tensor] = {}
+        self._left = iter(graph.nodes)
+        self._given = given
+        self._values: dict[fx.Node, Any] = {}
+
+    def to_meeting(self) -> bool:
+        """Run up to the next call in which all ranks take part; False at the end. Ranks may differ in how they count sizes."""
+        for node in self._left:
+            if node.op == "placeholder":
+                self._values[node] = self._given[node.name]
+            elif node.op != "output":
+                if node.target in collectives.COLLECTIVES or draws(node):
+                    self.waiting = node
+                    return True
+                assert callable(node.target)
+                self._keep(node, node.target(*self.arguments(node), **fx.map_arg(node.kwargs, self._values.__getitem__)))
+        return False
+
+    def arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        """What a call is given."""
+        given: tuple[Any, ...] = fx.map_arg(node.args, self._values.__getitem__)
+        return given
+
+    def go_on(self, value: Any) -> None:
+        """Take what the call gave that was waited for."""
+        self._keep(self.waiting, value)
+
+    def _keep(self, node: fx.Node, value: Any) -> None:
+        self._values[node] = value
+        name = node.meta.get("part_of")
+        if name is not None and isinstance(value, Tensor):
+            self.parts[name] = value.detach()
+
+
+def _meet(node: fx.Node, mesh: Mesh, arguments: Sequence[tuple[Any, ...]]) -> Values:
+    """What each rank gets of a collective, or of random numbers that all draw alike."""
     if node.target in collectives.COLLECTIVES:
         carry_out = _COLLECTIVES[node.target]
         return [carry_out(rank, _Group(mesh, rank, arguments[rank]), arguments) for rank in range(mesh.size)]
-    if draws(node):
-        drawn = node.target(*arguments[0], **keywords[0])
-        return [drawn for _ in arguments]
-    return [node.target(*own, **named) for own, named in zip(arguments, keywords, strict=True)]
+    assert callable(node.target)
+    drawn = node.target(*arguments[0], **node.kwargs)
+    return [drawn for _ in arguments]
 
 
 class _Group:
