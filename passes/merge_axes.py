@@ -31,18 +31,26 @@ def find_axes_to_cut(graph: ModelGraph, mesh: Mesh) -> Axes:
 
 
 def merge_short_axes(graph: ModelGraph, axes: Axes, count: int) -> Axes:
-    """Merge neighbours in dimensions of parameters that are shorter than ``count`` each and not together."""
+    """Merge neighbours in dimensions of parameters that are shorter than ``count`` each and not together.
+
+    Only those that make up a dimension of their own somewhere: heads of queries do, the three of a fused q, k and v with its heads do not.
+    """
+    alone = {dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor if len(dimension) == 2}
     pairs: dict[tuple[int, int], None] = {}
     for name in graph.parameters:
         for dimension in axes.of(name) if name in axes.tensors else ():
-            pairs.update(dict.fromkeys(pair for pair in itertools.pairwise(dimension) if _is_short(axes, *pair, count)))
+            neighbours = (pair for pair in itertools.pairwise(dimension) if pair in alone)
+            pairs.update(dict.fromkeys(pair for pair in neighbours if _is_short(axes, *pair, count)))
     for pair in pairs:
         axes = _merged(axes, pair)
     return axes
 
 
 def _is_short(axes: Axes, outer: int, inner: int, count: int) -> bool:
+    """Whether two neighbours are too short alone. The inside of a head is never cut: attention needs it whole."""
     one, other = axes.sizes[outer], axes.sizes[inner]
+    if "head" in axes.roles[inner]:
+        return False
     return isinstance(one, int) and isinstance(other, int) and 1 < one < count and 1 < other < count <= one * other
 
 
