@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["OPTIMIZER_STATES", "DeviceMemory", "optimizer_states"]
+__all__ = ["OPTIMIZER_STATES", "optimizer_states"]
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
     {
@@ -43,26 +42,3 @@ def optimizer_states(optimizer: str) -> int:
             f"the state of optimizer {optimizer!r} is not known", remedy=f"did you mean {close[0]!r}? {remedy}" if close else remedy
         )
     return OPTIMIZER_STATES[optimizer]
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Peak bytes of one device, by what holds them.
-
-    Attributes:
-        parameters: and buffers.
-        gradients: of the parameters that train.
-        optimizer: its state.
-        activations: kept for the backward, of all microbatches in flight.
-        communication: messages that have arrived or not yet left.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    communication: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.communication

@@ -182,7 +182,10 @@ _UNLIKE_NAMES: Mapping[OpOverload, OpOverload | None] = {
 
 
 def _run(call: _Call, node: fx.Node, written: fx.Node) -> Tensor | None:
-    """The fake result of the functional operation; None when it lies in memory in another way, and that may matter."""
+    """The fake result of the functional operation; None when it lies in memory in another way, and that may matter.
+
+    None, too, where the functional form does not take these arguments: the operation then stays in place, which is always right.
+    """
     target, args, kwargs = call
     args, kwargs = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
     before = node.meta["val"]

@@ -48,7 +48,7 @@ def automatic_samples(operator: OpOverload) -> list[Sample]:
         try:
             result = operator(*args)
         except (RuntimeError, NotImplementedError, TypeError, IndexError):
-            continue
+            continue  # no operation of such numbers: the next kind is tried; no row of the table may be left without a sample
         return [Sample(operator, *args)] if isinstance(result, Tensor | tuple) else []
     return []
 
