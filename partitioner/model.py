@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.accumulation import Accumulation
 from partitioner.autograd import refuse_backward, tracked_call
-from partitioner.binding import BoundInputs, as_traced, bind_inputs, check_target, to_device, values_on
+from partitioner.binding import BoundInputs, check_target
+from partitioner.calls import Calls
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
+from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
@@ -26,7 +26,6 @@ from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
-from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State, load
 from passes.emit_programs import LossForm, differentiated_outputs
@@ -34,7 +33,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.microbatch import microbatch_sizes, split_target
 from passes.ir.plan import Plan
-from passes.ir.program import Program, at_batch
+from passes.ir.program import Program
 from passes.lower import Differentiation, LoweredStages
 from passes.place_on_mesh import Gradients
 from passes.verify import verify
@@ -69,6 +68,8 @@ class PartitionedModel(nn.Module):
         self._state = state
         self._freezing = Freezing(state.named_parameters())
         self._accumulation = Accumulation(state.named_parameters())
+        self._calls = Calls(original, graph, runtime)
+        self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
         self._dependence: dict[Any, LossDependence] = {}
         self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
@@ -82,8 +83,8 @@ class PartitionedModel(nn.Module):
         wanted = inputs.requiring_gradient
         differentiation = lowering.everything(wanted)
         if not (torch.is_grad_enabled() and differentiation.outputs):
-            return self._result(self._run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
-        return self._result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
+            return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
+        return self._calls.result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
 
     def _tracked_forward(self, lowering: Lowering, differentiation: Differentiation, count: int, inputs: BoundInputs) -> tuple[Tensor, ...]:
         self._freezing.check()
@@ -93,7 +94,7 @@ class PartitionedModel(nn.Module):
         held: Gradients | None = "keep" if self._accumulation.gradients == "keep" else None
 
         def forward() -> tuple[tuple[Tensor, ...], Any]:
-            found = self._run(lowering, lowering.training_forward(differentiation, count), inputs)
+            found = self._calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
             outputs = found[self._here][0]
             shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
             return outputs, {rank: result[1] for rank, result in found.items()}
@@ -106,7 +107,7 @@ class PartitionedModel(nn.Module):
                 rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
                 for rank in self._runtime.local_ranks
             }
-            result: tuple[Tensor | None, ...] = self._run(
+            result: tuple[Tensor | None, ...] = self._calls.run(
                 lowering, lowering.backward(differentiation, count, frozenset(given), held or self._accumulation.gradients), inputs, extra
             )[self._here]
             return result
@@ -168,7 +169,7 @@ class PartitionedModel(nn.Module):
         programs = lowering.train_step(differentiation, count, form, self._accumulation.gradients)
         self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
         extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
-        loss, gradients = self._run(lowering, programs, inputs, extra)[self._here]
+        loss, gradients = self._calls.run(lowering, programs, inputs, extra)[self._here]
         differentiated = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
         for tensor, gradient in zip(differentiated, gradients, strict=True):
             if gradient is not None:
@@ -197,33 +198,11 @@ class PartitionedModel(nn.Module):
                 "the model is on the meta device: it has shapes but no numbers to compute with",
                 remedy="its plan and graphs can be read; to run it, build it on a real device: model.to_empty(device=...), initialised",
             )
-        args, kwargs = as_traced(self._graph, inspect.signature(self._original[0].forward), args, kwargs)
-        inputs = bind_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
-        self._runtime.agree("batch size", inputs.batch)
-        return inputs
+        return self._calls.bind(args, kwargs)
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
         """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
         return self._lowerings.for_batch(batch, in_parts=in_parts, results=results)
-
-    def _run(
-        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
-    ) -> dict[int, Any]:
-        given: dict[int, dict[str, Any]] = {}
-        for rank in self._runtime.local_ranks:
-            names = programs.programs[rank].placeholders
-            given[rank] = {
-                "batch": inputs.batch // lowering.rows.count,
-                **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
-                **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
-            }
-        return self._runtime.run(programs, given)
-
-    def _result(self, values: Sequence[Tensor], batch: int) -> Any:
-        """The model's structure around what its nodes computed."""
-        by_node = dict(zip(self._graph.returned, values, strict=True))
-        leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]
-        return pytree.tree_unflatten(leaves, self._graph.output_tree)
 
     # -- looking at it -------------------------------------------------------------------------------------------------------------
 
@@ -336,11 +315,7 @@ class PartitionedModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What this process holds, whole, under the original names. What is cut over processes is put together: all ranks must call it."""
         prefix = kwargs.get("prefix", "")
-        whole = {name: blocks for name in self._state.names if (blocks := self._state.held(name)) and blocks[0][0].is_whole}
-        held = {name: blocks[0][1].detach() for name, blocks in whole.items()}
-        cut = [name for name in self._state.names if name not in whole and self._state.is_cut(name)]
-        held.update({name: tensor for name, tensor in self._collect(cut, Tensor.detach).items() if tensor is not None} if cut else {})
-        return {f"{prefix}{name}": held[name] for name in self._state.names if name in held}
+        return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy in tensors under the original names, a full state dict or this process's part."""
@@ -349,20 +324,12 @@ class PartitionedModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``, on every rank."""
-        found = self._collect(self._state.names, Tensor.detach)
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return self._gathered.tensors()
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
         self._accumulation.check("full_gradients()")
-        return self._collect(self._state.parameter_names, lambda parameter: parameter.grad)
-
-    def _collect(self, names: Iterable[str], part: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
-        """Tensors of the model put together from what all processes own of each."""
-        names = list(names)
-        owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
-        found = self._runtime.collect(owned)
-        return {name: self._state.whole(name, found) for name in names}
+        return self._gathered.gradients()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.

@@ -16,11 +16,11 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         "structure of arguments and results: torch.export's own, which torch.utils does not export",
         (
             "partitioner/binding.py",
+            "partitioner/calls.py",
             "partitioner/check/check.py",
             "partitioner/check/dot_product.py",
             "partitioner/check/original.py",
             "partitioner/loss_form.py",
-            "partitioner/model.py",
             "partitioner/rows.py",
             "partitioner/tracing/autograd_functions.py",
             "partitioner/tracing/caches.py",

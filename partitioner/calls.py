@@ -1,0 +1,72 @@
+"""What a call brings, and what each rank of this process gets of it.
+
+pm(x)     args, kwargs -> one tensor an input -> a rank's rows of it, on the rank's device -> its program
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partitioner.binding import BoundInputs, as_traced, bind_inputs, to_device, values_on
+from partitioner.lowering import Lowering
+from partitioner.runtime.executor import ProgramSet
+from partitioner.runtime.runtime import Runtime
+from passes.ir.graph import ModelGraph
+from passes.ir.program import at_batch
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """Matches calls with the traced inputs, and runs programs on them.
+
+    Args:
+        original: the model; its signature says which argument has which name.
+        graph: of the model.
+        runtime: runs programs.
+    """
+
+    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
+        self._signature = inspect.signature(original.forward)
+        self._graph = graph
+        self._runtime = runtime
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+        """The tensors of one call, on which all ranks agree.
+
+        Raises:
+            ConfigError: they do not fit what was traced, or ranks differ in them.
+        """
+        args, kwargs = as_traced(self._graph, self._signature, args, kwargs)
+        inputs = bind_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
+        self._runtime.agree("batch size", inputs.batch)
+        return inputs
+
+    def run(
+        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> dict[int, Any]:
+        """Run the program of every rank of this process; returns each one's result.
+
+        Args:
+            extra: rank -> what its program takes besides inputs of the model.
+        """
+        given: dict[int, dict[str, Any]] = {}
+        for rank in self._runtime.local_ranks:
+            names = programs.programs[rank].placeholders
+            given[rank] = {
+                "batch": inputs.batch // lowering.rows.count,
+                **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
+                **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
+            }
+        return self._runtime.run(programs, given)
+
+    def result(self, values: Sequence[Tensor], batch: int) -> Any:
+        """The model's structure around what its nodes computed."""
+        by_node = dict(zip(self._graph.returned, values, strict=True))
+        leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]
+        return pytree.tree_unflatten(leaves, self._graph.output_tree)
