@@ -6,8 +6,8 @@ reduce_scatter consumes. Rings (Thakur, Rabenseifner, Gropp, "Optimization of co
 
 from __future__ import annotations
 
-from cost_models.contractions import Size
 from cost_models.hardware import Link
+from cost_models.sizes import Size
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "send_receive"]
 

@@ -1,166 +1,134 @@
-"""Floating-point operations of the operations that multiply and sum: a multiplication and an addition count as two.
+"""The products in an operation, forward and backward, as its rule has them: two operands, and the loops that run over each.
 
-All else (pointwise, normalisation, pooling) moves bytes and counts no FLOPs, as in ``torch.utils.flop_counter`` and in the literature.
+    linear  input batch in, weight out in -> batch out
+
+    loops                  forward            gradient of input      gradient of weight
+    batch  of both         -                  -                      -
+    rows   of the first    batch              batch                  out
+    columns of the second  out                in                     in
+    inner  summed          in                 out                    batch
+
+So the gradient of an operand is the product of the result with the other operand, over the same loops; nothing is said twice. Operations
+that multiply no operands (pointwise, normalisation, pooling) move bytes and count no FLOPs, as in ``torch.utils.flop_counter``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-import torch
+from cost_models.calls import Call
+from cost_models.sizes import Size, numel
+from cost_models.work import Product
+from passes.rules.loops import Dimension, Loops
 
-__all__ = ["Call", "Formula", "Size", "TensorShape", "numel"]
+__all__ = ["Products", "attention", "attention_gradients", "contraction", "operand_gradients"]
 
-Size: TypeAlias = Any
-"""A number that may depend on the batch symbol: an int or a sympy expression."""
+Products: TypeAlias = tuple[Product, ...]
+"""What an operation multiplies, in order."""
 
-
-@dataclass(frozen=True)
-class TensorShape:
-    """What an operation's cost depends on in one tensor."""
-
-    shape: tuple[Size, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> Size:
-        return numel(self.shape)
-
-    @property
-    def bytes(self) -> Size:
-        return self.numel * self.dtype.itemsize
+Terms: TypeAlias = Sequence[frozenset[int]]
+"""For each operand, and at last for the result, the loops that run over it."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of an operator: its arguments by name, tensors as shapes, and its results."""
+def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Products]:
+    """The operands, contracted from left to right; a loop is summed as soon as neither the result nor a later operand has it.
 
-    arguments: Mapping[str, Any]
-    results: tuple[TensorShape, ...]
+    Args:
+        names: the parameters that are multiplied.
+        windowed: whether the second is a kernel that slides over the first.
+    """
 
-    def shape(self, name: str) -> tuple[Size, ...]:
-        """The shape of a tensor argument."""
-        shape: tuple[Size, ...] = self.arguments[name].shape
-        return shape
+    def products(call: Call) -> Products:
+        loops = call.loops
+        return () if loops is None else _contracted(_terms(call, loops, names, windowed=windowed), loops)
 
-    @property
-    def result(self) -> TensorShape:
-        return self.results[0]
+    return products
 
 
-Formula = Callable[[Call], Size]
-"""A number that follows from a call: FLOPs, bytes."""
+def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], dict[str, Products]]:
+    """For each parameter, the products of its gradient: of the result with the other operands."""
+
+    def gradients(call: Call) -> dict[str, Products]:
+        loops = call.loops
+        found: dict[str, Products] = dict.fromkeys(names, ())
+        if loops is None:
+            return found
+        terms, owner = _terms(call, loops, names, windowed=windowed), [name for name in names for _ in call.operand_indices(name)]
+        for place, name in enumerate(owner):
+            others = [term for index, term in enumerate(terms[:-1]) if index != place]
+            if others:  # the gradient of a single operand is no product
+                found[name] += _contracted([terms[-1], *others, terms[place]], loops)
+        return found
+
+    return gradients
 
 
-def numel(shape: Iterable[Size]) -> Size:
-    """Product of the sizes."""
-    return math.prod(shape)
+def attention(call: Call) -> Products:
+    """Scores, then their sum over the values."""
+    loops = call.loops
+    if loops is None:
+        return ()
+    query, key, value, scores, result = _attention_terms(call, loops)
+    return (_product(query, key, scores, loops), _product(scores, value, result, loops))
 
 
-def matrix_product(first: str) -> Formula:
-    """Each result element is a dot product over the last dimension of the first factor."""
-
-    def flops(call: Call) -> Size:
-        return 2 * call.result.numel * call.shape(first)[-1]
-
-    return flops
-
-
-def convolution(call: Call) -> Size:
-    """Each result element is a dot product with one filter (weight: out, in / groups, kernel...); the input's side when transposed."""
-    transposed = bool(call.arguments.get("transposed", False))
-    return transposed_convolution(call) if transposed else 2 * call.result.numel * numel(call.shape("weight")[1:])
+def attention_gradients(call: Call) -> Products:
+    """The scores again (FlashAttention, arXiv 2205.14135), and the gradients of scores, queries, keys and values: five products."""
+    loops = call.loops
+    if loops is None:
+        return ()
+    query, key, value, scores, result = _attention_terms(call, loops)
+    pairs = [(query, key, scores), (result, value, scores), (scores, key, query), (scores, query, key), (scores, result, value)]
+    return tuple(_product(one, other, kept, loops) for one, other, kept in pairs)
 
 
-def transposed_convolution(call: Call) -> Size:
-    """Each input element is multiplied with one filter (weight: in, out / groups, kernel...)."""
-    return 2 * numel(call.shape("input")) * numel(call.shape("weight")[1:])
+def _attention_terms(call: Call, loops: Loops) -> tuple[frozenset[int], ...]:
+    """Loops of queries, keys, values, scores and the result; scores have those of queries and keys that are not summed."""
+    query, key, value = (_factors(loops.operands[call.operand_indices(name)[0]]) for name in ("query", "key", "value"))
+    result = _factors(loops.results[0])
+    return query, key, value, (query & result) | (key & value), result
 
 
-def attention(call: Call) -> Size:
-    """Scores and weighted sum: (heads, queries, keys) x (width of keys + width of values)."""
-    *batch, queries, width = call.shape("query")
-    keys, value_width = call.shape("key")[-2], call.shape("value")[-1]
-    return 2 * numel(batch) * queries * keys * (width + value_width)
+def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> list[frozenset[int]]:
+    operands = [_factors(loops.operands[index]) for name in names for index in call.operand_indices(name)]
+    terms = [*operands, _factors(loops.results[0])]
+    return _unfolded(*terms, transposed=_is_transposed(call)) if windowed else terms
 
 
-def attention_gradients(call: Call) -> Size:
-    """The scores again, and the gradients of scores, queries, keys and values: five products for the forward's two."""
-    return attention(call) * 5 // 2
+def _factors(dimensions: Sequence[Dimension]) -> frozenset[int]:
+    return frozenset(factor for dimension in dimensions for factor in dimension)
 
 
-def recurrent(call: Call) -> Size:
-    """Every step multiplies with every weight matrix; the list of parameters holds all layers and directions."""
-    return 2 * numel(call.shape("input")[:-1]) * sum(numel(shape) for shape in _matrices(call))
+def _is_transposed(call: Call) -> bool:
+    return bool(call.arguments.get("transposed", "conv_transpose" in call.operator.name()))
 
 
-def recurrent_weight_gradients(call: Call) -> Size:
-    """The gradients of all weights, and those of the states, which flow through all but the first layer's input weights."""
-    return 2 * recurrent(call) - recurrent_input_gradient(call)
+def _unfolded(source: frozenset[int], weight: frozenset[int], result: frozenset[int], *, transposed: bool) -> list[frozenset[int]]:
+    """A convolution's input by windows: the places of the result, and in each the kernel. Transposed: its result, by places of the input.
+
+    The loops that are the input's alone are the places before the kernel slides over them, the weight's alone are the kernel.
+    """
+    kernel, before, after = weight - source - result, source - weight - result, result - source - weight
+    if transposed:
+        return [source, weight, (result - after) | before | kernel]
+    return [(source - before) | after | kernel, weight, result]
 
 
-def recurrent_input_gradient(call: Call) -> Size:
-    """The first layer's input weights, in each direction."""
-    n_first = 2 if call.arguments["bidirectional"] else 1
-    return 2 * numel(call.shape("input")[:-1]) * numel(_matrices(call)[0]) * n_first
+def _contracted(terms: Terms, loops: Loops) -> Products:
+    """All but the last term make the last one. Of several pairs those that sum nothing are products of elements."""
+    current, found = terms[0], []
+    for place, term in enumerate(terms[1:-1], start=1):
+        later = terms[-1].union(*terms[place + 1 : -1])
+        if len(terms) <= 3 or (current & term) - later:
+            found.append(_product(current, term, later, loops))
+        current = (current | term) & later
+    return tuple(found)
 
 
-def _matrices(call: Call) -> list[tuple[Size, ...]]:
-    """Shapes of the weights, layer by layer, direction by direction: input to hidden, hidden to hidden."""
-    return [tensor.shape for tensor in call.arguments["params"] if len(tensor.shape) == 2]
+def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], loops: Loops) -> Product:
+    def size(factors: frozenset[int]) -> Size:
+        return numel(loops.factors[factor].size for factor in sorted(factors))
 
-
-def recurrent_cell(call: Call) -> Size:
-    """One step with both weight matrices."""
-    rows = numel(call.shape("input")[:-1])
-    return 2 * rows * (numel(call.shape("w_ih")) + numel(call.shape("w_hh")))
-
-
-def tensor_dot(call: Call) -> Size:
-    """Each result element is a sum over the contracted dimensions."""
-    shape = call.shape("self")
-    return 2 * call.result.numel * numel(shape[dim] for dim in call.arguments["dims_self"])
-
-
-def bilinear(call: Call) -> Size:
-    """Result element (row, out): input1 x weight[out] x input2."""
-    return 2 * numel(call.shape("input1")[:-1]) * numel(call.shape("weight"))
-
-
-def einsum(call: Call) -> Size:
-    """Operands are contracted from left to right, each label summed as soon as neither the result nor a later operand has it."""
-    equation: str = call.arguments["equation"]
-    operands: Sequence[TensorShape] = call.arguments["tensors"]
-    left, _, output = equation.replace(" ", "").partition("->")
-    terms = [_labels(term, len(operand.shape)) for term, operand in zip(left.split(","), operands, strict=True)]
-    sizes: dict[str, Size] = {}
-    for term, operand in zip(terms, operands, strict=True):
-        for label, size in zip(term, operand.shape, strict=True):
-            if sizes.get(label, 1) == 1:
-                sizes[label] = size
-    seen = [label for term in terms for label in term]
-    kept = set(_labels(output, len(call.result.shape))) if "->" in equation else {label for label in seen if seen.count(label) == 1}
-    total: Size = 0
-    current = set(terms[0])
-    for position, term in enumerate(terms[1:], start=1):
-        later = kept.union(*terms[position + 1 :])
-        joined = current | set(term)
-        if any(label in current and label in term and label not in later for label in joined):
-            total = total + 2 * numel(sizes[label] for label in sorted(joined))
-        current = joined & later
-    return total
-
-
-def einsum_gradients(call: Call) -> Size:
-    """As much as the forward for each operand; one operand is not contracted with anything."""
-    return len(call.arguments["tensors"]) * einsum(call)
-
-
-def _labels(term: str, n_dims: int) -> list[str]:
-    """One label a dimension; an ellipsis becomes numbers counted from the right."""
-    before, dots, after = term.partition("...")
-    hidden = n_dims - len(before) - len(after) if dots else 0
-    return [*before, *(str(number) for number in reversed(range(hidden))), *after]
+    both = one & other
+    return Product(batch=size(both & kept), rows=size(one - other), columns=size(other - one), inner=size(both - kept))

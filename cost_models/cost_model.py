@@ -9,7 +9,7 @@ import torch
 
 from cost_models.communication import send_receive
 from cost_models.hardware import Device, Link
-from cost_models.operations import Work
+from cost_models.work import Work
 
 __all__ = ["CostModel", "Roofline"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 
-from cost_models.contractions import Size
+from cost_models.sizes import Size
 from passes.ir.errors import TraceError
 
 __all__ = ["Numbers"]

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from cost_models.contractions import Size, TensorShape
+from cost_models.node_work import described
 from cost_models.operations import OperationCost, operation_cost, tensor_shapes
+from cost_models.sizes import Size
 from passes.aliasing import allocations, mutated_arguments
 from passes.gradient_flow import may_require_gradient
 from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
-from passes.size_expression import size_of
 
 __all__ = ["GraphCost", "graph_cost", "nodes_with_gradient"]
 
@@ -76,12 +75,13 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool) -> GraphCost:
     saved: dict[str, tuple[int, ...]] = {}
     for node in graph.computing_nodes():
         bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
-        arguments = {name: _described(value, shapes) for name, value in bound.items()}
+        arguments = {name: described(value) for name, value in bound.items()}
         gradients = _gradients(node, bound, flowing, weights)
         is_view = _is_view(node, memory.lies_in)
-        key = (node.target, shapes[node], tuple(arguments.items()), tuple(gradients.items()), is_view)
+        held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
+        key = (node.target, shapes[node], tuple(arguments.items()), tuple(gradients.items()), is_view, held)
         if key not in priced:
-            priced[key] = operation_cost(node, shapes[node], arguments, gradients, is_view=is_view)
+            priced[key] = operation_cost(node, shapes[node], arguments, gradients, is_view=is_view, weights=held)
         nodes[node.name] = priced[key]
         kept = (leaf.name for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name])))
         keys = dict.fromkeys(allocation for name in kept for allocation in memory.lies_in[name] if allocation not in stationary)
@@ -122,15 +122,3 @@ def _is_view(node: fx.Node, lies_in: Mapping[str, tuple[int, ...]]) -> bool:
         return False
     sources = {allocation for argument in node.all_input_nodes for allocation in lies_in.get(argument.name, ())}
     return sources.issuperset(lies_in[node.name])
-
-
-def _described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]]) -> Any:
-    """An argument with its nodes replaced by what a price may depend on; hashable."""
-    if isinstance(value, fx.Node):
-        held = value.meta.get("val")
-        if isinstance(held, torch.Tensor):
-            return shapes[value][0]
-        return size_of(held) if isinstance(held, int | torch.SymInt) else shapes[value]
-    if isinstance(value, list | tuple):
-        return tuple(_described(item, shapes) for item in value)
-    return value

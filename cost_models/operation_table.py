@@ -12,14 +12,17 @@ An in-place operator (``relu_``) stands on the line of the functional one. The t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from cost_models import contractions
-from cost_models.contractions import Call, Formula, Size, numel
+from cost_models import recurrent
+from cost_models.calls import Call
+from cost_models.contractions import Products, attention, attention_gradients, contraction, operand_gradients
+from cost_models.sizes import Size, numel
+from cost_models.work import Family
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -31,36 +34,44 @@ class Operation:
     """One line of the table.
 
     Attributes:
-        flops: of the forward; None when it only moves bytes.
-        gradients: argument -> FLOPs of its gradient, for contractions.
+        products: of the forward; None when it multiplies no operands.
+        gradients: argument -> the products of its gradient.
         saves: see the module.
         keeps: bytes that the backward keeps besides arguments and results.
         sparse_read: reads only as much of its first argument as it writes (a table lookup).
         launches: kernels of the forward.
+        family: whose kernels are like its own.
     """
 
-    flops: Formula | None = None
-    gradients: Mapping[str, Formula] = field(default_factory=dict)
+    products: Callable[[Call], Products] | None = None
+    gradients: Callable[[Call], Mapping[str, Products]] | None = None
     saves: tuple[str, ...] = ()
-    keeps: Formula | None = None
+    keeps: Callable[[Call], Size] | None = None
     sparse_read: bool = False
     launches: int = 1
+    family: Family = "other"
 
 
 def _saving(saves: str = "", **fields: Any) -> Operation:
     return Operation(saves=tuple(saves.split()), **fields)
 
 
-def _product(flops: Formula, one: str, other: str) -> Operation:
-    """A contraction of two operands: the gradient of each needs the other."""
-    return Operation(flops=flops, gradients={one: flops, other: flops}, saves=(f"{one}:{other}", f"{other}:{one}"))
+def _product(*names: str, family: Family = "matrix product") -> Operation:
+    """Operands that are multiplied: the gradient of each needs the others. What is summed, the operator's rule says."""
+    if len(names) == 2:
+        one, other = names
+        saves: tuple[str, ...] = (f"{one}:{other}", f"{other}:{one}")
+    else:
+        saves = names
+    windowed = family == "convolution"
+    return Operation(contraction(*names, windowed=windowed), operand_gradients(*names, windowed=windowed), saves, family=family)
 
 
 def _lines(operation: Operation, *operators: Any) -> dict[Any, Operation]:
     return dict.fromkeys(operators, operation)
 
 
-def _row_statistics(per_row: int) -> Formula:
+def _row_statistics(per_row: int) -> Callable[[Call], Size]:
     """So many float32 numbers (float64 for float64) for each row that is normalised over its last dimensions."""
 
     def keeps(call: Call) -> Size:
@@ -105,7 +116,7 @@ def _log_probabilities(call: Call) -> Size:
     return numel(call.shape("self")) * call.result.dtype.itemsize + call.result.dtype.itemsize
 
 
-def _recurrent_steps(vectors: int) -> Formula:
+def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
     """Each step keeps so many vectors of the hidden size, in each layer and direction; a layer keeps the states of the one before."""
 
     def keeps(call: Call) -> Size:
@@ -119,7 +130,7 @@ def _recurrent_steps(vectors: int) -> Formula:
     return keeps
 
 
-def _cell_step(vectors: int) -> Formula:
+def _cell_step(vectors: int) -> Callable[[Call], Size]:
     def keeps(call: Call) -> Size:
         return vectors * call.result.bytes
 
@@ -135,50 +146,46 @@ def _root_mean_square(call: Call) -> Size:
     return _row_statistics(1)(call) + call.result.bytes
 
 
-def _recurrent(saves: tuple[str, ...], keeps: Formula) -> Operation:
-    gradients = {"params": contractions.recurrent_weight_gradients, "input": contractions.recurrent_input_gradient}
-    return Operation(contractions.recurrent, gradients, saves, keeps)
+def _recurrent(saves: tuple[str, ...], keeps: Callable[[Call], Size]) -> Operation:
+    return Operation(recurrent.layers, _recurrent_gradients, saves, keeps, family="recurrent")
 
 
-CELL_GRADIENTS = {"input": contractions.recurrent_cell, "w_ih": contractions.recurrent_cell}
+def _recurrent_gradients(call: Call) -> Mapping[str, Products]:
+    return {"params": recurrent.weight_gradients(call), "input": recurrent.input_gradient(call)}
+
+
+def _recurrent_cell(vectors: int) -> Operation:
+    return Operation(recurrent.cell, _cell_gradients, ("input", "hx", "w_ih", "w_hh"), _cell_step(vectors), family="recurrent")
+
+
+def _cell_gradients(call: Call) -> Mapping[str, Products]:
+    return dict.fromkeys(("input", "w_ih"), recurrent.cell(call))
+
+
+def _attention_gradients(call: Call) -> Mapping[str, Products]:
+    return {"query": attention_gradients(call)}
+
 
 CONTRACTIONS: Mapping[Any, Operation] = {
-    aten.linear: _product(contractions.matrix_product("input"), "input", "weight"),
-    aten.mm: _product(contractions.matrix_product("self"), "self", "mat2"),
-    aten.bmm: _product(contractions.matrix_product("self"), "self", "mat2"),
-    aten.mv: _product(contractions.matrix_product("self"), "self", "vec"),
-    aten.dot: _product(contractions.matrix_product("self"), "self", "tensor"),
-    aten.matmul: _product(contractions.matrix_product("self"), "self", "other"),
-    aten.inner: _product(contractions.matrix_product("self"), "self", "other"),
-    aten.addmm: _product(contractions.matrix_product("mat1"), "mat1", "mat2"),
-    aten.addbmm: _product(contractions.matrix_product("batch1"), "batch1", "batch2"),
-    aten.baddbmm: _product(contractions.matrix_product("batch1"), "batch1", "batch2"),
-    aten.addmv: _product(contractions.matrix_product("mat"), "mat", "vec"),
-    aten.tensordot: _product(contractions.tensor_dot, "self", "other"),
-    aten.einsum: Operation(contractions.einsum, {"tensors": contractions.einsum_gradients}, ("tensors",)),
-    aten.bilinear: Operation(
-        contractions.bilinear, dict.fromkeys(("input1", "input2", "weight"), contractions.bilinear), ("input1", "input2", "weight")
-    ),
-    aten.conv1d: _product(contractions.convolution, "input", "weight"),
-    aten.conv2d: _product(contractions.convolution, "input", "weight"),
-    aten.conv3d: _product(contractions.convolution, "input", "weight"),
-    aten.convolution: _product(contractions.convolution, "input", "weight"),
-    aten.conv_transpose1d: _product(contractions.transposed_convolution, "input", "weight"),
-    aten.conv_transpose2d: _product(contractions.transposed_convolution, "input", "weight"),
-    aten.conv_transpose3d: _product(contractions.transposed_convolution, "input", "weight"),
-    # The backward computes the scores again (FlashAttention, arXiv 2205.14135): five products for the forward's two.
+    **_lines(_product("input", "weight"), aten.linear),
+    **_lines(_product("self", "mat2"), aten.mm, aten.bmm),
+    aten.mv: _product("self", "vec"),
+    aten.dot: _product("self", "tensor"),
+    **_lines(_product("self", "other"), aten.matmul, aten.inner, aten.tensordot),
+    aten.addmm: _product("mat1", "mat2"),
+    **_lines(_product("batch1", "batch2"), aten.addbmm, aten.baddbmm),
+    aten.addmv: _product("mat", "vec"),
+    aten.einsum: _product("tensors"),
+    aten.bilinear: _product("input1", "weight", "input2"),
+    **_lines(_product("input", "weight", family="convolution"), aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
+    **_lines(_product("input", "weight", family="convolution"), aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
     aten.scaled_dot_product_attention: Operation(
-        contractions.attention,
-        {"query": contractions.attention_gradients},
-        ("query", "key", "value", "attn_mask", "result"),
-        _attention_rows,
+        attention, _attention_gradients, ("query", "key", "value", "attn_mask", "result"), _attention_rows, family="attention"
     ),
-    aten.lstm: _recurrent(("input",), _recurrent_steps(7)),
-    aten.gru: _recurrent(("input",), _recurrent_steps(7)),
-    aten.rnn_tanh: _recurrent(("input", "hx"), _recurrent_steps(1)),
-    aten.rnn_relu: _recurrent(("input", "hx"), _recurrent_steps(1)),
-    aten.lstm_cell: Operation(contractions.recurrent_cell, CELL_GRADIENTS, saves=("input", "hx", "w_ih", "w_hh"), keeps=_cell_step(5)),
-    aten.gru_cell: Operation(contractions.recurrent_cell, CELL_GRADIENTS, saves=("input", "hx", "w_ih", "w_hh"), keeps=_cell_step(6)),
+    **_lines(_recurrent(("input",), _recurrent_steps(7)), aten.lstm, aten.gru),
+    **_lines(_recurrent(("input", "hx"), _recurrent_steps(1)), aten.rnn_tanh, aten.rnn_relu),
+    aten.lstm_cell: _recurrent_cell(5),
+    aten.gru_cell: _recurrent_cell(6),
 }
 
 NORMALISATIONS: Mapping[Any, Operation] = {
@@ -271,13 +278,18 @@ MOVEMENT: Mapping[Any, Operation] = {
     **_lines(_saving(), aten.nonzero, aten.bincount, aten.searchsorted, aten.bucketize, aten.item),
 }
 
+
+def _of_family(family: Family, lines: Mapping[Any, Operation]) -> dict[Any, Operation]:
+    return {operator: replace(line, family=family) for operator, line in lines.items()}
+
+
 OPERATIONS: Mapping[Any, Operation] = {
     **CONTRACTIONS,
-    **NORMALISATIONS,
-    **REDUCTIONS,
-    **LOSSES,
-    **POOLING,
-    **POINTWISE,
-    **MOVEMENT,
+    **_of_family("normalisation", NORMALISATIONS),
+    **_of_family("reduction", REDUCTIONS),
+    **_of_family("reduction", LOSSES),
+    **_of_family("movement", POOLING),
+    **_of_family("pointwise", POINTWISE),
+    **_of_family("movement", MOVEMENT),
 }
 """Operator (``torch.ops.aten.linear``) -> its line."""

@@ -8,7 +8,7 @@ backward weight   the same for the gradients of parameters
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,30 +16,17 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from cost_models.contractions import Call, Size, TensorShape
+from cost_models.calls import Call, tensors_in
+from cost_models.contractions import Products
 from cost_models.operation_table import OPERATIONS, Operation
+from cost_models.sizes import Size, TensorShape
+from cost_models.work import NO_WORK, Family, Half, Work, flops_of
 from passes.operators import packet, viewed_arguments, written_arguments
 from passes.size_expression import size_of
 
-__all__ = ["NO_WORK", "OperationCost", "Work", "operation_cost", "tensor_shapes"]
+__all__ = ["OperationCost", "forward_work", "line_of", "operation_cost", "tensor_shapes"]
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a device has to do: floating-point operations, bytes of memory traffic, kernels."""
-
-    flops: Size
-    bytes: Size
-    launches: int
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches)
-
-
-NO_WORK = Work(0, 0, 0)
-"""Of a view, or of a gradient that nobody wants."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +40,7 @@ class OperationCost:
         backward_weight: of the gradients of parameters.
         saves: parameter names of the schema, or ``"result"`` or ``"results"``: the values that the backward keeps.
         keeps: bytes that the backward keeps besides.
+        parameters: bytes of the parameters among its arguments.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
     """
 
@@ -62,6 +50,7 @@ class OperationCost:
     backward_weight: Work
     saves: tuple[str, ...]
     keeps: Size
+    parameters: Size
     known: bool
 
 
@@ -81,6 +70,7 @@ def operation_cost(
     gradients: Mapping[str, str],
     *,
     is_view: bool,
+    weights: frozenset[str] = frozenset(),
 ) -> OperationCost:
     """The price of a node.
 
@@ -90,36 +80,51 @@ def operation_cost(
         arguments: its arguments by name: tensors as shapes, nested as the schema nests them.
         gradients: argument -> ``"activation"`` or ``"weight"``, for those whose gradient the backward computes; empty: no backward.
         is_view: whether its results lie in the memory of its arguments.
+        weights: the arguments that are parameters.
     """
     dtype = results[0].dtype if results else torch.float32
     if node.target is operator.getitem or not results or not isinstance(node.target, OpOverload):
-        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, known=True)
-    line = _line(node.target)
-    known = line is not None or (not gradients and torch.Tag.pointwise in node.target.tags)
+        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, known=True)
+    line = line_of(node.target)
+    is_pointwise = torch.Tag.pointwise in node.target.tags
+    known = line is not None or (not gradients and is_pointwise)
     is_view = is_view or (line is None and bool(viewed_arguments(node)) and not written_arguments(node))
-    line = line or Operation(saves=(*gradients, "results"))
-    call = Call(arguments, results)
-    written = _bytes(results)
-    read = sum((_bytes(tensors) for tensors in _tensors_of(arguments).values()), start=0)
+    line = line or Operation(saves=(*gradients, "results"), family="pointwise" if is_pointwise else "other")
+    call = Call(node.target, tuple(arguments.items()), results)
+    parameters = sum((_bytes(tuple(tensors_in(arguments[name]))) for name in sorted(weights)), start=0)
     if is_view:
-        backward = _view_backward(call, gradients, written)
-        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, known=True)
-    if line.sparse_read:
-        read = written
-    forward = Work(line.flops(call) if line.flops else 0, read + written, line.launches)
+        backward = _view_backward(call, gradients)
+        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, parameters, known=True)
     saves = _saves(line, gradients)
     return OperationCost(
         dtype=dtype,
-        forward=forward,
+        forward=forward_work(call, line),
         backward_input=_backward("activation", call, line, gradients, saves),
         backward_weight=_backward("weight", call, line, gradients, saves),
         saves=saves,
         keeps=line.keeps(call) if line.keeps and gradients else 0,
-        known=known,
+        parameters=parameters,
+        known=known and (line.products is None or _is_counted(call, line)),
     )
 
 
-def _line(target: OpOverload) -> Operation | None:
+def forward_work(call: Call, line: Operation) -> Work:
+    """What a call itself does: reads its arguments, writes its results."""
+    written = _bytes(call.results)
+    read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
+    return _work(line.products(call) if line.products else (), read + written, line.launches, line.family, call, "forward")
+
+
+def _work(products: Products, size: Size, launches: int, family: Family, call: Call, half: Half) -> Work:
+    return Work(flops_of(products), size, launches, family, products, call, half)
+
+
+def _is_counted(call: Call, line: Operation) -> bool:
+    """Whether the products are known: those of recurrent layers without their rule, others only with it."""
+    return line.family == "recurrent" or call.loops is not None
+
+
+def line_of(target: OpOverload) -> Operation | None:
     """The line of the overload, of the operator, or of the functional twin of an in-place one."""
     line = OPERATIONS.get(target) or OPERATIONS.get(packet(target))
     name = target.overloadpacket.__name__
@@ -140,32 +145,27 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
     if not wanted:
         return NO_WORK
-    flops = sum((line.gradients[name](call) for name in wanted if name in line.gradients), start=0)
-    tensors = _tensors_of(call.arguments)
+    known = line.gradients(call) if line.gradients else {}
+    products = tuple(product for name in wanted for product in known.get(name, ()))
+    tensors = _tensors_of(call)
     kept = sum((_bytes(call.results if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
-    return Work(flops, kept + _bytes(call.results) + made, len(wanted))
+    half: Half = "backward_input" if kind == "activation" else "backward_weight"
+    return _work(products, kept + _bytes(call.results) + made, len(wanted), line.family, call, half)
 
 
-def _view_backward(call: Call, gradients: Mapping[str, str], written: Size) -> Work:
+def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
     """A view that shows each element once has a view for its backward; any other sums or fills."""
     if not gradients:
         return NO_WORK
-    viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call.arguments).items() if name in gradients), start=0)
-    return NO_WORK if viewed == written else Work(0, viewed + written, 1)
+    viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call).items() if name in gradients), start=0)
+    written = _bytes(call.results)
+    return NO_WORK if viewed == written else Work(0, viewed + written, 1, "movement", call=call, half="backward_input")
 
 
 def _bytes(tensors: tuple[TensorShape, ...]) -> Size:
     return sum((tensor.bytes for tensor in tensors), start=0)
 
 
-def _tensors_of(arguments: Mapping[str, Any]) -> dict[str, tuple[TensorShape, ...]]:
-    return {name: tensors for name, value in arguments.items() if (tensors := tuple(_leaves(value)))}
-
-
-def _leaves(value: Any) -> Iterator[TensorShape]:
-    if isinstance(value, TensorShape):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _leaves(item)
+def _tensors_of(call: Call) -> dict[str, tuple[TensorShape, ...]]:
+    return {name: tensors for name, value in call.values if (tensors := tuple(tensors_in(value)))}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from passes.operators import bound_arguments, node_leaves, packet, viewed_arguments, written_arguments
 from passes.size_expression import size_of
 
-__all__ = ["Aliasing", "Allocations", "aliasing", "allocations", "mutated_arguments"]
+__all__ = ["Aliasing", "Allocations", "aliasing", "allocations", "mutated_arguments", "shares_memory"]
 
 aten = torch.ops.aten
 
@@ -140,6 +140,13 @@ def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
         if bound[flag]:
             mutated += node_leaves((bound["running_mean"], bound["running_var"]))
     return tuple(dict.fromkeys(mutated))
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether all tensors of a node lie in memory of its arguments, as far as fake tensors know, and it writes none of it: a view."""
+    own = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
+    theirs = {StorageWeakRef(tensor.untyped_storage()) for argument in node.all_input_nodes for tensor in _tensors(argument)}
+    return bool(own) and own <= theirs and not mutated_arguments(node)
 
 
 class _DisjointSets:

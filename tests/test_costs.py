@@ -19,7 +19,7 @@ from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.hardware import Device, Link
 from cost_models.memory import optimizer_states
-from cost_models.operations import Work
+from cost_models.work import Work
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from tests.models.case import Instance

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster, Device, Link
-from cost_models.operations import Work
+from cost_models.work import Work
 from partitioner.planner.make_plan import PlanRequest, make_plan
 from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.schedules.catalog import SCHEDULES, make_schedule

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cost_models.contractions import TensorShape
 from cost_models.operation_table import OPERATIONS
 from cost_models.operations import operation_cost
+from cost_models.sizes import TensorShape
 from passes.operators import bound_arguments, packet
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from cost_models import communication
-from cost_models.contractions import Size
 from cost_models.hardware import Cluster, Link
+from cost_models.sizes import Size
 from passes.ir import collectives
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh

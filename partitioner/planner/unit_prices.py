@@ -16,7 +16,8 @@ from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Device
 from cost_models.memory import optimizer_states
-from cost_models.operations import OperationCost, Work, tensor_shapes
+from cost_models.operations import OperationCost, tensor_shapes
+from cost_models.work import Work
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
 from passes.ir.graph import ModelGraph
@@ -172,8 +173,7 @@ class PriceList:
         def timed(work: Work) -> float:
             if not work.launches:
                 return 0.0
-            numbers = Work(values[work.flops] * share, values[work.bytes] * share, work.launches)
-            return self._cost_model.operation_time(numbers, device, cost.dtype)
+            return self._cost_model.operation_time(work.at(values, share), device, cost.dtype)
 
         return timed(cost.forward), timed(cost.backward_input), timed(cost.backward_weight)
 

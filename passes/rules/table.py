@@ -23,7 +23,7 @@ from passes.rules.table_contractions import CONTRACTIONS, LAYERS, LOSSES, SPACE
 from passes.rules.table_dimensions import ALONG, INDEXING, SHAPES
 from passes.rules.table_elementwise import CREATION, ELEMENTWISE
 
-__all__ = ["RULES", "Rule", "loops_of", "rule_of"]
+__all__ = ["RULES", "Rule", "loops_of", "loops_of_call", "rule_of"]
 
 Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
 """A line of the language, or what writes the line (or the loops) of a call."""
@@ -70,11 +70,16 @@ def loops_of(node: fx.Node) -> Loops | None:
     Raises:
         ConfigError: a rule that the user registered does not fit the call.
     """
-    rule = rule_of(node.target) if node.op == "call_function" else None
-    if rule is None:
+    if node.op != "call_function" or rule_of(node.target) is None:
         return None
     call = call_of(node)
-    if call is None:
+    return None if call is None else loops_of_call(call)
+
+
+def loops_of_call(call: Call) -> Loops | None:
+    """What a rule says of a call of which only sizes are known; see ``loops_of``."""
+    rule = rule_of(call.operator)
+    if rule is None:
         return None
     try:
         return _cached_loops(call, rule)

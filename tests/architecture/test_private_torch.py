@@ -40,7 +40,9 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch._ops.OpOverload": (
         "the type of every operation of a traced graph; torch.ops holds its instances only",
         (
+            "cost_models/calls.py",
             "cost_models/graph_cost.py",
+            "cost_models/node_work.py",
             "cost_models/operations.py",
             "passes/batch/table.py",
             "passes/batch_dimension.py",
