@@ -22,6 +22,7 @@ from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.loss_form import LossDependence, loss_dependence, loss_key
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
+from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explain
@@ -214,7 +215,7 @@ class PartitionedModel(nn.Module):
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """For each rank the program that it runs: the training step if the model trains, else the forward."""
-        return tuple(program.module for program in self.programs())
+        return comment_programs(self.explained())
 
     def graph(self, rank: int) -> fx.GraphModule:
         """The program of one rank."""
@@ -265,21 +266,20 @@ class PartitionedModel(nn.Module):
 
     def explain(self) -> str:
         """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
-        return explain(self._explained())
+        return explain(self.explained())
 
-    def _explained(self) -> Explained:
+    def explained(self) -> Explained:
         lowered, programs = self._shown()
         lowering = self.lowering_for(self._plan.batch_size)[1]
         schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
         name = type(self._original[0]).__name__
-        pipelines, blocks = lowering.pipelines, self._state.blocks
-        return Explained(name, self._plan, self._graph, lowering.cut, lowered, pipelines, blocks, programs, schedule)
+        return Explained(name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
 
     def _device_table(self) -> DeviceTable:
         lowering = self.lowering_for(self._plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(type(self._original[0]).__name__, self._plan, lowering.stages)
-        return mesh_table(self._explained())
+        return mesh_table(self.explained())
 
     def __repr__(self) -> str:
         return self._device_table().text()

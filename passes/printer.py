@@ -1,8 +1,8 @@
 """Write a program as the Python text that a person reads.
 
 Beside fx's own text: functions are called by the name that they are imported under, every action has a heading, every communication says
-how many bytes it moves, and ``x = None`` behind a last use is left out (the executor sees to it). The text is valid Python and does what
-the graph does.
+how many bytes it moves, and ``x = None`` behind a last use is left out (the executor sees to it). A node whose ``meta`` has a ``"comment"``
+or an ``"origin"``, in the model's code, says it in a line above. The text is valid Python and does what the graph does.
 
     # 1B0: backward of stage 1 on microbatch 0
     stage1_backward_mb0 = self.stage1_backward(stage1_saved_mb0, linear_gradient_of_loss_mb0)
@@ -85,13 +85,20 @@ def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
     counted = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
     lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if counted else "")]
     section: Action | str = ""
+    origin = ""
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
         new = node.meta.get("section", section)
         if new != section:
-            section = new
+            section, origin = new, ""
             lines += ["", f"    # {_heading(section)}"][len(lines) == 1 :]
+        if node.meta.get("origin", origin) != origin:
+            origin = node.meta["origin"]
+            lines += [f"    # {origin}"] if origin else []
+        if "comment" in node.meta:
+            lines.append(f"    # {node.meta['comment']}")
+            origin = ""  # the heading of what comes next would seem to be the comment's
         lines.append("    " + _statement(node) + _comment(node))
     return lines
 

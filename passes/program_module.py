@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 
 from passes.ir.program import LossCall
 from passes.printer import class_text, program_text
@@ -61,22 +63,39 @@ class _Reference(str):
     __slots__ = ()
 
 
+class _Operator(str):
+    """Stands for an ATen operator, by name: torch pickles none."""
+
+    __slots__ = ()
+
+    def found(self) -> OpOverload:
+        library, packet, overload = self.split(".")
+        operator: OpOverload = getattr(getattr(getattr(torch.ops, library), packet), overload)
+        return operator
+
+
 def _records(graph: fx.Graph) -> list[Record]:
     def saved(argument: Any) -> Any:
-        return fx.map_arg(argument, lambda node: _Reference(node.name))
+        return fx.node.map_aggregate(argument, _stand_in)
 
-    kept = ("section", "message", "reduces", "bytes")
+    kept = ("section", "message", "reduces", "bytes", "comment", "origin")
     return [
         (
             node.op,
             node.name,
-            node.target,
+            _stand_in(node.target),
             saved(node.args),
             saved(node.kwargs),
             {key: node.meta[key] for key in kept if key in node.meta},
         )
         for node in graph.nodes
     ]
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, OpOverload):
+        return _Operator(str(value))
+    return _Reference(value.name) if isinstance(value, fx.Node) else value
 
 
 def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor], name: str, meta: Mapping[str, Any]) -> ProgramModule:
@@ -86,6 +105,8 @@ def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor]
     def found(argument: Any) -> Any:
         if isinstance(argument, _Reference):
             return nodes[argument]
+        if isinstance(argument, _Operator):
+            return argument.found()
         if isinstance(argument, tuple | list):
             return type(argument)(found(part) for part in argument)
         if isinstance(argument, Mapping):
@@ -93,7 +114,7 @@ def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor]
         return argument
 
     for op, node_name, target, args, kwargs, node_meta in records:
-        node = graph.create_node(op, target, tuple(found(args)), found(kwargs), name=node_name)
+        node = graph.create_node(op, found(target), tuple(found(args)), found(kwargs), name=node_name)
         node.meta.update(node_meta)
         nodes[node_name] = node
     module = ProgramModule(dict(attributes), graph, class_name=name)

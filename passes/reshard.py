@@ -19,6 +19,7 @@ the innermost on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +32,29 @@ from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varyi
 from passes.rules.loops import Size
 from passes.size_expression import size_of
 
-__all__ = ["Resharder"]
+__all__ = ["CHANGE", "Change", "Resharder"]
 
 aten = torch.ops.aten
 
 Emit = Callable[..., fx.Node]
+
+
+CHANGE = "change_of_layout"
+"""The key of a ``Change`` in ``meta["custom"]``, which tracing hands on from call to call, and from a forward to its backward."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of layout, for readers of a program.
+
+    Attributes:
+        value: the node of the whole graph.
+        before, after: how it lay, and how it lies then; the gradient goes the other way.
+    """
+
+    value: str
+    before: Layout
+    after: Layout
 
 
 class _Value:
@@ -103,7 +122,9 @@ class Resharder:
         """One change over one mesh dimension, if it has not been made."""
         changed = (*layout[:index], to, *layout[index + 1 :])
         if changed not in value.copies:
-            value.copies[changed] = self._write(value, layout, index, to, like)
+            written = self._write(value, layout, index, to, like)
+            _tell(written, value.copies[layout], Change(value.name, layout, changed))
+            value.copies[changed] = written
         return changed
 
     def _write(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> fx.Node:
@@ -190,6 +211,13 @@ class Resharder:
         even = len(set(concat)) == 1 and len(set(split)) == 1
         sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (split, split[place], concat, concat[place])
         return self._emit(exchange, (source, to.dimension, have.dimension, over, count, *sizes), {}, name, like)
+
+
+def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
+    """Let the calls between two copies of a value say what they change, to whoever traces and reads them."""
+    while written is not source:
+        written.meta["custom"] = {CHANGE: change}
+        written = written.all_input_nodes[0]
 
 
 def _kept(layout: Layout, shard: Shard) -> tuple[Shard | None, ...]:

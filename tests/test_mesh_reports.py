@@ -84,7 +84,7 @@ def test_a_data_mesh_sends_the_gradients_of_all_parameters_and_the_loss() -> Non
     heading, *rows, _ = cells(pm)
     size = 4 * (NARROW * WIDE + WIDE + WIDE * CLASSES + CLASSES + 1)
     assert [row[heading.index("all_reduce")] for row in rows] == [format_bytes(size * 2 * 3 // 4)] * 4
-    lines = {transfer.value: transfer for transfer in transfers(*pm._shown(), pm._explained().mesh)}
+    lines = {transfer.value: transfer for transfer in transfers(*pm._shown(), pm.explained().mesh)}
     assert lines["loss"].reason == "each rank has that of its rows"
     assert (lines["loss"].bytes, lines["loss"].source, lines["loss"].destination) == (4 * 4 * 2 * 3 // 4, "over data", "ranks 0 to 3")
     assert lines["gradient of 2.bias and 3 more"].reason == "parameters that these ranks share"
@@ -164,7 +164,7 @@ def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
 
 
 def test_what_bounds_a_step_is_told_by_ranks_of_the_mesh() -> None:
-    explained = gpt({"data": 2, "pipeline": 2}, 4)._explained()
+    explained = gpt({"data": 2, "pipeline": 2}, 4).explained()
     plan = dataclasses.replace(explained.plan, bound_by="stage 1 on rank 1 is the slowest")
     assert "  bound by   stage 1 on ranks 1 and 3 is the slowest\n" in explain(dataclasses.replace(explained, plan=plan))
 

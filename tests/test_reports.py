@@ -154,7 +154,7 @@ def test_the_explanation_says_why() -> None:
     assert plan.bound_by.split(":")[0] in text
     lowered, programs = pm._shown()
     value = lowered.stages[0].outputs[0]
-    line = next(line for line in text.splitlines() if line.startswith(f"  {value} "))
+    line = next(line for line in text.partition("\nCOMMUNICATION\n")[2].splitlines() if line.startswith(f"  {value} "))
     assert "stage 0, rank 0" in line
     assert "stage 1, rank 1" in line
     assert re.search(r"blocks\.\d\S* -> blocks\.\d", line)

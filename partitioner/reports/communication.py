@@ -18,7 +18,7 @@ from passes.messages import Message
 from passes.provenance import module_path
 from passes.size_expression import size_of
 
-__all__ = ["transfers"]
+__all__ = ["route", "transfers"]
 
 
 def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> tuple[Transfer, ...]:
@@ -77,7 +77,7 @@ def _transfer(
         return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), told, "all ranks return it", sending)
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
     rows = batch if first.microbatch is None else microbatch_sizes(batch, len({node.meta["message"].microbatch for node in nodes}))[0]
-    source, destination, reason = _route(lowered, message, node, ranks_at)
+    source, destination, reason = route(lowered, message, node, ranks_at)
     destination = told or destination
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
     return Transfer(name, _shape(lowered, node, rows), sent, len(nodes), source, destination, reason, sending)
@@ -90,8 +90,14 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(str(size) for size in sizes)})"
 
 
-def _route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
-    """From where to where, and why."""
+def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
+    """From where to where a message goes, and why.
+
+    Args:
+        lowered: the stages of its pipeline.
+        node: of their graph, whose value it is.
+        ranks_at: the ranks at each place along the pipeline.
+    """
     producer = lowered.producer(message.value)
     computed = short_name(module_path(node))
     producing = f"stage {producer}, {rank_list(ranks_at[lowered.stage_rank[producer]])}"

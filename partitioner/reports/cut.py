@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
 from partitioner.reports.table import align
 from passes.axes import Axes
@@ -64,16 +65,7 @@ def parameters_section(explained: Explained) -> list[str]:
 
 def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[int, Block], mesh: Mesh) -> str:
     """The axes of each dimension, with what they are cut over."""
-    dimensions, position = [], 0
-    for each in axes.of(placeholder):
-        words = []
-        for axis in each:
-            base = names[axis].partition("[")[0]
-            word = base if base not in ("rest", "features") else str(axes.sizes[axis])
-            words.append("/".join([word, *_cut_over(held, position, mesh)]))
-            position += 1
-        dimensions.append("*".join(words) or "1")
-    return f"[{', '.join(dimensions)}]"
+    return axes_text(axes, names, axes.of(placeholder), lambda position, _: _cut_over(held, position, mesh))
 
 
 def _cut_over(held: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cost_models.units import format_bytes, format_flops, format_seconds
+from partitioner.reports.activations import activations_section
 from partitioner.reports.communication import transfers
 from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
@@ -34,6 +35,7 @@ def explain(explained: Explained) -> str:
         ("AXES", axes_section(explained) if explained.is_cut else []),
         ("PARAMETERS", parameters_section(explained) if explained.is_cut else []),
         ("STAGES", _stages(explained)),
+        ("ACTIVATIONS", activations_section(explained)),
         ("MEMORY", _memory(explained)),
         ("COMMUNICATION", _communication(explained)),
         ("TIED PARAMETERS", _tied(explained)),

@@ -18,7 +18,7 @@ from passes.ir.program import StoreGradients
 from passes.ir.schedule import Action, ActionKind
 from passes.provenance import module_path
 
-__all__ = ["Purpose", "Purposes", "dimensions_of"]
+__all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Purposes:
         if operands and all(is_held(operand) for operand in operands):
             again = " again for the backward" if is_backward else ""
             return Purpose("", tuple(map(self._parameter, operands)), MADE[function], f"held in parts, needed whole{again}")
-        gradients = [name for item in _items(node) if item is not None and (name := self._stored(item, section))]
+        gradients = [name for item in items_of(node) if item is not None and (name := self._stored(item, section))]
         if function is reduce_scatter and len(gradients) == len(operands):
             return Purpose("gradient of ", tuple(gradients), MADE[function], "each rank keeps its part")
         if section == "results":
             return Purpose("", tuple(operand.name for operand in operands), "", "all ranks return all rows")
-        paths = [module_path(each) for each in (node, *_items(node)) if each is not None]
+        paths = [module_path(each) for each in (node, *items_of(node)) if each is not None]
         modules = tuple(short_name(path) for path in dict.fromkeys(paths) if path)
         if modules:
             return Purpose("result of ", modules, "", _WHY[function])
@@ -148,7 +148,7 @@ class Purposes:
         return ""
 
 
-def _items(node: fx.Node) -> list[fx.Node | None]:
+def items_of(node: fx.Node) -> list[fx.Node | None]:
     """What takes each result of a collective."""
     found: dict[Any, fx.Node] = {}
     for user in node.users:

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate, get_current_meta
 
 __all__ = [
     "COLLECTIVES",
+    "GRADIENT",
     "all_gather",
     "all_reduce",
     "exchange",
@@ -36,6 +38,10 @@ __all__ = [
     "take",
     "vary",
 ]
+
+
+GRADIENT = "gradient"
+"""The key in ``meta["custom"]`` that tells a dual from the call that it is the dual of; what else stands there holds of both."""
 
 
 def _never(*_: object) -> Any:
@@ -167,11 +173,13 @@ _DUALS: Mapping[Any, Callable[..., Tensor]] = {
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001  the names that torch calls it by
     _, *ctx.rest = inputs
+    ctx.about = get_current_meta().get("custom", {})
 
 
 def _register(operator: Any, dual: Callable[..., Tensor]) -> None:
     def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (dual(grad, *ctx.rest), *(None for _ in ctx.rest))
+        with annotate({**ctx.about, GRADIENT: True}):
+            return (dual(grad, *ctx.rest), *(None for _ in ctx.rest))
 
     torch.library.register_fake(operator.name(), _SHAPES[operator])
     torch.library.register_autograd(operator.name(), gradient, setup_context=_remember)

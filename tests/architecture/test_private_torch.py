@@ -50,6 +50,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "passes/name_nodes.py",
             "passes/operators.py",
             "passes/printer.py",
+            "passes/program_module.py",
             "passes/provenance.py",
             "passes/remove_noise.py",
             "passes/replicable.py",
