@@ -23,7 +23,7 @@ from passes.aliasing import shares_memory
 from passes.operators import bound_arguments, packet
 from passes.size_expression import size_of
 
-__all__ = ["call_of_node", "node_work"]
+__all__ = ["call_of_node", "call_work", "node_work"]
 
 aten = torch.ops.aten
 
@@ -56,9 +56,12 @@ def node_work(node: fx.Node) -> Work:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return NO_WORK
     call = call_of_node(node)
-    if not call.results or shares_memory(node):
-        return NO_WORK
-    return forward_work(call, _line(node.target))
+    return NO_WORK if not call.results or shares_memory(node) else call_work(call)
+
+
+def call_work(call: Call) -> Work:
+    """What a call does that is no view, in symbols or in numbers as its sizes are."""
+    return forward_work(call, _line(call.operator))
 
 
 def _line(target: OpOverload) -> Operation:

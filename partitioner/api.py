@@ -21,6 +21,7 @@ from partitioner.progress import Progress
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
+from partitioner.simulate import Assumptions
 from partitioner.state import materialize
 from partitioner.tracing.trace import trace
 from passes.cut_axes import cut_by_plan
@@ -95,6 +96,7 @@ def partition(
     """
     world_size = torchrun.world_size() if torchrun.is_launched() else None
     placement = resolve_devices(devices, world_size)
+    hardware = _hardware(cluster, placement)
     mesh = resolve_mode(mode, len(placement.devices)) if plan is None else Mesh(plan.mesh)
     _check_later(precision, batchnorm, inputs)
     steps = Progress("partition", 2 if plan is not None else 3, progress)
@@ -115,7 +117,7 @@ def partition(
             batchnorm=batchnorm,
         )
         with steps.step("planning"):
-            plan = plan_mesh(graph, _hardware(cluster, placement), mesh, request, cost_model)
+            plan = plan_mesh(graph, hardware, mesh, request, cost_model)
     elif plan.n_ranks != len(placement.devices):
         raise ConfigError(
             f"the plan is for {plan.n_ranks} devices and {len(placement.devices)} were given", remedy=f"pass devices={plan.n_ranks}"
@@ -124,7 +126,7 @@ def partition(
     runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
     runtime.agree("plan", plan.hash)
     with steps.step("lowering"):
-        return _lower(model, graph, plan, runtime, example_inputs, example_kwargs)
+        return _lower(model, graph, plan, runtime, example_inputs, example_kwargs, Assumptions(hardware, cost_model, optimizer))
 
 
 def _lower(
@@ -134,6 +136,7 @@ def _lower(
     runtime: Runtime,
     example_inputs: tuple[Any, ...] | None,
     example_kwargs: Mapping[str, Any] | None,
+    assumed: Assumptions,
 ) -> PartitionedModel:
     cut = cut_by_plan(graph, plan)
     ranks = pipelines(Mesh(plan.mesh))
@@ -156,7 +159,7 @@ def _lower(
         variant_cut = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
         return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
 
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at))
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at), assumed)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from cost_models.hardware import Cluster
+from cost_models.simulator.simulation import Simulation
 from partitioner.accumulation import Accumulation
 from partitioner.autograd import refuse_backward, tracked_call
 from partitioner.binding import BoundInputs, check_target
@@ -28,6 +30,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
+from partitioner.simulate import Assumptions, simulate_plan
 from partitioner.state import State, load
 from passes.emit_programs import LossForm, differentiated_outputs
 from passes.ir.errors import ConfigError
@@ -57,6 +60,7 @@ class PartitionedModel(nn.Module):
         runtime: Runtime,
         state: State,
         lowerings: Lowerings,
+        assumed: Assumptions,
     ) -> None:
         super().__init__()
         self.training = graph.training
@@ -72,6 +76,7 @@ class PartitionedModel(nn.Module):
         self._calls = Calls(original, graph, runtime)
         self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
+        self._assumed = assumed
         self._dependence: dict[Any, LossDependence] = {}
         self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
 
@@ -268,6 +273,15 @@ class PartitionedModel(nn.Module):
         """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
         return explain(self.explained())
 
+    def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
+        """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
+
+        Args:
+            cluster: the machine; None: what the model was planned for.
+        """
+        programs, rows = self.programs(), self.lowering_for(self._plan.batch_size)[1].rows.count
+        return simulate_plan(self._plan, programs, rows, self._assumed, cluster)
+
     def explained(self) -> Explained:
         lowered, programs = self._shown()
         lowering = self.lowering_for(self._plan.batch_size)[1]
@@ -291,7 +305,7 @@ class PartitionedModel(nn.Module):
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
         lowerings = self._lowerings.with_microbatches(count)
-        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, lowerings)
+        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, lowerings, self._assumed)
         twin._freezing = self._freezing
         return twin
 

@@ -11,7 +11,7 @@ schemas, which also know views that a fake tensor had to copy. An alias set may 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from passes.operators import bound_arguments, node_leaves, packet, viewed_arguments, written_arguments
 from passes.size_expression import size_of
 
-__all__ = ["Aliasing", "Allocations", "aliasing", "allocations", "mutated_arguments", "shares_memory"]
+__all__ = ["Aliasing", "Allocations", "aliasing", "allocations", "memory_key", "mutated_arguments", "shares_memory"]
 
 aten = torch.ops.aten
 
@@ -147,6 +147,11 @@ def shares_memory(node: fx.Node) -> bool:
     own = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
     theirs = {StorageWeakRef(tensor.untyped_storage()) for argument in node.all_input_nodes for tensor in _tensors(argument)}
     return bool(own) and own <= theirs and not mutated_arguments(node)
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """What tensors that lie in one storage have in common, for as long as one of them is there."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 class _DisjointSets:

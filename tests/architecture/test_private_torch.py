@@ -44,6 +44,8 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "cost_models/graph_cost.py",
             "cost_models/node_work.py",
             "cost_models/operations.py",
+            "cost_models/simulator/graph_reader.py",
+            "cost_models/simulator/pricing.py",
             "passes/batch/table.py",
             "passes/batch_dimension.py",
             "passes/functionalize.py",

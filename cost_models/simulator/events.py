@@ -1,0 +1,266 @@
+"""Run the steps of all ranks on a clock: a computing stream for each, transfers that overlap with it and share links.
+
+    rank 0   compute  | 0F0      | 0F1      |  wait    | 0B0 ...
+             message             |=======|
+    rank 1   compute     wait            | 1F0     | 1B0 ...
+
+A transfer starts when all its ranks have come to it, and when the one before it between the same ranks is over; a rank goes on computing
+until it waits for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_models.simulator.links import Passage
+from cost_models.simulator.read_program import RankWork
+from cost_models.simulator.steps import Rise, Step, Transfer
+from cost_models.simulator.values import Storage
+from passes.ir.errors import VerificationError
+
+__all__ = ["Change", "RankRun", "Slice", "run_ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that lasts.
+
+    Attributes:
+        rank: where.
+        name: of the node.
+        section: the action that it belongs to, or words.
+        start, end: seconds.
+        kind: what of.
+        bytes: of a transfer.
+    """
+
+    rank: int
+    name: str
+    section: str
+    start: float
+    end: float
+    kind: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Memory that is made (or dropped) at a time; ``rise``: what merged steps need for a moment."""
+
+    time: float
+    storage: Storage | None
+    made: bool
+    rise: Rise | None = None
+
+
+@dataclass
+class RankRun:
+    """What one rank did.
+
+    Attributes:
+        computed: slices of computing, in order.
+        transferred: slices of communication, in order of their ends.
+        changes: of its memory, in order.
+        held: storages (by identity) that transfers read -> until when.
+        busy: seconds of computing.
+        finish: when its last step ended.
+    """
+
+    computed: list[Slice] = field(default_factory=list)
+    transferred: list[Slice] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    held: dict[int, float] = field(default_factory=dict)
+    busy: float = 0.0
+    finish: float = 0.0
+
+
+class _Underway:
+    """A transfer of all its ranks."""
+
+    __slots__ = ("arrived", "begun", "end", "name", "parts", "passage", "rate", "remaining", "updated", "version", "waiting")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Transfer] = {}
+        self.passage: Passage | None = None
+        self.begun = 0.0
+        self.remaining = 0.0
+        self.rate = 0.0
+        self.updated = 0.0
+        self.version = 0
+        self.end: float | None = None
+        self.waiting: list[int] = []
+
+
+def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) -> tuple[dict[int, RankRun], dict[tuple[int, int], float]]:
+    """Run ranks to their ends.
+
+    Args:
+        work: of the ranks that are run; transfers with others take as long as with these.
+        passage: how a transfer goes over the links.
+
+    Returns:
+        What each rank did, and the bytes that went from rank to rank.
+
+    Raises:
+        VerificationError: the ranks wait for each other in a circle.
+    """
+    machine = _Machine(work, passage)
+    machine.run()
+    return machine.runs, machine.traffic
+
+
+class _Machine:
+    def __init__(self, work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) -> None:
+        self.runs = {each.rank: RankRun() for each in work}
+        self.traffic: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._steps = {each.rank: each.steps for each in work}
+        self._position = dict.fromkeys(self.runs, 0)
+        self._passage = passage
+        self._events: list[tuple[float, int, str, Any, int]] = []
+        self._number = itertools.count()
+        self._underway: defaultdict[Any, _Underway] = defaultdict(_Underway)
+        self._channels: defaultdict[Any, deque[_Underway]] = defaultdict(deque)
+        self._using: defaultdict[Any, dict[_Underway, None]] = defaultdict(dict)
+
+    def run(self) -> None:
+        """Events in the order of their times."""
+        for each in self.runs:
+            self._at(0.0, "rank", each)
+        while self._events:
+            time, _, kind, subject, version = heapq.heappop(self._events)
+            if kind == "rank":
+                self._communicate(subject, time)
+            elif subject.version == version:
+                if kind == "flow":
+                    self._flow(subject, time)
+                else:
+                    self._finish(subject, time)
+        stuck = {rank: self._steps[rank][position] for rank, position in self._position.items() if position < len(self._steps[rank])}
+        if stuck:
+            lines = "; ".join(f"rank {rank} at {step.name}" for rank, step in sorted(stuck.items()))
+            raise VerificationError(f"the ranks wait for each other: {lines}", remedy="pm.verify() names the nodes that do not fit")
+
+    def _at(self, time: float, kind: str, subject: Any, version: int = 0) -> None:
+        heapq.heappush(self._events, (time, next(self._number), kind, subject, version))
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------------------
+
+    def _advance(self, rank: int, time: float) -> None:
+        """Compute up to the next communication, which is an event of its own: others may come to theirs before."""
+        run, steps, position = self.runs[rank], self._steps[rank], self._position[rank]
+        while position < len(steps) and steps[position].kind == "compute":
+            time = _compute(rank, run, steps[position], time)
+            position += 1
+        self._position[rank] = position
+        run.finish = max(run.finish, time)
+        if position < len(steps):
+            self._at(time, "rank", rank)
+
+    def _communicate(self, rank: int, time: float) -> None:
+        """The communication that a rank has come to."""
+        steps, position = self._steps[rank], self._position[rank]
+        if position == len(steps):
+            return
+        step = steps[position]
+        if step.kind == "compute":
+            self._advance(rank, time)
+            return
+        assert step.transfer is not None
+        underway = self._underway[step.transfer.key]
+        if step.kind == "wait":
+            if underway.end is None or underway.end > time:
+                underway.waiting.append(rank)
+                return
+        else:
+            self._post(underway, rank, step.transfer, time)
+        _change(self.runs[rank], step, time)
+        self._position[rank] = position + 1
+        self._advance(rank, time)
+
+    # -- transfers -----------------------------------------------------------------------------------------------------------------
+
+    def _post(self, underway: _Underway, rank: int, transfer: Transfer, time: float) -> None:
+        underway.parts[rank] = transfer
+        if all(member in underway.parts for member in transfer.group if member in self.runs):
+            channel = self._channels[transfer.kind == "message", transfer.group]
+            channel.append(underway)
+            if len(channel) == 1:
+                self._begin(underway, time)
+
+    def _begin(self, underway: _Underway, time: float) -> None:
+        transfer = next(iter(underway.parts.values()))
+        underway.passage = self._passage(transfer)
+        underway.begun, underway.remaining = time, underway.passage.seconds
+        for pair, size in underway.passage.traffic.items():
+            self.traffic[pair] += size
+        self._at(time + underway.passage.latency, "flow", underway, underway.version)
+
+    def _flow(self, underway: _Underway, time: float) -> None:
+        """It uses its links from now on."""
+        assert underway.passage is not None
+        if underway.remaining <= 0:
+            self._finish(underway, time)
+            return
+        underway.updated = time
+        for port in underway.passage.ports:
+            self._using[port][underway] = None
+        self._share(underway, time)
+
+    def _share(self, changed: _Underway, time: float) -> None:
+        """New rates for what shares a port with a transfer that has begun, or is over."""
+        assert changed.passage is not None
+        for other in {other: None for port in changed.passage.ports for other in self._using[port]}:
+            assert other.passage is not None
+            other.remaining -= (time - other.updated) * other.rate
+            other.updated = time
+            other.rate = 1.0 / max(len(self._using[port]) for port in other.passage.ports)
+            other.version += 1
+            self._at(time + max(other.remaining, 0.0) / other.rate, "finish", other, other.version)
+
+    def _finish(self, underway: _Underway, time: float) -> None:
+        assert underway.passage is not None
+        underway.end = time
+        underway.version += 1
+        for port in underway.passage.ports:
+            self._using[port].pop(underway, None)
+        self._share(underway, time)
+        for rank, transfer in underway.parts.items():
+            run = self.runs[rank]
+            run.transferred.append(Slice(rank, transfer.name, "", underway.begun, time, transfer.kind, transfer.bytes))
+            run.held.update({id(storage): time for storage in transfer.inputs})
+        transfer = next(iter(underway.parts.values()))
+        channel = self._channels[transfer.kind == "message", transfer.group]
+        channel.popleft()
+        if channel:
+            self._begin(channel[0], time)
+        for rank in underway.waiting:
+            self._at(time, "rank", rank)
+
+
+def _compute(rank: int, run: RankRun, step: Step, time: float) -> float:
+    end = time + step.seconds
+    if step.rise is not None:
+        run.changes.append(Change(time + step.rise.offset, None, made=True, rise=step.rise))
+        _change(run, step, end)
+    else:
+        run.changes += [Change(time, storage, made=True) for storage in step.made]
+        run.changes += [Change(end, storage, made=False) for storage in step.dropped]
+    if step.seconds:
+        run.busy += step.seconds
+        run.computed.append(Slice(rank, step.name, step.section, time, end, "compute"))
+    return end
+
+
+def _change(run: RankRun, step: Step, time: float) -> None:
+    """Memory at one time: what is dropped makes room for what is made when data is only handed on."""
+    if step.kind == "wait":
+        run.changes += [Change(time, storage, made=False) for storage in step.dropped]
+        run.changes += [Change(time, storage, made=True) for storage in step.made]
+    else:
+        run.changes += [Change(time, storage, made=True) for storage in step.made]
+        run.changes += [Change(time, storage, made=False) for storage in step.dropped]

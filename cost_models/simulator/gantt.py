@@ -1,0 +1,217 @@
+"""A timeline as a picture: device against time, light or dark as the page is.
+
+rank 0  |0F0|0F1|    |0B0|0F2|0B1| ...      computing, by kind; what is left empty is a bubble
+         ====  ==                           communication below it
+        ..--''--..--''--..                  memory, each device on the scale of the largest
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Protocol
+
+from cost_models.simulator.events import Slice
+from cost_models.simulator.memory import MemoryCurve
+from cost_models.units import format_bytes, format_seconds
+
+__all__ = ["Drawable", "draw"]
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _FOOT = 1200, 110, 84, 62, 30
+_ACTION = re.compile(r"\d+([FBIW])\d+")
+_KINDS: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradients",
+    "W": "weight gradients",
+    "O": "other computing",
+    "C": "communication",
+    "M": "memory",
+}
+_STYLE = """<style>
+.t { --ink: #1c1e21; --faint: #6b7280; --line: #d7dbe0; --idle: #f1f3f5; --paper: #ffffff;
+     --F: #3b76b8; --B: #3a9168; --I: #77b894; --W: #b98a2c; --O: #8b93a0; --C: #cf5c3b; --M: #7a5ea8; --on: #ffffff }
+@media (prefers-color-scheme: dark) { .t { --ink: #e6e8eb; --faint: #9aa3ae; --line: #3a4048; --idle: #23272d; --paper: #16191d;
+     --F: #6ba3e0; --B: #5dbb8f; --I: #9ad6b6; --W: #dab25e; --O: #7d8794; --C: #f08a68; --M: #b49bdf; --on: #10141a } }
+.t text { font: 11px system-ui, sans-serif; fill: var(--ink) } .t .f { fill: var(--faint) } .t .h { font-weight: 600; font-size: 13px }
+.t .n { fill: var(--on); font-size: 10px; text-anchor: middle } .t .idle { fill: var(--idle) } .t .paper { fill: var(--paper) }
+.t .axis { stroke: var(--line); stroke-width: 1 } .t .m { fill: var(--M); fill-opacity: .22; stroke: var(--M); stroke-width: 1 }
+.t .F { fill: var(--F) } .t .B { fill: var(--B) } .t .I { fill: var(--I) } .t .W { fill: var(--W) } .t .O { fill: var(--O) }
+.t .C { fill: var(--C) } .t .M { fill: var(--M) }
+</style>"""
+
+
+class Drawable(Protocol):
+    """What is drawn: a ``Timeline``."""
+
+    @property
+    def title(self) -> str:
+        """What it is."""
+
+    @property
+    def n_ranks(self) -> int:
+        """Devices."""
+
+    @property
+    def computed(self) -> Sequence[Slice]:
+        """Slices of computing, in order."""
+
+    @property
+    def communicated(self) -> Sequence[Slice]:
+        """Slices of communication, in order."""
+
+    @property
+    def memory(self) -> Sequence[MemoryCurve]:
+        """For each device; empty where nobody looked."""
+
+    @property
+    def end(self) -> float:
+        """When the last slice ends."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The heights of a device's row, in pixels."""
+
+    compute: float
+    communication: float
+    memory: float
+    gap: float
+
+    @property
+    def height(self) -> float:
+        return self.compute + self.communication + self.memory + self.gap
+
+
+def draw(timelines: Sequence[Drawable]) -> str:
+    """An SVG of timelines on one scale of time, the rows of a device one below the other.
+
+    Args:
+        timelines: of equally many devices.
+    """
+    n_rows = sum(timeline.n_ranks for timeline in timelines)
+    row = _Row(22, 6, 18, 8) if n_rows <= 8 else _Row(14, 4, 10, 4) if n_rows <= 24 else _Row(8, 2.5, 0, 2)
+    if not any(timeline.memory for timeline in timelines):
+        row = _Row(row.compute, row.communication, 0, row.gap)
+    end = max((timeline.end for timeline in timelines), default=0.0) or 1.0
+    height = _TOP + n_rows * row.height + _FOOT
+    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    largest = max((size for timeline in timelines for curve in timeline.memory for size in curve.bytes), default=0)
+    size = f'viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" height="{height:.0f}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" {size} role="img" aria-label="timeline of {n_rows} devices">',
+        _STYLE,
+        f'<rect class="paper" width="{_WIDTH}" height="{height:.0f}"/>',
+        *_heading(timelines),
+        *_axis(end, scale, height),
+    ]
+    place = 0
+    for rank in range(max(timeline.n_ranks for timeline in timelines)):
+        for timeline in timelines:
+            if rank < timeline.n_ranks:
+                top = _TOP + place * row.height
+                parts += _device(timeline, rank, row, top, scale, largest, label=_label(timelines, timeline, rank, row))
+                place += 1
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _label(timelines: Sequence[Drawable], timeline: Drawable, rank: int, row: _Row) -> str:
+    if row.height < 12 and rank % 4:
+        return ""
+    return f"rank {rank}" if len(timelines) == 1 else f"rank {rank} {timeline.title}"
+
+
+def _heading(timelines: Sequence[Drawable]) -> Iterator[str]:
+    """What it is, and what the colours mean."""
+    words = ", ".join(f"{timeline.title} {format_seconds(timeline.end)}" for timeline in timelines)
+    yield f'<text class="h" x="{_LEFT}" y="20">{escape(words)}</text>'
+    seen = {_kind(each) for timeline in timelines for each in timeline.computed}
+    seen |= {"C"} if any(timeline.communicated for timeline in timelines) else set()
+    seen |= {"M"} if any(timeline.memory for timeline in timelines) else set()
+    x = float(_LEFT)
+    for kind, word in _KINDS.items():
+        if kind in seen:
+            yield f'<rect class="{kind}" x="{x:.0f}" y="31" width="10" height="10" rx="2"/>'
+            yield f'<text class="f" x="{x + 14:.0f}" y="40">{word}</text>'
+            x += 30 + 6.2 * len(word)
+    yield f'<rect class="idle" x="{x:.0f}" y="31" width="10" height="10" rx="2"/><text class="f" x="{x + 14:.0f}" y="40">idle</text>'
+
+
+def _axis(end: float, scale: float, height: float) -> Iterator[str]:
+    """Marks at round times."""
+    step = 10 ** math.floor(math.log10(end))
+    step = next(step / part for part in (1, 2, 5, 10) if end / (step / part) >= 5)
+    for index in range(int(end / step * (1 + 1e-9)) + 1):
+        x = _LEFT + index * step * scale
+        yield f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height - _FOOT + 4:.0f}"/>'
+        word = format_seconds(index * step) if index else "0"
+        yield f'<text class="f" x="{x:.1f}" y="{height - 10:.0f}" text-anchor="middle">{word}</text>'
+
+
+def _device(timeline: Drawable, rank: int, row: _Row, top: float, scale: float, largest: int, label: str) -> Iterator[str]:
+    """One device's row."""
+    if label:
+        yield f'<text x="{_LEFT - 8}" y="{top + row.compute / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>'
+    width = timeline.end * scale
+    yield f'<rect class="idle" x="{_LEFT}" y="{top:.1f}" width="{width:.1f}" height="{row.compute}"/>'
+    computed = [each for each in timeline.computed if each.rank == rank]
+    for each in _visible(computed, scale):
+        x, wide = _LEFT + each.start * scale, (each.end - each.start) * scale
+        title = f"<title>{escape(each.section or each.name)}: {format_seconds(each.end - each.start)}</title>"
+        yield _box(_kind(each), x, top, wide, row.compute, title)
+        if row.compute >= 14 and wide > 7 * len(each.section) and _ACTION.fullmatch(each.section):
+            yield f'<text class="n" x="{x + wide / 2:.1f}" y="{top + row.compute / 2 + 3.5:.1f}">{each.section}</text>'
+    below = top + row.compute + 1
+    for each in _visible([each for each in timeline.communicated if each.rank == rank], scale):
+        x, wide = _LEFT + each.start * scale, (each.end - each.start) * scale
+        title = f"<title>{escape(each.name)}: {format_bytes(each.bytes)}, {format_seconds(each.end - each.start)}</title>"
+        yield _box("C", x, below, wide, row.communication - 1, title)
+    if row.memory and rank < len(timeline.memory):
+        yield from _memory(timeline.memory[rank], below + row.communication, row.memory, scale, largest)
+
+
+def _box(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
+    gap = 0.6 if width > 3 else 0.0
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{max(width - gap, 0.2):.2f}" height="{height:.1f}">{title}</rect>'
+
+
+def _memory(curve: MemoryCurve, top: float, height: float, scale: float, largest: int) -> Iterator[str]:
+    """The curve, and its peak in words."""
+    if not curve.bytes or not largest:
+        return
+    bottom, points = top + height, []
+    highest: dict[int, tuple[float, float]] = {}
+    for time, size in zip(curve.times, curve.bytes, strict=True):
+        x, y = _LEFT + time * scale, bottom - size / largest * (height - 2)
+        pixel = int(x * 2)
+        highest[pixel] = x, min(y, highest.get(pixel, (x, y))[1])
+    last = bottom
+    for x, y in highest.values():
+        points += [f"{x:.1f},{last:.1f}", f"{x:.1f},{y:.1f}"]
+        last = y
+    edge = next(reversed(highest.values()))[0]
+    yield f'<polygon class="m" points="{_LEFT},{bottom:.1f} {" ".join(points)} {edge:.1f},{bottom:.1f}"/>'
+    yield f'<text class="f" x="{_WIDTH - _RIGHT + 6}" y="{bottom - 2:.1f}">{format_bytes(max(curve.bytes))}</text>'
+
+
+def _visible(slices: Sequence[Slice], scale: float) -> list[Slice]:
+    """Slices of one kind that no eye tells apart, as one."""
+    found: list[Slice] = []
+    for each in slices:
+        last = found[-1] if found else None
+        narrow = last is not None and (each.end - each.start) * scale < 0.7 and (each.start - last.end) * scale < 0.3
+        if last is not None and narrow and _kind(last) == _kind(each):
+            found[-1] = Slice(last.rank, last.name, last.section, last.start, each.end, last.kind, last.bytes + each.bytes)
+        else:
+            found.append(each)
+    return found
+
+
+def _kind(each: Slice) -> str:
+    if each.kind != "compute":
+        return "C"
+    match = _ACTION.fullmatch(each.section)
+    return match[1] if match else "O"

@@ -1,0 +1,95 @@
+"""Which transfers get into each other's way, and how long each takes alone.
+
+    rank 0 ──out── level 0 ──in── rank 1        a device has a way out and a way in at each level of links
+       └───out─── level 1 ──in──────── rank 8
+
+Transfers that use one way at once share its bandwidth: two take twice as long. Latencies are not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models import communication
+from cost_models.cost_model import CostModel
+from cost_models.hardware import Cluster, Level, Link
+from cost_models.simulator.steps import Transfer
+
+__all__ = ["Passage", "passage_of"]
+
+_COLLECTIVES: Mapping[str, Callable[[Any, int, Link], Any]] = {
+    "all_reduce": communication.all_reduce,
+    "all_gather": communication.all_gather,
+    "reduce_scatter": communication.reduce_scatter,
+    "all_to_all": communication.all_to_all,
+}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A transfer on its way.
+
+    Attributes:
+        latency: seconds in which it uses no link.
+        seconds: that it uses links, if nothing else does.
+        ports: the ways out of devices and into them that it uses.
+        traffic: (source, destination) -> bytes that go there.
+    """
+
+    latency: float
+    seconds: float
+    ports: tuple[Any, ...]
+    traffic: Mapping[tuple[int, int], float]
+
+
+def passage_of(transfer: Transfer, cluster: Cluster, cost_model: CostModel) -> Passage:
+    """How a transfer goes over the links of a cluster."""
+    group, size = transfer.group, transfer.bytes
+    if transfer.kind == "message":
+        source, destination = group
+        link = cluster.link(source, destination)
+        latency = cost_model.transfer_time(0, link)
+        seconds = cost_model.transfer_time(size, link) - latency
+        return Passage(latency, seconds, tuple(_ports(cluster, source, destination)), {(source, destination): size})
+    n_ranks = len(group)
+    if n_ranks == 1:
+        return Passage(0.0, 0.0, (), {})
+    pairs = list(zip(group, (*group[1:], group[0]), strict=True))
+    link = min((cluster.link(*pair) for pair in pairs), key=lambda each: each.bandwidth)
+    formula = _COLLECTIVES[transfer.kind]
+    latency = float(formula(0, n_ranks, link))
+    ports = tuple(dict.fromkeys(port for pair in pairs for port in _ports(cluster, *pair)))
+    return Passage(latency, float(formula(size, n_ranks, link)) - latency, ports, dict(_traffic(transfer)))
+
+
+def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
+    """Bytes between the ranks of a collective: around the ring, or from each to each."""
+    group, n_ranks = transfer.group, len(transfer.group)
+    if transfer.kind == "all_to_all":
+        yield from (((one, other), transfer.bytes / n_ranks) for one in group for other in group if one != other)
+        return
+    rounds = 2 if transfer.kind == "all_reduce" else 1
+    for pair in zip(group, (*group[1:], group[0]), strict=True):
+        yield pair, rounds * transfer.bytes * (n_ranks - 1) / n_ranks
+
+
+def _ports(cluster: Cluster, source: int, destination: int) -> Iterator[Any]:
+    """The way out of one device and into another."""
+    level = _level(cluster, source, destination)
+    if level is None:
+        yield (source, destination)
+        return
+    yield ("out", level, source)
+    yield ("in", level, destination)
+
+
+def _level(cluster: Cluster, one: int, other: int) -> int | None:
+    """The level of links that joins two ranks; None: a link of their own."""
+    if isinstance(cluster.links, Link):
+        return 0
+    if isinstance(cluster.links, Mapping):
+        return None
+    levels: list[Level] = list(cluster.links)
+    return next(index for index, level in enumerate(levels) if one // level.size == other // level.size)

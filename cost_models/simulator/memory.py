@@ -1,0 +1,161 @@
+"""What a rank holds over time, from the storages that its steps make and drop: the peak, when it is, and what is alive then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_models.simulator.events import Change, RankRun
+from cost_models.simulator.values import CATEGORIES, Storage
+
+__all__ = ["Alive", "DeviceMemory", "MemoryCurve", "memory_of"]
+
+_INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+_SHOWN = 40
+"""How many of the largest nodes that are alive at a peak are named."""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What one node holds at a peak.
+
+    Attributes:
+        name: the node, or the parameter.
+        bytes: of memory.
+        category: what for.
+    """
+
+    name: str
+    bytes: int
+    category: str
+
+
+@dataclass(frozen=True)
+class DeviceMemory(Mapping[str, int]):
+    """What one device holds at its peak, in bytes; the categories add up to the peak. Also a mapping from their names.
+
+    Attributes:
+        parameters: parameters, buffers and constants.
+        gradients: of parameters.
+        optimizer: its state.
+        activations: all else that is computed, inputs among it.
+        communication: buffers that something is on its way to.
+        peak_time: when the peak is, in seconds from the step's start.
+        alive: the largest of what is alive then, largest first.
+        highest: category -> the most that it alone holds, and when.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    communication: int
+    peak_time: float
+    alive: tuple[Alive, ...]
+    highest: Mapping[str, tuple[int, float]]
+
+    @property
+    def peak(self) -> int:
+        """All together."""
+        return sum(self.values())
+
+    def __getitem__(self, category: str) -> int:
+        if category not in _INDEX:
+            raise KeyError(category)
+        size: int = getattr(self, category)
+        return size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(CATEGORIES)
+
+    def __len__(self) -> int:
+        return len(CATEGORIES)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes on a device over time: ``bytes[i]`` from ``times[i]`` on.
+
+    Attributes:
+        times: seconds, ascending; a moment may come twice, with the peak between two levels.
+        bytes: of all categories together.
+    """
+
+    times: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+
+def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> tuple[DeviceMemory, MemoryCurve]:
+    """The memory of a rank.
+
+    Args:
+        run: what it did.
+        stays: what it held from the start.
+        optimizer_bytes: state of the optimizer.
+    """
+    changes = _in_order(run)
+    level = [0] * len(CATEGORIES)
+    level[_INDEX["optimizer"]] = optimizer_bytes
+    for storage in stays:
+        level[_INDEX[storage.category]] += storage.bytes
+    total = peak = sum(level)
+    at_peak, place, peak_time = tuple(level), -1, 0.0
+    highest = [(size, 0.0) for size in level]
+    times, sizes = [0.0], [total]
+    for index, (time, change) in enumerate(changes):
+        if change.rise is not None:
+            above = [here + more for here, more in zip(level, change.rise.bytes, strict=True)]
+        else:
+            assert change.storage is not None
+            category = _INDEX[change.storage.category]
+            size = change.storage.bytes if change.made else -change.storage.bytes
+            level[category] += size
+            total += size
+            above = level
+        for category, (size, _) in enumerate(highest):
+            if above[category] > size:
+                highest[category] = above[category], time
+        if sum(above) > peak:
+            peak, at_peak, place, peak_time = sum(above), tuple(above), index, time
+        _extend(times, sizes, time, total, sum(above))
+    alive = _alive(changes[: place + 1], stays)
+    named = dict(zip(CATEGORIES, at_peak, strict=True))
+    return (
+        DeviceMemory(**named, peak_time=peak_time, alive=alive, highest=dict(zip(CATEGORIES, highest, strict=True))),
+        MemoryCurve(tuple(times), tuple(sizes)),
+    )
+
+
+def _in_order(run: RankRun) -> list[tuple[float, Change]]:
+    """All changes by their times; what a transfer still reads is not free before it is over."""
+    timed = [
+        (change.time if change.made or change.storage is None else max(change.time, run.held.get(id(change.storage), 0.0)), change)
+        for change in run.changes
+    ]
+    return sorted(timed, key=lambda each: each[0])
+
+
+def _extend(times: list[float], sizes: list[int], time: float, total: int, above: int) -> None:
+    """Add a point; of many at one time, the highest and the last stay."""
+    if above > total:
+        times += [time, time]
+        sizes += [above, total]
+    elif len(times) > 1 and times[-1] == time and times[-2] == time and sizes[-1] <= max(total, sizes[-2]):
+        sizes[-2], sizes[-1] = max(sizes[-2], total), total
+    else:
+        times.append(time)
+        sizes.append(total)
+
+
+def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) -> tuple[Alive, ...]:
+    """The largest of what is alive behind these changes."""
+    found = {id(storage): storage for storage in stays}
+    for _, change in changes:
+        if change.storage is not None and change.made:
+            found[id(change.storage)] = change.storage
+        elif change.storage is not None:
+            found.pop(id(change.storage), None)
+    if changes and (rise := changes[-1][1].rise) is not None:
+        found.update({id(storage): storage for storage in rise.alive})
+    largest = sorted(found.values(), key=lambda storage: -storage.bytes)[:_SHOWN]
+    return tuple(Alive(storage.name, storage.bytes, storage.category) for storage in largest)

@@ -1,0 +1,91 @@
+"""How long each node of an emitted program computes: its work by the operator table, its seconds by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from cost_models.calls import Call
+from cost_models.cost_model import CostModel
+from cost_models.hardware import Device
+from cost_models.node_work import call_work
+from cost_models.simulator.values import Held, leaves_of
+from cost_models.sizes import TensorShape
+from cost_models.work import Work
+from passes.ir import microbatch
+from passes.operators import bound_arguments
+
+__all__ = ["NodePrices"]
+
+
+class NodePrices:
+    """Prices nodes on one device; equal calls are priced once.
+
+    Args:
+        device: where they run.
+        cost_model: turns work into seconds.
+    """
+
+    def __init__(self, device: Device, cost_model: CostModel) -> None:
+        self._device = device
+        self._cost_model = cost_model
+        self._known: dict[Call, float] = {}
+
+    def operator(self, node: fx.Node, values: Mapping[fx.Node, Any], result: Any, *, is_view: bool) -> float:
+        """Seconds of an ATen operator.
+
+        Args:
+            values: of the nodes that it reads.
+            result: what it gives.
+            is_view: whether its result lies in memory of its arguments.
+        """
+        assert isinstance(node.target, OpOverload)
+        results = tuple(TensorShape(leaf.shape, leaf.dtype) for leaf in leaves_of(result))
+        if is_view or not results:
+            return 0.0
+        call = Call(node.target, tuple((name, _described(value, values)) for name, value in bound_arguments(node).items()), results)
+        if call not in self._known:
+            self._known[call] = self.seconds(call_work(call), results[0].dtype)
+        return self._known[call]
+
+    def function(self, target: Callable[..., Any], arguments: Sequence[Any], result: Any, made_bytes: int) -> float:
+        """Seconds of a function of ``passes.ir.microbatch``, or of any that reads its arguments and writes new memory.
+
+        Args:
+            made_bytes: of the storages that it makes.
+        """
+        if target is microbatch.add_gradients_in_place:
+            written = sum(leaf.bytes for leaf in leaves_of(result))
+        elif not made_bytes:
+            return 0.0
+        else:
+            written = made_bytes
+        adds = target not in (microbatch.split_batch, microbatch.concatenate, microbatch.take_part)
+        read = sum(leaf.bytes for leaf in leaves_of(list(arguments))) if adds else written
+        dtype = next((leaf.dtype for leaf in leaves_of(result)), torch.float32)
+        return self.seconds(Work(0, read + written, 1), dtype)
+
+    def seconds(self, work: Work, dtype: torch.dtype) -> float:
+        """Of work; nothing that starts no kernel takes time."""
+        return self._cost_model.operation_time(work, self._device, dtype) if work.launches else 0.0
+
+
+def _described(value: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """An argument with its nodes replaced by what a price may depend on; hashable."""
+    if isinstance(value, fx.Node):
+        return _shapes(values[value])
+    if isinstance(value, list | tuple):
+        return tuple(_described(item, values) for item in value)
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Held):
+        return TensorShape(value.shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_shapes(part) for part in value)
+    return value

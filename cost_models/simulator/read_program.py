@@ -1,0 +1,373 @@
+"""Read a rank's emitted program as steps on a machine: every node in order.
+
+node of the program                        step
+
+self.stage0_forward(x_mb0)                 compute what its graph computes, make what it returns and saves
+send(h, destination=1, tag=0)              start a message; h is held until it has left
+pending = all_reduce([dw], group=(0, 1))   start a collective
+sums = wait(pending)                       wait for it
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from cost_models.simulator.graph_reader import GraphReader
+from cost_models.simulator.pricing import NodePrices
+from cost_models.simulator.stage_template import StageTemplate, read_stage
+from cost_models.simulator.steps import Step, Transfer
+from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
+from cost_models.work import Work
+from passes.ir import communication, microbatch
+from passes.ir.program import LossCall, Program, StageCall, StoreGradients
+from passes.ir.schedule import Action, ActionKind
+from passes.ir.unsummed import AddUnsummed
+
+__all__ = ["RankWork", "read_program"]
+
+_PASS_GRADIENTS = frozenset(
+    {operator.getitem, operator.add, microbatch.add_gradients, microbatch.add_gradients_in_place, communication.wait}
+    | {communication.all_reduce, communication.reduce_scatter}
+)
+"""What stands between the computation of a gradient and its store."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank does.
+
+    Attributes:
+        rank: who.
+        steps: in order.
+        stays: what it holds before it starts: parameters, buffers, constants, and its inputs.
+        trained: bytes and dtype of each parameter that gets a gradient.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    stays: tuple[Storage, ...]
+    trained: tuple[tuple[int, torch.dtype], ...]
+
+
+def read_program(program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate]) -> RankWork:
+    """Read a program.
+
+    Args:
+        batch: rows that the program is given.
+        prices: what its nodes cost.
+        templates: stages that were read already, on devices of this kind.
+    """
+    reader = _ProgramReader(program, batch, prices, templates)
+    reader.run()
+    return RankWork(program.rank, tuple(reader.steps), tuple(reader.stays), tuple(reader.trained.values()))
+
+
+class _ProgramReader(GraphReader):
+    def __init__(self, program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate]) -> None:
+        super().__init__(program.module.graph, prices, _gradient_nodes(program))
+        self.program = program
+        self.batch = batch
+        self.sizes: tuple[int, ...] = (batch,)
+        self.stays: list[Storage] = []
+        self.trained: dict[str, tuple[int, torch.dtype]] = {}
+        self._templates = templates
+        self._bound: dict[str, Held] = {}
+        self._pending: dict[fx.Node, tuple[Transfer, Any]] = {}
+        self._started: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    def run(self) -> None:
+        """Step through the program."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._input(node)
+            elif node.op == "get_attr":
+                self.values[node] = self._state(str(node.target), node.meta["val"])
+            elif node.op == "call_module":
+                self._module(node, self.program.module.get_submodule(str(node.target)))
+            elif node.target in communication.COMMUNICATION:
+                self._communicate(node)
+            elif node.op != "output":
+                self.visit(node, _section(node))
+
+    # -- what is there from the start ----------------------------------------------------------------------------------------------
+
+    def _input(self, node: fx.Node) -> Any:
+        if node.target == "batch":
+            return self.batch
+        fake = node.meta.get("val")
+        if not isinstance(fake, Tensor):
+            return UNKNOWN
+        self.begin()
+        value = self.traced(node, fake)
+        return self._stay(value)
+
+    def _state(self, name: str, fake: Tensor) -> Held:
+        if name not in self._bound:
+            held = Held(Storage(name, 0, "parameters"), tuple(int(size) for size in fake.shape), fake.dtype)
+            held.storage.bytes = held.bytes
+            self._bound[name] = self._stay(held)
+        return self._bound[name]
+
+    def _stay(self, value: Held) -> Held:
+        value.storage.stays = True
+        self.stays.append(value.storage)
+        return value
+
+    def rows(self, node: fx.Node) -> int:
+        section = node.meta.get("section")
+        return self.sizes[section.microbatch] if node.meta.get("is_of_microbatch") and isinstance(section, Action) else self.batch
+
+    # -- modules -------------------------------------------------------------------------------------------------------------------
+
+    def _module(self, node: fx.Node, module: nn.Module) -> None:
+        arguments = self.arguments(node.args)
+        self.begin()
+        seconds = 0.0
+        if isinstance(module, StageCall):
+            self._stage(node, module, arguments)
+            return
+        if isinstance(module, LossCall):
+            seconds = self._loss(node, module, arguments)
+        elif isinstance(module, AddUnsummed):
+            self.values[node] = tuple(arguments[0])
+        else:
+            assert isinstance(module, StoreGradients)
+            self._store(module, arguments[0])
+            self.values[node] = None
+        made = self.made
+        self.steps.append(Step("compute", node.name, _section(node), seconds, made, self.end(node)))
+
+    def _stage(self, node: fx.Node, module: StageCall, arguments: Sequence[Any]) -> None:
+        if module.takes_tuple:
+            arguments = (*arguments[0], *arguments[1:])
+        placeholders = [each for each in module.graph.graph.nodes if each.op == "placeholder"]
+        bound = [self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)]
+        section = node.meta.get("section")
+        kind = section.kind if isinstance(section, Action) else None
+        rows = self._rows_of_call(node, placeholders[len(bound) :], arguments)
+        key = (id(module.graph), rows)
+        if key not in self._templates:
+            gives = kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+            self._templates[key] = read_stage(module, rows, self.prices, gives_gradients=gives)
+        steps, self.values[node] = self._templates[key].call(node.name, _section(node), (*bound, *arguments))
+        dropped = self.end(node)
+        self.steps += [*steps, Step("compute", node.name, _section(node), dropped=dropped)]
+
+    def _rows_of_call(self, node: fx.Node, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> int:
+        """What the batch symbol of a stage's graph stands for: its own argument where it takes one."""
+        for placeholder, given in zip(placeholders, arguments, strict=True):
+            fake = placeholder.meta.get("val")
+            if isinstance(fake, torch.SymInt) and fake.node.expr.is_Symbol and isinstance(given, int):
+                return given
+        section = node.meta.get("section")
+        return self.sizes[section.microbatch] if isinstance(section, Action) else self.batch
+
+    def _loss(self, node: fx.Node, module: LossCall, arguments: Sequence[Any]) -> float:
+        """A loss function that no graph shows: it reads its results, and holds as much again until the gradients of them are there."""
+        values: Sequence[Held] = arguments[0]
+        read = sum(value.bytes for value in values)
+        dtype = next((value.dtype for value in values), torch.float32)
+        gradients = tuple(self.tensor(node, values[index].shape, values[index].dtype) for index in module.differentiated)
+        loss = self.tensor(node, (), torch.float32)
+        if any(value.shape for value in values):
+            self.make(node, sum(gradient.bytes for gradient in gradients))
+        self.values[node] = (loss, *gradients)
+        return self.prices.seconds(Work(0, read + sum(gradient.bytes for gradient in gradients), 1 + len(gradients)), dtype)
+
+    def _store(self, module: StoreGradients, gradients: Any) -> None:
+        for name, gradient in zip(module.names, gradients, strict=True):
+            if name is not None and isinstance(gradient, Held):
+                self.trained[name] = (gradient.bytes, gradient.dtype)
+        for storage in storages_of(list(gradients)):
+            storage.stays = True
+
+    # -- functions -----------------------------------------------------------------------------------------------------------------
+
+    def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
+        function = _FUNCTIONS.get(node.target)
+        keywords = self.arguments(node.kwargs)
+        if function is not None:
+            self.values[node] = function(self, node, *arguments, **keywords)
+        elif isinstance(node.meta.get("val"), Tensor):
+            self.values[node] = self.traced(node, node.meta["val"])
+        else:
+            self.values[node] = UNKNOWN
+        assert callable(node.target)
+        made = sum(storage.bytes for storage in self.made)
+        return self.prices.function(node.target, arguments, self.values[node], made)
+
+    def split(self, node: fx.Node, value: Any, sizes: Sequence[int], dim: int) -> Any:
+        """The rows of each microbatch: views where rows come first."""
+        if not isinstance(value, Held):
+            return [UNKNOWN] * len(sizes)
+        per_row = value.shape[dim] // sum(sizes)
+        shapes = [(*value.shape[:dim], size * per_row, *value.shape[dim + 1 :]) for size in sizes]
+        if dim == 0 or len(sizes) == 1:
+            return [Held(value.storage, shape, value.dtype) for shape in shapes]
+        return [self.tensor(node, shape, value.dtype) for shape in shapes]
+
+    def count(self, _node: fx.Node, batch: int, count: int) -> tuple[int, ...]:
+        """The rows of each microbatch."""
+        self.sizes = microbatch.microbatch_sizes(batch, count)
+        return self.sizes
+
+    def alike(self, node: fx.Node, value: Any, *_rest: Any, **_keywords: Any) -> Any:
+        """New memory of a value's shape."""
+        first = value[0] if isinstance(value, tuple | list) else value
+        return self.tensor(node, first.shape, first.dtype)
+
+    def concatenated(self, node: fx.Node, values: Sequence[Held], dim: int) -> Held:
+        """All along one dimension."""
+        first = values[0]
+        if len(values) == 1:
+            return first
+        whole = sum(value.shape[dim] for value in values)
+        return self.tensor(node, (*first.shape[:dim], whole, *first.shape[dim + 1 :]), first.dtype)
+
+    def part(self, node: fx.Node, value: Held, dim: int, sizes: Any, index: int) -> Held:
+        """One part of a tensor: a view where it is cut along its first dimension."""
+        size = value.shape[dim] // sizes if isinstance(sizes, int) else sizes[index]
+        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+        return Held(value.storage, shape, value.dtype) if dim == 0 else self.tensor(node, shape, value.dtype)
+
+    def added(self, node: fx.Node, gradients: Sequence[Held], _more: Sequence[Held]) -> list[Held]:
+        """Sums in new memory."""
+        return [self.tensor(node, gradient.shape, gradient.dtype) for gradient in gradients]
+
+    # -- communication -------------------------------------------------------------------------------------------------------------
+
+    def _communicate(self, node: fx.Node) -> None:
+        self.begin()
+        if node.target is communication.wait:
+            self._wait(node)
+            return
+        arguments, keywords = self.arguments(node.args), self.arguments(node.kwargs)
+        if node.target is communication.send:
+            rank, peer = self.program.rank, keywords["destination"]
+            value = arguments[0]
+            transfer = Transfer(node.name, "message", (rank, peer), (rank, peer, keywords["tag"]), value.bytes, tuple(storages_of(value)))
+        elif node.target is communication.receive:
+            rank, peer = self.program.rank, keywords["source"]
+            buffer = self.tensor(node, arguments[0], arguments[1], "communication")
+            key = (peer, rank, keywords["tag"])
+            transfer = Transfer(node.name, "message", (peer, rank), key, buffer.bytes, buffers=(buffer.storage,))
+            self._pending[node] = transfer, buffer
+        else:
+            transfer = self._collective(node, arguments, keywords)
+        self.values[node] = self._pending[node][1] if node in self._pending else None
+        made = self.made
+        self.steps.append(Step("start", node.name, _section(node), 0.0, made, self.end(node), transfer))
+
+    def _collective(self, node: fx.Node, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Transfer:
+        group: tuple[int, ...] = keywords["group"]
+        tensors: Sequence[Held] = arguments[0]
+        assert callable(node.target)
+        if len(group) == 1:
+            results: list[Held] = list(tensors)
+            size = 0
+        else:
+            shapes, size = _collected(node.target, tensors, arguments[1:], keywords, group.index(self.program.rank))
+            results = [self.tensor(node, shape, tensor.dtype, "communication") for shape, tensor in zip(shapes, tensors, strict=True)]
+        number = self._started[group]
+        self._started[group] += 1
+        inputs = tuple(storages_of(list(tensors)))
+        buffers = tuple(self.made)
+        transfer = Transfer(node.name, node.target.__name__, group, (group, number), size, inputs, buffers)
+        self._pending[node] = transfer, results
+        return transfer
+
+    def _wait(self, node: fx.Node) -> None:
+        """What has arrived is a value like others; the buffer that it came in is its memory."""
+        started = node.args[0]
+        assert isinstance(started, fx.Node)
+        transfer, value = self._pending.pop(started)
+        buffers = {id(storage) for storage in transfer.buffers}
+        category = self.category(node)
+
+        def arrived(held: Held) -> Held:
+            if id(held.storage) not in buffers:
+                return held
+            storage = Storage(node.name, held.storage.bytes, category)
+            self.made.append(storage)
+            return Held(storage, held.shape, held.dtype)
+
+        self.values[node] = [arrived(held) for held in value] if isinstance(value, list) else arrived(value)
+        made = self.made
+        self.steps.append(Step("wait", node.name, _section(node), 0.0, made, self.end(node), transfer))
+
+
+def _collected(
+    function: Callable[..., Any], tensors: Sequence[Held], rest: Sequence[Any], keywords: Mapping[str, Any], place: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that a collective gives, and how many bytes it has as ``cost_models.communication`` counts them."""
+    n_ranks = len(keywords["group"])
+    given = sum(tensor.bytes for tensor in tensors)
+    if function is communication.all_reduce:
+        return [tensor.shape for tensor in tensors], given
+    sizes = keywords.get("sizes") or [None] * len(tensors)
+    if function is communication.all_to_all:
+        splits = keywords.get("split_sizes") or sizes
+        joins = keywords.get("concat_sizes") or sizes
+        shapes = []
+        for tensor, split_dim, join_dim, split, join in zip(tensors, rest[0], rest[1], splits, joins, strict=True):
+            shape = list(tensor.shape)
+            shape[split_dim] = split[place] if split else shape[split_dim] // n_ranks
+            shape[join_dim] = sum(join) if join else shape[join_dim] * n_ranks
+            shapes.append(tuple(shape))
+        return shapes, given
+    shapes = []
+    for tensor, dim, pieces in zip(tensors, rest[0], sizes, strict=True):
+        whole = tensor.shape[dim] * n_ranks if function is communication.all_gather else tensor.shape[dim] // n_ranks
+        if pieces:
+            whole = sum(pieces) if function is communication.all_gather else pieces[place]
+        shapes.append((*tensor.shape[:dim], whole, *tensor.shape[dim + 1 :]))
+    if function is communication.reduce_scatter:
+        return shapes, given
+    results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
+    return shapes, sum(result.bytes for result in results)
+
+
+def _gradient_nodes(program: Program) -> set[fx.Node]:
+    """The nodes whose values become gradients of parameters."""
+    found: set[fx.Node] = set()
+    stack: list[fx.Node] = []
+    for node in program.module.graph.nodes:
+        if node.op == "call_module" and isinstance(program.module.get_submodule(str(node.target)), StoreGradients | AddUnsummed):
+            stack += node.all_input_nodes
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if node.target in _PASS_GRADIENTS:
+                stack += node.all_input_nodes
+    return found
+
+
+def _section(node: fx.Node) -> str:
+    return str(node.meta.get("section") or "")
+
+
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    microbatch.microbatch_sizes: _ProgramReader.count,
+    microbatch.microbatch_weights: lambda _reader, _node, sizes, *_rest: (1.0,) * len(sizes),
+    microbatch.split_batch: _ProgramReader.split,
+    microbatch.split_target: lambda _reader, _node, _target, sizes: [UNKNOWN] * len(sizes),
+    microbatch.concatenate: _ProgramReader.concatenated,
+    microbatch.take_part: _ProgramReader.part,
+    microbatch.total: lambda reader, node, values: values[0] if len(values) == 1 else reader.alike(node, values),
+    microbatch.weighted_total: lambda reader, node, values, _weights: values[0] if len(values) == 1 else reader.alike(node, values),
+    microbatch.add_gradients: _ProgramReader.added,
+    microbatch.add_gradients_in_place: lambda _reader, _node, gradients, _more: gradients,
+    operator.add: _ProgramReader.alike,
+    torch.zeros: lambda reader, node, shape, dtype, device: reader.tensor(node, shape, dtype),  # noqa: ARG005
+    torch.zeros_like: _ProgramReader.alike,
+    torch.mul: _ProgramReader.alike,
+}
+"""What each function of a program gives, from what it is given."""

@@ -1,0 +1,59 @@
+"""What a simulated step comes to: time, bubble, memory, communication, and a timeline of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cost_models.simulator.memory import DeviceMemory
+from cost_models.simulator.timeline import Timeline
+from cost_models.units import format_bytes, format_seconds
+
+__all__ = ["Simulation"]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of all devices on a clock.
+
+    Attributes:
+        step_time: seconds until the last device is done.
+        bubble_fraction: the share of all devices' time in which they compute nothing.
+        memory: for each device what it holds at its peak, by category.
+        communication: (source rank, destination rank) -> bytes sent that way.
+        timeline: when everything was; ``timeline.save("step.json")`` for Perfetto, ``timeline.svg()`` as a picture.
+        rows: of the batch.
+        latency: seconds until the first microbatch is through the model: its outputs, or its loss, are there.
+    """
+
+    step_time: float
+    bubble_fraction: float
+    memory: tuple[DeviceMemory, ...]
+    communication: Mapping[tuple[int, int], int]
+    timeline: Timeline
+    rows: int
+    latency: float
+
+    @property
+    def peak_memory(self) -> tuple[int, ...]:
+        """For each device, the most bytes that it holds at once."""
+        return tuple(memory.peak for memory in self.memory)
+
+    @property
+    def throughput(self) -> float:
+        """Rows of the batch a second, step after step."""
+        return self.rows / self.step_time if self.step_time else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"step        {format_seconds(self.step_time)}    bubble {self.bubble_fraction:.1%}",
+            f"latency     {format_seconds(self.latency)}    throughput {self.throughput:,.1f} rows/s",
+            "",
+            f"{'device':>6}  {'peak':>9}  " + "  ".join(f"{name:>13}" for name in self.memory[0]) if self.memory else "",
+        ]
+        for rank, memory in enumerate(self.memory):
+            sizes = "  ".join(f"{format_bytes(size):>13}" for size in memory.values())
+            lines.append(f"{rank:>6}  {format_bytes(memory.peak):>9}  {sizes}")
+        total = sum(self.communication.values())
+        lines += ["", f"{format_bytes(total)} between devices, over {len(self.communication)} links"]
+        return "\n".join(lines)

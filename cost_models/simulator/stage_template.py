@@ -1,0 +1,125 @@
+"""A stage's graph, stepped through once for every number of rows, however often programs call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from cost_models.simulator.graph_reader import GraphReader
+from cost_models.simulator.pricing import NodePrices
+from cost_models.simulator.steps import Step, merged
+from cost_models.simulator.values import Held, Storage
+from passes.aliasing import memory_key
+from passes.ir.program import StageCall
+from passes.size_expression import size_of
+
+__all__ = ["StageTemplate", "read_stage"]
+
+
+@dataclass(frozen=True)
+class StageTemplate:
+    """What a call of a stage does.
+
+    Attributes:
+        steps: between its communication.
+        given: for each argument, the storage that stands for the caller's; None for a number.
+        results: what it returns, in storages of its own and in those given.
+    """
+
+    steps: tuple[Step, ...]
+    given: tuple[Storage | None, ...]
+    results: Any
+
+    def call(self, name: str, section: str, arguments: Sequence[Any]) -> tuple[list[Step], Any]:
+        """The steps and the results of one call.
+
+        Args:
+            arguments: what is bound, then what it is called with.
+        """
+        places: dict[int, Storage] = {}
+        for storage, argument in zip(self.given, arguments, strict=True):
+            if storage is not None and isinstance(argument, Held):
+                places[id(storage)] = argument.storage
+
+        def here(storage: Storage) -> Storage:
+            found = places.get(id(storage))
+            if found is None:
+                found = places[id(storage)] = Storage(f"{storage.name} of {name}", storage.bytes, storage.category)
+            return found
+
+        steps = [
+            Step(
+                step.kind,
+                name,
+                section,
+                step.seconds,
+                [here(each) for each in step.made],
+                [here(each) for each in step.dropped],
+                rise=step.rise,
+            )
+            for step in self.steps
+        ]
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Held):
+                return Held(here(value.storage), value.shape, value.dtype)
+            return type(value)(moved(part) for part in value) if isinstance(value, tuple | list) else value
+
+        return steps, moved(self.results)
+
+
+def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradients: bool) -> StageTemplate:
+    """Step through a stage's graph.
+
+    Args:
+        rows: of the call.
+        gives_gradients: whether the last of its results are the gradients of parameters.
+    """
+    reader = _StageReader(stage, rows, prices, gives_gradients=gives_gradients)
+    results = reader.run()
+    return StageTemplate(tuple(merged(reader.steps)), tuple(reader.given), results)
+
+
+class _StageReader(GraphReader):
+    """Arguments lie in storages of the caller, who holds them for as long as the call lasts."""
+
+    def __init__(self, stage: StageCall, rows: int, prices: NodePrices, *, gives_gradients: bool) -> None:
+        graph = stage.graph.graph
+        returned: Any = graph.output_node().args[0]
+        last = returned[-1] if gives_gradients and isinstance(returned, tuple | list) and returned else ()
+        super().__init__(graph, prices, [node for node in last if isinstance(node, fx.Node)] if isinstance(last, tuple | list) else ())
+        self._rows = rows
+        self.given: list[Storage | None] = []
+
+    def run(self) -> Any:
+        """Step through the graph; returns its results."""
+        for node in self.graph.nodes:
+            if node.op == "output":
+                return self.arguments(node.args[0])
+            if node.op == "placeholder":
+                self.values[node] = self._argument(node)
+            else:
+                self.visit(node, "")
+        raise AssertionError("a graph ends with its output")
+
+    def _argument(self, node: fx.Node) -> Any:
+        fake = node.meta.get("val")
+        if isinstance(fake, Tensor):
+            storage = Storage(node.name, 0, "activations", stays=True)
+            self.given.append(storage)
+            numbers = self.numbers(node)
+            return Held(storage, tuple(int(numbers[size_of(size)]) for size in fake.shape), fake.dtype, memory_key(fake))
+        self.given.append(None)
+        return int(self.numbers(node)[size_of(fake)]) if isinstance(fake, torch.SymInt) else fake
+
+    def rows(self, node: fx.Node) -> int:
+        return self._rows
+
+    def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
+        self.values[node] = self.traced(node, node.meta.get("val"))
+        assert callable(node.target)
+        return self.prices.function(node.target, arguments, self.values[node], sum(storage.bytes for storage in self.made))

@@ -1,0 +1,95 @@
+"""When everything was: slices of computing and communication a device, and its memory; simulated, or recorded from a run.
+
+One form for both, so that a prediction and a measurement can be laid beside each other: slices of a run have the names that the
+simulation gives them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_models.simulator.events import Slice
+from cost_models.simulator.gantt import draw
+from cost_models.simulator.memory import MemoryCurve
+
+__all__ = ["Timeline"]
+
+_MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Slices and memory of all devices.
+
+    Attributes:
+        title: ``"simulated"``, ``"measured"``.
+        n_ranks: devices.
+        computed: slices of computing: one for each action, as ``actions`` gathers nodes.
+        communicated: slices of communication.
+        memory: for each device bytes over time; empty where nobody looked.
+    """
+
+    title: str
+    n_ranks: int
+    computed: tuple[Slice, ...]
+    communicated: tuple[Slice, ...]
+    memory: tuple[MemoryCurve, ...] = ()
+
+    @property
+    def end(self) -> float:
+        """When the last slice ends, in seconds."""
+        return max((each.end for each in (*self.computed, *self.communicated)), default=0.0)
+
+    def to_json(self, *others: Timeline) -> str:
+        """Chrome's trace format, which https://ui.perfetto.dev opens: a process a device, threads for its streams, memory as a counter.
+
+        Args:
+            others: timelines to lay beside this one.
+        """
+        events = [event for number, timeline in enumerate((self, *others)) for event in timeline.events(number)]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def save(self, path: str | Path, *others: Timeline) -> None:
+        """Write ``to_json`` to a file."""
+        Path(path).write_text(self.to_json(*others), encoding="utf-8")
+
+    def svg(self, *others: Timeline) -> str:
+        """A picture: device against time, communication below computing, memory as a curve.
+
+        Args:
+            others: timelines to draw below this one, on one scale of time.
+        """
+        return draw((self, *others))
+
+    def events(self, number: int = 0) -> Iterator[dict[str, Any]]:
+        """Chrome trace events; ``number`` tells timelines in one file apart."""
+        for rank in range(self.n_ranks):
+            process = number * self.n_ranks + rank
+            yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"rank {rank}, {self.title}"}}
+            yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": rank * 2 + number}}
+            for thread, name in ((0, "compute"), (1, "communication")):
+                yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        for each in self.computed:
+            yield self._slice(number, 0, each, each.section or each.name)
+        for each in self.communicated:
+            yield self._slice(number, 1, each, each.name)
+        for rank, curve in enumerate(self.memory):
+            for time, size in zip(curve.times, curve.bytes, strict=True):
+                yield {"ph": "C", "pid": number * self.n_ranks + rank, "ts": time * _MICRO, "name": "memory", "args": {"bytes": size}}
+
+    def _slice(self, number: int, thread: int, each: Slice, name: str) -> dict[str, Any]:
+        arguments = {"node": each.name, **({"bytes": each.bytes} if each.bytes else {})}
+        return {
+            "ph": "X",
+            "pid": number * self.n_ranks + each.rank,
+            "tid": thread,
+            "ts": each.start * _MICRO,
+            "dur": (each.end - each.start) * _MICRO,
+            "name": name,
+            "cat": each.kind,
+            "args": arguments,
+        }

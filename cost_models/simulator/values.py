@@ -1,0 +1,89 @@
+"""What a program's values are while nobody computes them: shapes, and the memory that they lie in.
+
+h = addmm(bias, x, w)        h lies in a storage of its own
+v = view(h, ...)             v lies in the storage of h
+del h                        nothing is free yet: v holds it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["CATEGORIES", "UNKNOWN", "Category", "Held", "Storage", "leaves_of", "storages_of"]
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "communication"]
+"""What memory is for."""
+
+CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "activations", "communication")
+"""All of them, in the order in which they are told."""
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "unknown"
+
+
+UNKNOWN = _Unknown()
+"""What the programs are given at run time and nobody knows before: a target, a loss function."""
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """A piece of a device's memory.
+
+    Attributes:
+        name: the node that makes it.
+        bytes: its size.
+        category: what it is for.
+        holders: how many values that are alive lie in it.
+        stays: whether it outlives the program.
+    """
+
+    name: str
+    bytes: int
+    category: Category
+    holders: int = 0
+    stays: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A tensor.
+
+    Attributes:
+        storage: where it lies.
+        shape: its sizes, as numbers.
+        dtype: of its elements.
+        key: the storage that tracing saw it in: values of one graph with one key share memory.
+    """
+
+    storage: Storage
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: Hashable = None
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements; what it lies in may be larger."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def leaves_of(value: Any) -> Iterator[Held]:
+    """The tensors in a value, however nested."""
+    if isinstance(value, Held):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from leaves_of(part)
+
+
+def storages_of(value: Any) -> list[Storage]:
+    """The storages that a value lies in, each once."""
+    if isinstance(value, Held):
+        return [value.storage]
+    return list({id(leaf.storage): leaf.storage for leaf in leaves_of(value)}.values())

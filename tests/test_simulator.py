@@ -1,0 +1,138 @@
+"""Simulated steps: the bubbles that papers state, times that can be worked out by hand, bytes that are counted otherwise."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.communication import all_reduce, send_receive
+from cost_models.cost_model import Roofline
+from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.simulator.events import run_ranks
+from cost_models.simulator.links import passage_of
+from cost_models.simulator.read_program import RankWork
+from cost_models.simulator.simulate import simulate_programs
+from cost_models.simulator.simulation import Simulation
+from cost_models.simulator.steps import Step, Transfer
+from cost_models.work import Work
+from partitioner import partition
+from partitioner.schedules.catalog import find_schedule
+from passes.ir.program import Program
+from tests.models.case import Case, mean_squared_error, real
+from tests.programs import programs
+
+WIDTH = 8
+DEVICE = Device("device", {"float32": 1e12}, 2**34, 1e11)
+FREE = Link(0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Every matrix product takes one second, and nothing else takes any: the clock of the papers."""
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        return 1.0 if work.flops else 0.0
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        return float(send_receive(size, link))
+
+
+@functools.cache
+def equal_stages(schedule: str, n_ranks: int, n_microbatches: int, n_layers: int) -> tuple[Program, ...]:
+    """One linear layer a stage, so that forward, input and weight gradient are one product each."""
+    case = Case(
+        f"linear_{n_layers}",
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n_layers))),
+        lambda generator, rows: ((real(generator, rows, WIDTH),), {}),
+        lambda generator, rows: real(generator, rows, WIDTH),
+        mean_squared_error,
+    )
+    batch = 2 * n_microbatches
+    return programs(case, schedule, n_ranks, n_microbatches, input_gradients=True, batch_size=batch)["train_step"]
+
+
+def simulated(schedule: str, n_ranks: int, n_microbatches: int, link: Link = FREE) -> Simulation:
+    stages = n_ranks * find_schedule(schedule).default_stages_per_rank
+    work = equal_stages(schedule, n_ranks, n_microbatches, stages)
+    return simulate_programs(work, Cluster([DEVICE] * n_ranks, link), UnitTime(), 2 * n_microbatches)
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(("n_ranks", "m"), [(2, 4), (4, 8)])
+def test_bubble_is_the_formula_of_huang_and_narayanan(schedule: str, v: int, n_ranks: int, m: int) -> None:
+    """(R-1)/(v m + R-1), the programs being those that run."""
+    found = simulated(schedule, n_ranks, m)
+    assert found.step_time == 3 * (v * m + n_ranks - 1)
+    assert found.bubble_fraction == pytest.approx((n_ranks - 1) / (v * m + n_ranks - 1))
+
+
+@pytest.mark.parametrize(("n_ranks", "m"), [(2, 4), (4, 8)])
+def test_zero_bubble_idles_a_third_of_1f1b(n_ranks: int, m: int) -> None:
+    """(R-1)(F+I-W) with F = I = W (Qi et al. 2023)."""
+    assert simulated("ZB1P", n_ranks, m).step_time == 3 * m + (n_ranks - 1)
+
+
+@pytest.mark.parametrize(("n_ranks", "m"), [(2, 4), (4, 8)])
+def test_zbv_and_dualpipe_v_end_when_their_papers_say(n_ranks: int, m: int) -> None:
+    """Two stages a rank: R-1 forwards before the last rank starts (ZBV), (R-1)(F+I-W) (DualPipeV in sequence)."""
+    assert simulated("ZBV", n_ranks, m).step_time == 6 * m + n_ranks - 1
+    assert simulated("DualPipeV", n_ranks, m).step_time == 6 * m + n_ranks - 1
+
+
+def test_a_message_delays_who_waits_for_it() -> None:
+    """Two stages, one microbatch: forward, message, forward, backward, message, backward; then the input's gradient for both ranks."""
+    size = 2 * WIDTH * 8
+    link = Link(latency=0.25, bandwidth=size / 0.5)
+    found = simulated("GPipe", 2, 1, link)
+    assert found.step_time == pytest.approx(1 + 0.75 + 1 + 2 + 0.75 + 2 + all_reduce(size, 2, link))
+    assert found.communication == {(0, 1): size + size, (1, 0): size + 4 + size}
+    assert found.latency == pytest.approx(1 + 0.75 + 1)
+    assert found.throughput == pytest.approx(2 / found.step_time)
+
+
+def data_parallel(cluster: Cluster) -> Simulation:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    pm = partition(model, 4, "data", example_inputs=(torch.zeros(8, WIDTH),), cluster=cluster, cost_model=UnitTime(), progress=False)
+    return pm.simulate()
+
+
+def test_a_collective_takes_what_its_formula_says() -> None:
+    link = Link(1e-3, 1e4)
+    found = data_parallel(Cluster([DEVICE] * 4, link))
+    size = WIDTH * WIDTH * 4
+    loss = all_reduce(4, 4, link)
+    assert found.step_time == pytest.approx(1 + 1 + all_reduce(size, 4, link) + loss, rel=0.05)
+    assert found.communication[0, 1] == pytest.approx((size + 4) * 2 * 3 / 4, abs=1)
+
+
+def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
+    """Two pipelines of two stages whose messages go through one way out take twice as long as each alone."""
+    cluster = Cluster([DEVICE] * 3, [Level(3, Link(0.0, 100.0))])
+
+    def work(rank: int, *transfers: Transfer) -> RankWork:
+        steps = [Step("start", each.name, "", transfer=each) for each in transfers]
+        waits = [Step("wait", each.name, "", transfer=each) for each in transfers if each.kind != "message" or each.group[1] == rank]
+        return RankWork(rank, (*steps, *waits), (), ())
+
+    to_one = Transfer("to_one", "message", (0, 1), "to_one", 100)
+    to_two = Transfer("to_two", "message", (0, 2), "to_two", 300)
+    runs, traffic = run_ranks(
+        [work(0, to_one, to_two), work(1, to_one), work(2, to_two)], lambda transfer: passage_of(transfer, cluster, Roofline())
+    )
+    assert runs[1].finish == pytest.approx(2.0)  # half of the bandwidth until it is over
+    assert runs[2].finish == pytest.approx(4.0)  # the whole of it from then on
+    assert traffic == {(0, 1): 100, (0, 2): 300}
+
+
+def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
+    found = simulated("1F1B", 2, 4)
+    for memory, peak in zip(found.memory, found.peak_memory, strict=True):
+        assert sum(memory.values()) == peak == memory.peak
+        assert memory.parameters == WIDTH * WIDTH * 8
+        assert memory["parameters"] == memory.parameters
+        assert 0 <= memory.peak_time <= found.step_time
+        assert memory.alive[0].bytes == WIDTH * WIDTH * 8
