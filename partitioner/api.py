@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from partitioner.model import PartitionedModel
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.progress import Progress
+from partitioner.rows import Inputs
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
@@ -80,7 +81,9 @@ def partition(
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
             ``state_dict()``.
-        inputs: ``"global"``: every rank passes the whole batch.
+        inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
+            as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
+            Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
         constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
@@ -98,7 +101,8 @@ def partition(
     placement = resolve_devices(devices, world_size)
     hardware = _hardware(cluster, placement)
     mesh = resolve_mode(mode, len(placement.devices)) if plan is None else Mesh(plan.mesh)
-    _check_later(precision, batchnorm, inputs)
+    _check_later(precision, batchnorm)
+    local = _inputs(inputs, world_size)
     steps = Progress("partition", 2 if plan is not None else 3, progress)
     with steps.step("tracing"):
         graph = trace(model, example_inputs, example_kwargs, training)
@@ -126,7 +130,8 @@ def partition(
     runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
     runtime.agree("plan", plan.hash)
     with steps.step("lowering"):
-        return _lower(model, graph, plan, runtime, example_inputs, example_kwargs, Assumptions(hardware, cost_model, optimizer))
+        assumed = Assumptions(hardware, cost_model, optimizer)
+        return _lower(model, graph, plan, runtime, local, example_inputs, example_kwargs, assumed)
 
 
 def _lower(
@@ -134,6 +139,7 @@ def _lower(
     graph: ModelGraph,
     plan: Plan,
     runtime: Runtime,
+    inputs: Inputs,
     example_inputs: tuple[Any, ...] | None,
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
@@ -157,9 +163,9 @@ def _lower(
             traced = with_totals(traced)
         stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
         variant_cut = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
-        return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable)
+        return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
 
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at), assumed)
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
@@ -168,14 +174,21 @@ def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
     return cluster or placement.cluster or hardware_of(placement.devices)
 
 
-def _check_later(precision: str | None, batchnorm: str, inputs: str) -> None:
+def _check_later(precision: str | None, batchnorm: str) -> None:
     if precision is not None:
         raise ConfigError(
             f"precision={precision!r} is not in this version", remedy="convert the model first: partition(model.bfloat16(), ...)"
         )
     if batchnorm not in ("sync", "local"):
         raise ConfigError(f"there is no batchnorm={batchnorm!r}", remedy='choose "sync" or "local"')
-    if inputs == "local":
-        raise ConfigError('inputs="local" is not in this version', remedy='pass the whole batch on every rank, and leave inputs="global"')
-    if inputs != "global":
-        raise ConfigError(f"there is no inputs={inputs!r}", remedy='choose "global"')
+
+
+def _inputs(inputs: str, world_size: int | None) -> Inputs:
+    if inputs == "local" and world_size is None:
+        raise ConfigError(
+            'inputs="local" is for processes that each have their rows, and here all ranks are in one process',
+            remedy='start the script with torchrun, or pass the whole batch: inputs="global"',
+        )
+    if inputs not in ("global", "local"):
+        raise ConfigError(f"there is no inputs={inputs!r}", remedy='choose "global" or "local"')
+    return cast(Inputs, inputs)

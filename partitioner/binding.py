@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -12,10 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partitioner.rows import RowParts
 from passes.ir.errors import ConfigError
-from passes.ir.graph import Input, ModelGraph
+from passes.ir.graph import Input, ModelGraph, Results
 
-__all__ = ["BoundInputs", "as_traced", "bind_inputs", "check_target", "reorder_keywords", "shape_text", "to_device", "values_on"]
+__all__ = [
+    "BoundInputs",
+    "GivenInputs",
+    "as_traced",
+    "bind_inputs",
+    "check_target",
+    "given_inputs",
+    "missing_inputs",
+    "reorder_keywords",
+    "shape_text",
+    "to_device",
+    "values_on",
+]
 
 
 @dataclass(frozen=True)
@@ -23,12 +36,33 @@ class BoundInputs:
     """The tensors of one call.
 
     Attributes:
-        tensors: placeholder -> tensor.
+        tensors: placeholder -> tensor; without those that this process was not given.
         batch: rows of the batch.
+        requiring_gradient: the placeholders whose gradients are wanted, on whichever process.
     """
 
     tensors: Mapping[str, Tensor]
     batch: int
+    requiring_gradient: frozenset[str]
+
+    def at(self, batch: int) -> BoundInputs:
+        """The same tensors as a part of a batch of so many rows."""
+        return replace(self, batch=batch)
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """What a process was given in one call.
+
+    Attributes:
+        tensors: placeholder -> tensor.
+        batch: rows of what was given; None where nothing given says it.
+        lacking: names of inputs that were not given.
+    """
+
+    tensors: Mapping[str, Tensor]
+    batch: int | None
+    lacking: tuple[str, ...]
 
     @property
     def requiring_gradient(self) -> frozenset[str]:
@@ -36,7 +70,26 @@ class BoundInputs:
 
 
 def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_batch: bool) -> BoundInputs:
-    """Match a call with the traced inputs.
+    """Match a call with the traced inputs; see ``given_inputs``.
+
+    Raises:
+        ConfigError: an input does not fit, or is missing.
+    """
+    given = given_inputs(graph, args, kwargs, any_batch=any_batch)
+    if given.lacking:
+        raise missing_inputs(given.lacking)
+    assert given.batch is not None
+    return BoundInputs(given.tensors, given.batch, given.requiring_gradient)
+
+
+def missing_inputs(names: Sequence[str]) -> ConfigError:
+    """The error of a process that was not given what it reads."""
+    verb = "was a tensor when the model was traced and is" if len(names) == 1 else "were tensors when the model was traced and are"
+    return ConfigError(f"{', '.join(names)} {verb} None now", remedy="pass tensors; a rank may leave out what its stages do not read")
+
+
+def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_batch: bool) -> GivenInputs:
+    """Match a call with the traced inputs. A tensor may be None, and a call without any argument gives none.
 
     Args:
         any_batch: whether a batch of another size than the traced one may be given although the graph's is fixed
@@ -45,6 +98,9 @@ def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, A
     Raises:
         ConfigError: naming the input that differs from what was traced in structure, kind, value, dtype or size.
     """
+    leaves = [leaf for leaf in graph.inputs if leaf.dtype is not None]
+    if not args and not kwargs and leaves:
+        return GivenInputs({}, _batch_of(graph, {}, leaves), tuple(leaf.name for leaf in leaves))
     given, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
     if tree != graph.input_tree:
         names = ", ".join(leaf.name for leaf in graph.inputs)
@@ -54,9 +110,13 @@ def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, A
         )
     tensors: dict[str, Tensor] = {}
     batches: dict[str, int] = {}
+    lacking: list[Input] = []
     for leaf, value in zip(graph.inputs, given, strict=True):
         if leaf.dtype is None:
             _check_constant(leaf, value)
+            continue
+        if value is None:
+            lacking.append(leaf)
             continue
         _check_tensor(leaf, value)
         if leaf.batch_dim is not None:
@@ -64,21 +124,48 @@ def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, A
         _check_sizes(graph, leaf, value, any_batch)
         if leaf.placeholder is not None:
             tensors[leaf.placeholder] = value
+    return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking))
+
+
+def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[Input]) -> int | None:
+    """Rows of the batch from those of each input; None where an input that is not there would say it."""
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {rows}" for name, rows in batches.items())
         raise ConfigError(f"the inputs differ in batch size: {sizes}", remedy="give every input the same number of rows")
+    if not batches and any(leaf.batch_dim is not None for leaf in lacking):
+        return None
     batch = next(iter(batches.values()), graph.batch_size)
     if batch < 1:
         raise ConfigError("the batch is empty", remedy="give at least one row")
-    return BoundInputs(tensors, batch)
+    return batch
 
 
-def check_target(target: Any, batch: int, n_microbatches: int) -> None:
-    """Raise ConfigError for a tensor in the target that cannot be cut into microbatches: its first dimension is not the batch."""
+def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, results: Results) -> None:
+    """Look at a target before a step.
+
+    Args:
+        rows: which process passes which.
+        batch: rows of the whole batch.
+        n_microbatches: of each part.
+        results: whether the loss is computed on rows, or on the whole.
+
+    Raises:
+        ConfigError: a tensor in it cannot be cut into microbatches, for its first dimension is not the batch; or it holds the rows of one
+            rank where the loss takes all.
+    """
+    passed = rows.passed(batch)
+    cut = n_microbatches > 1 or (results != "whole" and rows.count > 1)
     for path, leaf in pytree.tree_flatten_with_path(target)[0]:
-        if n_microbatches > 1 and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            continue
+        if results == "whole" and passed < batch and leaf.shape[0] == passed:
             raise ConfigError(
-                f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {batch} rows",
+                f"target{pytree.keystr(path)} has the rows of one rank, and the loss takes those of all: the model's results mix rows",
+                remedy='let the model return its loss, or loss_fn compute the target; or pass the whole batch, with inputs="global"',
+            )
+        if cut and leaf.shape[0] != (batch if results == "whole" else passed):
+            raise ConfigError(
+                f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
                 remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
             )
 

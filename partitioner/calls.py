@@ -1,6 +1,8 @@
 """What a call brings, and what each rank of this process gets of it.
 
 pm(x)     args, kwargs -> one tensor an input -> a rank's rows of it, on the rank's device -> its program
+
+A process may leave out what its stages do not read: it learns from the others how many rows the batch has.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from partitioner.binding import BoundInputs, as_traced, bind_inputs, to_device, values_on
+from partitioner.binding import BoundInputs, as_traced, given_inputs, missing_inputs, to_device, values_on
 from partitioner.lowering import Lowering
+from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.runtime import Runtime
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch
 
 __all__ = ["Calls"]
+
+_NONE = "none"
+"""What ranks tell each other where no input requires a gradient."""
 
 
 class Calls:
@@ -29,12 +35,14 @@ class Calls:
         original: the model; its signature says which argument has which name.
         graph: of the model.
         runtime: runs programs.
+        rows: what each process passes.
     """
 
-    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
+    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime, rows: RowParts) -> None:
         self._signature = inspect.signature(original.forward)
         self._graph = graph
         self._runtime = runtime
+        self._rows = rows
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """The tensors of one call, on which all ranks agree.
@@ -43,9 +51,16 @@ class Calls:
             ConfigError: they do not fit what was traced, or ranks differ in them.
         """
         args, kwargs = as_traced(self._graph, self._signature, args, kwargs)
-        inputs = bind_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
-        self._runtime.agree("batch size", inputs.batch)
-        return inputs
+        given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
+        kind = "local batch size" if self._rows.inputs == "local" else "batch size"
+        passed = self._runtime.agree(kind, given.batch)
+        wanted = given.requiring_gradient
+        unsure = bool(given.lacking) and not wanted
+        told = self._runtime.agree("inputs that require gradients", None if unsure else ", ".join(sorted(wanted)) or _NONE)
+        if passed is None:
+            raise missing_inputs(given.lacking)
+        requiring = wanted if not unsure or told in (None, _NONE) else frozenset(str(told).split(", "))
+        return BoundInputs(given.tensors, self._rows.whole(int(passed)), requiring)
 
     def run(
         self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
@@ -54,10 +69,17 @@ class Calls:
 
         Args:
             extra: rank -> what its program takes besides inputs of the model.
+
+        Raises:
+            ConfigError: a rank was not given an input that it reads.
         """
         given: dict[int, dict[str, Any]] = {}
         for rank in self._runtime.local_ranks:
             names = programs.programs[rank].placeholders
+            lacking = [leaf.name for leaf in self._graph.inputs if leaf.placeholder in names and leaf.placeholder not in inputs.tensors]
+            if lacking:
+                with self._runtime.failing_together():
+                    raise missing_inputs(lacking)
             given[rank] = {
                 "batch": inputs.batch // lowering.rows.count,
                 **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
@@ -66,7 +88,8 @@ class Calls:
         return self._runtime.run(programs, given)
 
     def result(self, values: Sequence[Tensor], batch: int) -> Any:
-        """The model's structure around what its nodes computed."""
+        """The model's structure around what its nodes computed, for a batch of so many rows."""
+        batch = self._rows.passed(batch)
         by_node = dict(zip(self._graph.returned, values, strict=True))
         leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]
         return pytree.tree_unflatten(leaves, self._graph.output_tree)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from partitioner.rows import RowParts
+from partitioner.rows import Inputs, RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import make_schedule
 from passes.cut_axes import CutModel
@@ -39,6 +39,7 @@ class Lowering:
         local_ranks: the ranks of this process: only their programs are bound to tensors.
         state: rank -> placeholder -> tensor.
         trainable: placeholders of the parameters that get gradients, of all ranks.
+        inputs: what each process passes.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Lowering:
         local_ranks: Sequence[int],
         state: Mapping[int, Mapping[str, Tensor]],
         trainable: frozenset[str],
+        inputs: Inputs = "global",
     ) -> None:
         self.cut = cut
         self.graph = cut.parts[0]
         self.plan = plan
         self.devices = tuple(devices)
-        self.rows = RowParts(Mesh(plan.mesh)) if self.graph.part.n_row_parts > 1 else RowParts(Mesh(()))
+        self.rows = RowParts(Mesh(plan.mesh) if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._parts = cut.parts
         self._mesh = Mesh(plan.mesh)
         self._pipelines = pipelines(self._mesh)
@@ -67,6 +69,11 @@ class Lowering:
     def n_stage_ranks(self) -> int:
         """How many ranks a pipeline has."""
         return len(self._pipelines[0])
+
+    @property
+    def collectors(self) -> frozenset[int]:
+        """The ranks that have the model's results, and compute the loss: one of each pipeline."""
+        return frozenset(pipeline[self.stages.collector] for pipeline in self._pipelines)
 
     @property
     def stages(self) -> LoweredStages:
@@ -157,7 +164,7 @@ class Lowering:
         found: dict[int, Program] = {}
         for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
             for program in emit(part, number):
-                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks, gradients)
+                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks, gradients, self.rows.inputs)
                 found[placed.rank] = placed
         programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)

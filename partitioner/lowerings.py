@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from partitioner.lowering import Lowering
-from partitioner.rows import RowParts
+from partitioner.rows import Inputs, RowParts
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -27,12 +27,14 @@ class Variant:
         in_parts: whether means over the batch that the model returns are sums of parts (``passes.loss_totals``).
         results: what ranks return that cut the batch.
         rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
+        inputs: whether processes pass the whole batch and get whole results, or pass and get their own rows.
     """
 
     batch_size: int | None
     in_parts: bool
     results: Results
     rows: bool
+    inputs: Inputs
 
 
 class Lowerings:
@@ -42,17 +44,18 @@ class Lowerings:
         graph: the model.
         plan: where its nodes run.
         lower_at: lowers one variant.
+        inputs: what each process passes.
     """
 
-    def __init__(self, graph: ModelGraph, plan: Plan, lower_at: LowerAt) -> None:
+    def __init__(self, graph: ModelGraph, plan: Plan, lower_at: LowerAt, inputs: Inputs = "global") -> None:
         self._graph = graph
         self._plan = plan
         self._lower_at = lower_at
-        self._rows = RowParts(Mesh(plan.mesh))
+        self.rows = RowParts(Mesh(plan.mesh), inputs)
         self._kept: dict[Variant, Lowering] = {}
 
     def with_microbatches(self, count: int | None) -> Lowerings:
-        """The same programs, for batches cut into so many microbatches; None: as the plan says."""
+        """The same programs, for batches that every process passes whole, cut into so many microbatches; None: as the plan says."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
         other = Lowerings(self._graph, plan, self._lower_at)
         other._kept = self._kept
@@ -67,10 +70,10 @@ class Lowerings:
             in_parts: let means over the batch that the model returns be sums over microbatches and ranks.
             results: what ranks return that cut the batch.
         """
-        rows = self._rows.divides(batch)
-        parts = self._rows.count if rows else 1
+        rows = self.rows.divides(batch)
+        parts = self.rows.count if rows else 1
         if not rows:
-            warnings.warn(f"a batch of {batch} rows does not divide over {self._rows.count} ranks: each computes all of it", stacklevel=5)
+            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=5)
         count = min(self._plan.n_microbatches, batch // parts)
         size = None
         if self._graph.batch is None:
@@ -78,7 +81,7 @@ class Lowerings:
             size = batch // count
         cut = count > 1 or parts > 1
         means = any(output.combine == "mean" for output in self._graph.outputs)
-        variant = Variant(size, in_parts and cut and means, results, rows)
+        variant = Variant(size, in_parts and cut and means, results, rows, self.rows.inputs)
         if variant not in self._kept:
             self._kept[variant] = self._lower_at(variant)
         return count, self._kept[variant]

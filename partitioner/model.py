@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from partitioner.check.report import CheckReport
 from partitioner.freezing import Freezing
 from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
-from partitioner.loss_form import LossDependence, loss_dependence, loss_key
+from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
 from partitioner.reports.comments import comment_programs
@@ -35,7 +35,7 @@ from partitioner.state import State, load
 from passes.emit_programs import LossForm, differentiated_outputs
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.microbatch import microbatch_sizes, split_target
+from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.lower import Differentiation, LoweredStages
@@ -73,17 +73,21 @@ class PartitionedModel(nn.Module):
         self._state = state
         self._freezing = Freezing(state.named_parameters())
         self._accumulation = Accumulation(state.named_parameters())
-        self._calls = Calls(original, graph, runtime)
+        self._calls = Calls(original, graph, runtime, lowerings.rows)
         self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
         self._assumed = assumed
-        self._dependence: dict[Any, LossDependence] = {}
+        self._losses = Losses(runtime)
         self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns: same structure, same values, on every rank."""
+        """What the original returns: same structure, same values, on every rank.
+
+        With ``inputs="local"`` of this rank's rows, where results have rows. The loss of ``.backward()`` is then one of these rows, and
+        gradients of parameters are those of the mean over ranks, as DistributedDataParallel has them.
+        """
         inputs = self._bind(args, kwargs)
         count, lowering = self.lowering_for(inputs.batch)
         wanted = inputs.requiring_gradient
@@ -96,6 +100,7 @@ class PartitionedModel(nn.Module):
         self._freezing.check()
         training = lowering.training(differentiation)
         differentiated = differentiated_outputs(training)
+        names = self._differentiated_inputs(differentiation)
         shapes: dict[str, torch.Size] = {}
         held: Gradients | None = "keep" if self._accumulation.gradients == "keep" else None
 
@@ -113,13 +118,14 @@ class PartitionedModel(nn.Module):
                 rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
                 for rank in self._runtime.local_ranks
             }
-            result: tuple[Tensor | None, ...] = self._calls.run(
+            found = self._calls.run(
                 lowering, lowering.backward(differentiation, count, frozenset(given), held or self._accumulation.gradients), inputs, extra
             )[self._here]
-            return result
+            of_inputs = lowering.rows.of_input_gradients(self._graph, names, found)
+            return tuple(gradient for name, gradient in zip(names, of_inputs, strict=True) if name in inputs.tensors)
 
         reachable = self._runtime.backward_anywhere or lowering.n_stage_ranks == 1
-        leaves = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
+        leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
         return tracked_call(
             forward, backward if reachable else refuse_backward, [name in differentiated for name in training.returned], leaves
         )
@@ -135,7 +141,8 @@ class PartitionedModel(nn.Module):
         """One forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
 
         Args:
-            args: the model's inputs, whole batch.
+            args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read none
+                may pass none, and one that computes no loss no target.
             target: what ``loss_fn`` compares with: tensors, in any structure, whose first dimension is the batch.
             loss_fn: ``loss_fn(output, target)``, a mean over the batch. None: the model returns its loss (``.loss``, or a scalar).
             loss_reduction: ``"sum"`` if the loss is a sum over the batch.
@@ -154,14 +161,14 @@ class PartitionedModel(nn.Module):
         inputs = self._bind(args, kwargs)
         results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
         count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
-        check_target(target, inputs.batch, count if results == "whole" else count * lowering.rows.count)
+        check_target(target, lowering.rows, inputs.batch, count, results)
         wanted = inputs.requiring_gradient
         local = inputs.batch if results == "whole" else inputs.batch // lowering.rows.count
         targets = {
             rank: target if results == "whole" else lowering.rows.of_target(target, inputs.batch, rank)
             for rank in self._runtime.local_ranks
         }
-        dependence = self._loss_dependence(lowering, loss_fn, targets[self._here], wanted, microbatch_sizes(local, count))
+        dependence = self._losses.dependence(lowering, loss_fn, targets[self._here], wanted, microbatch_sizes(local, count))
         outputs = dependence.outputs
         if dependence.own is not None:
             # The model's own loss: its graph knows better than a weight per row what each microbatch counts.
@@ -176,22 +183,18 @@ class PartitionedModel(nn.Module):
         self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
         extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
         loss, gradients = self._calls.run(lowering, programs, inputs, extra)[self._here]
-        differentiated = [tensor for name, tensor in inputs.tensors.items() if name in differentiation.inputs]
-        for tensor, gradient in zip(differentiated, gradients, strict=True):
-            if gradient is not None:
+        for name, gradient in zip(self._differentiated_inputs(differentiation), gradients, strict=True):
+            if gradient is not None and (tensor := inputs.tensors.get(name)) is not None:
                 here = gradient.to(tensor.device)
                 tensor.grad = here if tensor.grad is None else tensor.grad + here
         assert isinstance(loss, Tensor)
         return loss
 
-    def _loss_dependence(
-        self, lowering: Lowering, loss_fn: Callable[..., Tensor] | None, target: Any, wanted: frozenset[str], sizes: Sequence[int]
-    ) -> LossDependence:
-        key = (loss_key(loss_fn), wanted)
-        if key not in self._dependence:
-            part = split_target(target, sizes)[0]
-            self._dependence[key] = loss_dependence(lowering.graph, lowering.requiring(wanted), loss_fn, part, sizes[0])
-        return self._dependence[key]
+    def _differentiated_inputs(self, differentiation: Differentiation) -> list[str]:
+        """The inputs whose gradients programs return, in their order."""
+        return [
+            leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in differentiation.inputs
+        ]
 
     @property
     def _here(self) -> int:
@@ -216,6 +219,16 @@ class PartitionedModel(nn.Module):
     def plan(self) -> Plan:
         """Where everything runs, and when."""
         return self._plan
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
+        return self._lowerings.rows.count
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of these parts this process has: ``rank`` of a ``DistributedSampler``."""
+        return self._lowerings.rows.place(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -264,7 +277,8 @@ class PartitionedModel(nn.Module):
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:
         """Run the original beside this model on one batch, forward and backward, and report the first value that differs.
 
-        Gradients, buffers and random numbers are afterwards what they were. ``bool(report)`` says whether all is equal.
+        The batch is whole on every rank, also with ``inputs="local"``. Gradients, buffers and random numbers are afterwards what they
+        were. ``bool(report)`` says whether all is equal.
         """
         subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
         return check(subject, args, kwargs)

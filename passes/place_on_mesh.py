@@ -41,7 +41,14 @@ Gradients = Literal["sum", "keep", "add"]
 them together with the parts that were kept (``passes.ir.unsummed``)."""
 
 
-def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int], gradients: Gradients = "sum") -> Program:
+def place_on_mesh(
+    program: Program,
+    graph: ModelGraph,
+    mesh: Mesh,
+    pipeline: Sequence[int],
+    gradients: Gradients = "sum",
+    results: Literal["global", "local"] = "global",
+) -> Program:
     """One rank's program among all of the mesh.
 
     Args:
@@ -50,13 +57,15 @@ def place_on_mesh(program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Seq
         mesh: of all ranks.
         pipeline: for each rank of the pipeline, the rank of the mesh.
         gradients: whether those of parameters are summed.
+        results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
     """
     writer = _Writer(program, graph, mesh, pipeline)
     writer.address()
     writer.sum_totals()
     writer.sum_gradients(gradients)
     writer.sum_loss()
-    writer.gather_rows()
+    if results == "global":
+        writer.gather_rows()
     program.module.graph.lint()
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]

@@ -44,11 +44,13 @@ class MemoryStore:
             return self._values[key].encode()
 
 
-Question = tuple[str, int]
+Question = tuple[str, int | None]
 
 
-def ask(values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0) -> list[str]:
-    """Each rank asks its questions in order, starting a program behind every second one; returns what each raised."""
+def ask(
+    values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0, answers: list[list[str | None]] | None = None
+) -> list[str]:
+    """Each rank asks its questions in order, starting a program behind each; returns what each raised, and what it was told."""
     store = MemoryStore()
     said = [""] * len(values)
 
@@ -60,8 +62,10 @@ def ask(values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10
             if pauses.random() < 0.3:
                 threading.Event().wait(pauses.random() * 0.003)
             try:
-                agreement.agree(what, value)
+                told = agreement.agree(what, value)
                 agreement.go_on()
+                if answers is not None:
+                    answers[rank].append(told)
             except DisagreementError as error:
                 first = record.report(failure_of(rank, error))
                 said[rank] = str(first.error_on(rank, error))
@@ -95,6 +99,25 @@ def test_a_rank_with_another_value_is_found(asked: list[Question], size: int, da
     assert "6" in said[rank]
     for text in said:
         assert text in ("", said[rank])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["batch size", "program"]), st.integers(1, 2)), min_size=1, max_size=8), st.data())
+def test_a_rank_that_knows_nothing_is_told(asked: list[Question], data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 4))
+    knowing = [data.draw(st.sets(st.integers(0, size - 1), min_size=1)) for _ in asked]
+    said, told = (
+        [[(what, value if rank in knowing[position] else None) for position, (what, value) in enumerate(asked)] for rank in range(size)],
+        [[str(value) for _, value in asked] for _ in range(size)],
+    )
+    answers: list[list[str | None]] = [[] for _ in range(size)]
+    assert ask(said, data.draw(st.integers(0, 100)), answers=answers) == [""] * size
+    assert answers == told
+
+
+def test_nobody_knows() -> None:
+    answers: list[list[str | None]] = [[], []]
+    assert ask([[("batch size", None), ("batch size", 4)], [("batch size", None), ("batch size", None)]], answers=answers) == ["", ""]
+    assert answers == [[None, "4"], [None, "4"]]
 
 
 def test_everybody_is_named() -> None:

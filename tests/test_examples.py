@@ -16,6 +16,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 QUICK = {
     "clip_contrastive": (),
     "convolution_channels": (),
+    "distributed_sampler": ("--epochs", "2"),
     "encoder_decoder": ("--steps", "3"),
     "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
     "lenet_data_parallel": ("--epochs", "1", "--devices", "2"),
@@ -28,6 +29,9 @@ QUICK = {
     "unet_skips": ("--steps", "3"),
 }
 """Arguments that make each example run in a few seconds."""
+
+EITHER_WAY = ("distributed_sampler", "torchrun_training")
+"""Those that run in one process or in several, and print the losses of their steps."""
 
 PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -63,7 +67,7 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main_of(path)(QUICK[path.stem])
     printed = capsys.readouterr().out
     difference = re.search(r"^largest difference (\S+)", printed, re.MULTILINE)
-    if path.stem == "torchrun_training":
+    if path.stem in EITHER_WAY:
         assert losses_in(printed)
     else:
         assert difference is not None
@@ -72,8 +76,9 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gloo
-def test_torchrun_prints_the_losses_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    path = next(path for path in EXAMPLES if path.stem == "torchrun_training")
+@pytest.mark.parametrize("name", EITHER_WAY)
+def test_torchrun_prints_the_losses_of_one_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(path for path in EXAMPLES if path.stem == name)
     main_of(path)(QUICK[path.stem])
     embedded = losses_in(capsys.readouterr().out)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path), *QUICK[path.stem]]

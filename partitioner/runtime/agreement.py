@@ -26,6 +26,9 @@ __all__ = ["Agreement"]
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks, doubled each time: most ranks come at once, and a late one may be minutes late."""
 
+_UNKNOWN = "?"
+"""What a rank writes that takes over what others say."""
+
 
 @dataclass(frozen=True)
 class _Line:
@@ -64,26 +67,33 @@ class Agreement:
         self._agreements = 0
         self._agreed: dict[str, str] = {}
 
-    def agree(self, what: str, value: object) -> None:
-        """Return when all ranks say the same.
+    def agree(self, what: str, value: object) -> str | None:
+        """Return when all ranks say the same; a rank that cannot know it says None, and gets what the others say.
+
+        Returns:
+            The value as text; None where no rank knows it.
 
         Raises:
             DisagreementError: naming each rank's value.
             CommunicationError: a rank did not come to this question.
         """
-        text = str(value)
+        text = _UNKNOWN if value is None else str(value)
         self._question += 1
-        if self._agreed.get(what) == text:
-            return
-        own = f"{what}: {text}"
-        self._write(own)
-        found = self._values(what, own)
-        if len(set(found.values())) > 1 or None in found.values():
-            old = self._agreed.get(what, "another one")
-            names = {rank: old if said is None else said.removeprefix(f"{what}: ") for rank, said in found.items()}
-            raise DisagreementError(_differ(what, names))
-        self._agreed[what] = text
-        self._agreements += 1
+        if value is not None and self._agreed.get(what) == text:
+            return text
+        self._write(f"{what}: {text}")
+        found = self._values(what, knows=value is not None)
+        old = self._agreed.get(what, "another one")
+        said = {rank: old if line is None else line.removeprefix(f"{what}: ") for rank, line in found.items()}
+        known = set(said.values()) - {_UNKNOWN}
+        if len(known) > 1 or (value is not None and None in found.values()):
+            raise DisagreementError(_differ(what, {rank: name for rank, name in said.items() if name != _UNKNOWN}))
+        agreed = next(iter(known), _UNKNOWN)
+        if None not in found.values():
+            self._agreements += 1
+            self._agreed[what] = agreed
+            self._store.set(f"agreement {self._agreements}", f"{what}: {agreed}")
+        return None if agreed == _UNKNOWN else agreed
 
     def go_on(self) -> None:
         """Say that this rank has passed all its questions and acts on the answers."""
@@ -92,21 +102,26 @@ class Agreement:
     def _write(self, value: str | None) -> None:
         self._store.set(f"rank {self._rank}", str(_Line(self._question, self._agreements, value)))
 
-    def _values(self, what: str, own: str) -> dict[int, str | None]:
-        """What each rank says to the present question; None: it went on with what was agreed before."""
+    def _values(self, what: str, *, knows: bool) -> dict[int, str | None]:
+        """What each rank says to the present question; None: it went on with what was agreed before.
+
+        A rank that knows nothing itself asks no further once it has seen a rank go on.
+        """
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE
         found: dict[int, str | None] = {}
         while True:
             for rank in range(self._size):
                 if rank not in found and (line := self._line(rank)) is not None and line.question >= self._question:
-                    # With one more agreement behind it, it has seen that all say the same, this rank among them.
-                    found[rank] = own if line.agreements > self._agreements else line.value if line.question == self._question else None
-            if len(found) == self._size:
+                    # With one more agreement behind it, it has seen what all say, this rank among them.
+                    ahead = line.agreements > self._agreements
+                    found[rank] = self._next_agreement() if ahead else line.value if line.question == self._question else None
+            if len(found) == self._size or (not knows and None in found.values()):
                 return found
             missing = [rank for rank in range(self._size) if rank not in found]
             late = CommunicationError(
-                f"rank {self._rank} has a new {what}, and {_ranks(missing)} did not make the same call", remedy=DisagreementError.REMEDY
+                f"rank {self._rank} {'has a new' if knows else 'asks for the'} {what}, and {_ranks(missing)} did not make the same call",
+                remedy=DisagreementError.REMEDY,
             )
             if (failure := self._record.first()) is not None:
                 raise failure.error_on(self._rank, late)
@@ -114,6 +129,10 @@ class Agreement:
                 raise late
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _next_agreement(self) -> str:
+        """What all ranks agreed on that this rank is about to see agreed."""
+        return self._store.get(f"agreement {self._agreements + 1}").decode()
 
     def _line(self, rank: int) -> _Line | None:
         key = f"rank {rank}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -175,8 +176,13 @@ class EmbeddedRuntime:
                     _advance(rank, running, waiting, results)
         return results
 
-    def agree(self, what: str, value: object) -> None:
+    def agree(self, what: str, value: object) -> str | None:
         """All ranks are given the same inputs here: there is nothing to compare."""
+        return None if value is None else str(value)
+
+    def failing_together(self) -> AbstractContextManager[object]:
+        """Nobody waits elsewhere."""
+        return nullcontext()
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Everything that any rank owns: all of it is here."""

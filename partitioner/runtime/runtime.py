@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,8 +26,15 @@ class Runtime(Protocol):
     def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
         """Run the program of every rank of this process; returns each one's result."""
 
-    def agree(self, what: str, value: object) -> None:
-        """Raise ConfigError on every rank when ranks do not all say the same value."""
+    def agree(self, what: str, value: object) -> str | None:
+        """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
+
+        Returns:
+            The value as text; None where no rank knows it.
+        """
+
+    def failing_together(self) -> AbstractContextManager[object]:
+        """Whatever is raised inside on one rank ends the waiting of all others."""
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The union of what the processes own, on every process; each name is owned by one of them."""

@@ -74,7 +74,7 @@ class TorchrunRuntime:
             CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
             ConfigError: the ranks run different programs.
         """
-        with self._failing_together() as connection, torch.no_grad():
+        with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}")
             connection.agreement.go_on()
@@ -84,14 +84,29 @@ class TorchrunRuntime:
             transport.finish()
         return {self._rank: result}
 
-    def agree(self, what: str, value: object) -> None:
-        """Raise ConfigError on every rank when ranks do not all say the same value. Waits for nobody while it stays as it was."""
-        with self._failing_together() as connection:
-            connection.agreement.agree(what, value)
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[Connection]:
+        """Whatever goes wrong inside is told to all ranks; what others told before is part of the error here."""
+        self._connection.check()
+        try:
+            yield self._connection
+        except BaseException as error:
+            raised = self._connection.fail(error)
+            if raised is error:
+                raise
+            raise raised from error
+
+    def agree(self, what: str, value: object) -> str | None:
+        """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
+
+        A rank that says a value waits for nobody while it stays as it was.
+        """
+        with self.failing_together() as connection:
+            return connection.agreement.agree(what, value)
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The union of what the processes own, on every process: first what there is, then each tensor from its owner."""
-        with self._failing_together() as connection, torch.no_grad():
+        with self.failing_together() as connection, torch.no_grad():
             group = connection.group(connection.everyone)
             kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
             kinds_of: list[Any] = [None] * self.n_ranks
@@ -104,7 +119,7 @@ class TorchrunRuntime:
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """A number reduced over all processes."""
-        with self._failing_together() as connection:
+        with self.failing_together() as connection:
             reduced = value.detach().clone()
             dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], connection.group(connection.everyone))
             return reduced
@@ -114,18 +129,6 @@ class TorchrunRuntime:
         if id(programs) not in self._prepared:
             self._prepared[id(programs)] = programs, prepare_traffic(programs.programs, self._rank)
         return self._prepared[id(programs)][1]
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[Connection]:
-        """Whatever goes wrong inside is told to all ranks; what others told before is part of the error here."""
-        self._connection.check()
-        try:
-            yield self._connection
-        except BaseException as error:
-            raised = self._connection.fail(error)
-            if raised is error:
-                raise
-            raise raised from error
 
 
 def _run_to_the_end(run: Run) -> Any:
