@@ -11,6 +11,7 @@ from __future__ import annotations
 from cost_models.hardware import Cluster, Device, Link
 from partitioner.api import partition
 from partitioner.constraints import Constraints
+from partitioner.inspection import Drawing, WeightDrawing, diff, draw, draw_weight
 from partitioner.model import PartitionedModel
 from passes.ir.errors import (
     CommunicationError,
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "Constraints",
     "Device",
+    "Drawing",
     "InfeasiblePlanError",
     "Link",
     "PartitionError",
@@ -35,5 +37,9 @@ __all__ = [
     "Plan",
     "TraceError",
     "VerificationError",
+    "WeightDrawing",
+    "diff",
+    "draw",
+    "draw_weight",
     "partition",
 ]

@@ -17,6 +17,7 @@ The programs of a pipeline count its ranks from 0 and know nothing of the pipeli
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -72,6 +73,8 @@ def place_on_mesh(
     module = inline_stages(program.module, mesh, rank)
     bundle_collectives(module.graph)
     overlap_communication(module.graph)
+    # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.
+    type(module).__name__ = re.sub(r"^Rank\d+", f"Rank{rank}", type(module).__name__)
     return replace(program, rank=rank, module=module)
 
 

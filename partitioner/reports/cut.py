@@ -20,7 +20,7 @@ from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block
 from passes.ir.mesh import ROWS, STORED, Mesh
 
-__all__ = ["axes_section", "parameters_section"]
+__all__ = ["axes_section", "parameters_section", "tensor_layout"]
 
 
 def axes_section(explained: Explained) -> list[str]:
@@ -61,6 +61,12 @@ def parameters_section(explained: Explained) -> list[str]:
     for (pattern, layout, whole, parts), members in found.items():
         rows.append((pattern if len(members) > 1 else members[0], f"x {len(members)}" if len(members) > 1 else "", layout, whole, parts))
     return [*align(rows, "<<<<<"), "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one"]
+
+
+def tensor_layout(explained: Explained, placeholder: str) -> str:
+    """The axes of a parameter's dimensions, with what they are cut over."""
+    names = axis_names(explained.cut.graph, explained.cut.axes)
+    return _layout(explained.cut.axes, names, placeholder, explained.blocks[placeholder], explained.mesh)
 
 
 def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[int, Block], mesh: Mesh) -> str:

@@ -1,0 +1,41 @@
+"""The colours of stages and of what goes between them: a light one and a dark one each, told apart by readers who see few colours.
+
+The hues of stages are those of Okabe and Ito (2008), softened to carry text.
+"""
+
+from __future__ import annotations
+
+__all__ = ["INK", "LINKS", "STAGES", "stage_colour"]
+
+STAGES: tuple[tuple[str, str], ...] = (
+    ("#cfe3f7", "#1f4468"),
+    ("#fbe0b8", "#6a4a12"),
+    ("#cdeadd", "#1d5140"),
+    ("#f7d3de", "#6b2b43"),
+    ("#e0d6f2", "#43346b"),
+    ("#f4efb5", "#57521a"),
+    ("#d3eef6", "#1c5263"),
+    ("#f3d2c1", "#6b361d"),
+)
+"""The fill of a stage's boxes, light and dark."""
+
+INK: dict[str, tuple[str, str]] = {
+    "ink": ("#1c1e21", "#e6e8eb"),
+    "faint": ("#6b7280", "#9aa3ae"),
+    "line": ("#d7dbe0", "#3a4048"),
+    "paper": ("#ffffff", "#16191d"),
+    "plain": ("#eef0f3", "#2a2f36"),
+}
+"""Text, fine print, borders, ground, and boxes of no stage."""
+
+LINKS: dict[str, tuple[str, str]] = {
+    "data": ("#9aa3ae", "#7d8794"),
+    "message": ("#cf5c3b", "#f08a68"),
+    "collective": ("#7a5ea8", "#b49bdf"),
+}
+"""What stays on a rank, messages, collectives."""
+
+
+def stage_colour(stage: int | None) -> tuple[str, str]:
+    """The fill of a stage's boxes, light and dark; stages further apart than there are colours share one."""
+    return INK["plain"] if stage is None else STAGES[stage % len(STAGES)]
