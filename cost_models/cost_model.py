@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from cost_models.communication import send_receive
+from cost_models.efficiency import product_time
 from cost_models.hardware import Device, Link
 from cost_models.work import Work
 
@@ -15,7 +16,7 @@ __all__ = ["CostModel", "Roofline"]
 
 
 class CostModel(Protocol):
-    """What the planner asks. Times are in seconds."""
+    """What the planner and the simulator ask. Times are in seconds."""
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
         """Time of one operation's work (all numbers, no symbols) on a device."""
@@ -28,13 +29,24 @@ class CostModel(Protocol):
 class Roofline:
     """An operation takes what limits it, arithmetic or memory, and what each of its kernels costs to start.
 
-    Williams, Waterman, Patterson, "Roofline", CACM 2009.
+    Williams, Waterman, Patterson, "Roofline", CACM 2009; arithmetic of products by ``cost_models.efficiency``.
     """
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """``max(FLOPs / rate, bytes / bandwidth) + launches * overhead``."""
-        limit: float = max(work.flops / device.flops(dtype), work.bytes / device.bandwidth)
-        return limit + work.launches * device.launch_overhead
+        """The longer of arithmetic and memory traffic, and the starts of kernels.
+
+        On a device that runs behind the host, a start costs ``kernel_latency``, and only operations shorter than ``launch_overhead``
+        wait for the host; on any other each start takes the host's time too.
+        """
+        busy = max(self.arithmetic_time(work, device, dtype), work.bytes / device.bandwidth) + work.launches * device.kernel_latency
+        launching = work.launches * device.launch_overhead
+        return float(max(busy, launching) if device.asynchronous else busy + launching)
+
+    def arithmetic_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """Of the products by their sizes, or of all FLOPs at the peak where the sizes are not known."""
+        if work.products:
+            return sum(product_time(product, device, dtype) for product in work.products)
+        return float(work.flops / device.flops(dtype))
 
     def transfer_time(self, size: float, link: Link) -> float:
         """``latency + bytes / bandwidth``."""

@@ -6,16 +6,18 @@
     +--------+            +--------+        +--------+            +--------+
          +------------ between ---------------+
 
-Rates are what the hardware reaches on large operations; what an operation needs is in ``cost_models.operations``.
+Peaks are the maker's numbers; how much of them an operation of some size reaches is ``cost_models.efficiency``'s, how long messages take
+``cost_models.communication``'s.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -35,6 +37,9 @@ def _check(holds: bool, problem: str) -> None:
         raise ConfigError(problem, remedy="correct the description of the cluster")
 
 
+_POSITIVE = ("memory_bytes", "memory_bandwidth", "processors", "cache_bandwidth", "store_bandwidth")
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU.
@@ -44,9 +49,15 @@ class Device:
         peak_flops: FLOP/s by dtype name (``{"float32": 19.5e12}``). A dtype that is not named runs at the lowest rate named.
         memory_bytes: what it holds.
         memory_bandwidth: B/s.
-        launch_overhead: s to start one operation, whatever its size.
-        compute_efficiency: the part of the peak that large matrix products reach.
+        launch_overhead: s of the host to start one operation, whatever its size.
+        compute_efficiency: the part of the peak that the inner loops of large matrix products reach.
         bandwidth_efficiency: the part of the bandwidth that large copies reach.
+        asynchronous: whether the host starts operations ahead of the device, so that only operations shorter than a launch wait for it.
+        kernel_latency: s of the device that each kernel loses at its start and end.
+        processors: how many units work on a matrix product at the same time (streaming multiprocessors).
+        tiles: rows and columns of the result that one processor computes at once, for each kernel there is; none: any size is even.
+        cache_bandwidth: B/s at which all processors together read what they multiply; infinite where it limits nothing.
+        store_bandwidth: B/s at which all processors together write results.
 
     Raises:
         ConfigError: a number is not positive, or an efficiency is over 1.
@@ -59,15 +70,24 @@ class Device:
     launch_overhead: float = 5e-6
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
+    asynchronous: bool = False
+    kernel_latency: float = 0.0
+    processors: int = 1
+    tiles: Sequence[tuple[int, int]] = ()
+    cache_bandwidth: float = math.inf
+    store_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+        object.__setattr__(self, "tiles", tuple((rows, columns) for rows, columns in self.tiles))
         rates = {f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops.items()}
-        positive = {**rates, "memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
+        positive = {**rates, **{name: getattr(self, name) for name in _POSITIVE}}
         for name, number in positive.items():
             _check(number > 0, f"device {self.name!r}: {name} must be positive, got {number}")
         _check(bool(self.peak_flops), f"device {self.name!r}: peak_flops names no dtype")
-        _check(self.launch_overhead >= 0, f"device {self.name!r}: launch_overhead must not be negative, got {self.launch_overhead}")
+        for name in ("launch_overhead", "kernel_latency"):
+            _check(getattr(self, name) >= 0, f"device {self.name!r}: {name} must not be negative, got {getattr(self, name)}")
+        _check(all(min(tile) > 0 for tile in self.tiles), f"device {self.name!r}: tiles must be positive, got {self.tiles}")
         for name in ("compute_efficiency", "bandwidth_efficiency"):
             _check(0 < getattr(self, name) <= 1, f"device {self.name!r}: {name} must lie in (0, 1], got {getattr(self, name)}")
 
@@ -85,10 +105,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time."""
+    """What joins two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time.
+
+    Attributes:
+        latency: s.
+        bandwidth: B/s one way that large messages reach.
+        name: for reading: ``"NVLink"``.
+    """
 
     latency: float
     bandwidth: float
+    name: str = ""
 
     def __post_init__(self) -> None:
         _check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")
@@ -100,10 +127,17 @@ _SAME_DEVICE = Link(latency=0.0, bandwidth=float("inf"))
 
 @dataclass(frozen=True)
 class Level:
-    """Ranks a and b with ``a // size == b // size`` are joined by this link, unless a smaller level joins them already."""
+    """Places a and b with ``a // size == b // size`` are joined by this link, unless a smaller level joins them already.
+
+    Attributes:
+        size: how many places it joins.
+        link: between any two of them.
+        shared: whether each unit of the next smaller level (a node) has one such link for all of its devices; else each device has its own.
+    """
 
     size: int
     link: Link
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,21 +149,25 @@ class Cluster:
 
     Attributes:
         devices: one for each rank.
-        links: one link for all pairs; levels, innermost first; or a link for each pair of ranks (one direction stands for both).
+        links: one link for all pairs; levels, innermost first; or a link for each pair of places (one direction stands for both).
+        places: where each rank sits; its own number where nothing is said. See ``placed``.
     """
 
     devices: Sequence[Device]
     links: Link | Sequence[Level] | Mapping[tuple[int, int], Link] = field(hash=False)
+    places: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "places", tuple(self.places) or tuple(range(len(self.devices))))
+        _check(len(self.places) == len(self.devices), f"{len(self.devices)} devices have {len(self.places)} places")
         _check(len(self.devices) > 0, "a cluster needs at least one device")
         if isinstance(self.links, Mapping):
             object.__setattr__(self, "links", MappingProxyType(dict(self.links)))
         elif not isinstance(self.links, Link):
             levels = tuple(sorted(self.links, key=lambda level: level.size))
             reach = levels[-1].size if levels else 1
-            _check(reach >= len(self.devices), f"the links join {reach} devices, the cluster has {len(self.devices)}")
+            _check(reach > max(self.places), f"the links join {reach} devices, the cluster has {max(self.places) + 1}")
             object.__setattr__(self, "links", levels)
 
     def link(self, one: int, other: int) -> Link:
@@ -138,10 +176,11 @@ class Cluster:
             return _SAME_DEVICE
         if isinstance(self.links, Link):
             return self.links
+        here, there = self.places[one], self.places[other]
         if isinstance(self.links, Mapping):
-            found = self.links.get((one, other)) or self.links.get((other, one))
+            found = self.links.get((here, there)) or self.links.get((there, here))
         else:
-            found = next((level.link for level in self.links if one // level.size == other // level.size), None)
+            found = next((level.link for level in self.links if here // level.size == there // level.size), None)
         if found is None:
             raise ConfigError(f"no link joins ranks {one} and {other}", remedy=f"add ({one}, {other}) to the links of the cluster")
         return found
@@ -152,7 +191,19 @@ class Cluster:
             raise ConfigError(
                 f"{n_devices} devices were asked for, the cluster has {len(self.devices)}", remedy="describe a cluster with enough devices"
             )
-        return Cluster(self.devices[:n_devices], self.links)
+        return Cluster(self.devices[:n_devices], self.links, self.places[:n_devices])
+
+    def placed(self, order: Sequence[int]) -> Cluster:
+        """The cluster with ranks on other devices: rank i where rank ``order[i]`` was.
+
+        Meshes number ranks with the last dimension running fastest, so the last dimension lies on the innermost links; another order
+        lays another one there.
+
+        Raises:
+            ConfigError: ``order`` does not name each rank once.
+        """
+        _check(sorted(order) == list(range(len(self.devices))), f"{tuple(order)} does not name each of {len(self.devices)} ranks once")
+        return Cluster([self.devices[rank] for rank in order], self.links, [self.places[rank] for rank in order])
 
     @staticmethod
     def preset(name: str, nodes: int = 1, devices_per_node: int = 1) -> Cluster:
@@ -207,8 +258,8 @@ class _Kind:
     """A device and how such devices are joined inside a node and between nodes."""
 
     device: Device
-    inside: Link
-    between: Link
+    inside: Level
+    between: Level
 
 
 @cache
@@ -218,15 +269,22 @@ def _presets() -> Mapping[str, _Kind]:
 
 
 def _kind(name: str, fields: Mapping[str, Any]) -> _Kind:
-    links = {key: Link(**fields[key]) for key in ("inside", "between") if key in fields}
-    inside = links.get("inside", _SAME_DEVICE)
+    links = {key: _level(fields[key]) for key in ("inside", "between") if key in fields}
+    inside = links.get("inside", Level(1, _SAME_DEVICE))
     numbers = {key: value for key, value in fields.items() if key not in ("inside", "between", "memory")}
     return _Kind(Device(name=name, memory_bytes=parse_bytes(fields["memory"]), **numbers), inside, links.get("between", inside))
 
 
+def _level(fields: Mapping[str, Any]) -> Level:
+    """A level from a table: of no size yet where the table gives none."""
+    link = {key: value for key, value in fields.items() if key not in ("size", "shared")}
+    return Level(fields.get("size", 1), Link(**link), fields.get("shared", False))
+
+
 def _uniform(kind: _Kind, nodes: int, devices_per_node: int) -> Cluster:
     _check(nodes >= 1 and devices_per_node >= 1, f"a cluster needs at least one device, got {nodes} nodes of {devices_per_node}")
-    levels = [Level(devices_per_node, kind.inside), Level(nodes * devices_per_node, kind.between)]
+    sizes = (devices_per_node, nodes * devices_per_node)
+    levels = [replace(level, size=size) for level, size in zip((kind.inside, kind.between), sizes, strict=True)]
     return Cluster([kind.device] * (nodes * devices_per_node), levels)
 
 
@@ -236,7 +294,7 @@ def _cluster_from_table(table: Mapping[str, Any], path: str) -> Cluster:
         if "device" in table:
             return _uniform(_named(table["device"], kinds), table.get("nodes", 1), table.get("devices_per_node", 1))
         devices = [_named(name, kinds).device for name in table["ranks"]]
-        levels = [Level(link["size"], Link(link["latency"], link["bandwidth"])) for link in table["links"]]
+        levels = [_level({"size": link["size"], **link}) for link in table["links"]]
         return Cluster(devices, levels)
     except (KeyError, TypeError) as error:
         raise ConfigError(

@@ -75,6 +75,11 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
     assert Cluster.from_toml(file) == Cluster([Cluster.preset("h100").devices[0], DEVICE], [Level(2, SLOW)])
     file.write_text('device = "v100"\nnodes = 2\ndevices_per_node = 3\n')
     assert Cluster.from_toml(file) == Cluster.preset("v100", 2, 3)
+    file.write_text(
+        'ranks = ["v100", "v100"]\nlinks = [{ size = 1, latency = 1e-6, bandwidth = 1e11 }, '
+        '{ size = 2, latency = 1e-5, bandwidth = 1e10, name = "Ethernet", shared = true }]\n'
+    )
+    assert Cluster.from_toml(file).links == (Level(1, Link(1e-6, 1e11)), Level(2, Link(1e-5, 1e10, "Ethernet"), shared=True))
     for text in ("ranks = 3", "device = 'nothing'", "not toml", "device = 'v100'\nnodes = 0", "ranks = ['v100', 'v100']"):
         file.write_text(text)
         with pytest.raises(ConfigError):

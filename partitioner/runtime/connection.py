@@ -21,6 +21,7 @@ import torch.distributed as dist
 from partitioner.runtime.agreement import Agreement
 from partitioner.runtime.failure import Failure, FailureRecord, failure_of
 from partitioner.runtime.traffic import Traffic
+from passes.ir.backends import default_backend
 from passes.ir.errors import CommunicationError
 
 __all__ = ["Connection"]
@@ -55,7 +56,7 @@ class Connection:
         self.agreement = Agreement(store, self.rank, self.size, timeout, self.record)
         self.everyone = tuple(range(self.size))
         self.failure: Failure | None = None
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._backend = default_backend(device.type)
         self.tagged = self._backend == "gloo" if tagged is None else tagged
         self._groups = {self.everyone: self._new_group(self.everyone)}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}

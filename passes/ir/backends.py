@@ -1,0 +1,53 @@
+"""Which backend of torch.distributed carries out which operation on which kind of device.
+
+    backend   cpu                       cuda
+    gloo      everything                everything, copied through the host
+    mpi       everything                everything, if it was built to see device memory
+    nccl      nothing                   everything
+
+The documentation of torch.distributed ("Backends") lists what PyTorch implements; a test asks the installed gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from passes.ir.errors import ConfigError
+
+__all__ = ["BACKENDS", "BackendOperation", "check_backend", "default_backend"]
+
+BackendOperation = Literal["send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+"""What programs ask a backend for; a halo exchange is made of sends and receives."""
+
+_ALL: frozenset[BackendOperation] = frozenset({"send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+
+BACKENDS: Mapping[str, Mapping[str, frozenset[BackendOperation]]] = MappingProxyType(
+    {
+        "gloo": {"cpu": _ALL, "cuda": frozenset({"broadcast", "all_reduce"})},
+        "mpi": {"cpu": _ALL - {"reduce_scatter"}, "cuda": _ALL - {"reduce_scatter"}},
+        "nccl": {"cuda": _ALL},
+    }
+)
+"""Backend -> type of device -> operations."""
+
+
+def default_backend(device_type: str) -> str:
+    """What runs on devices of a type where nothing else is said."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+def check_backend(backend: str, device_type: str, operation: BackendOperation) -> None:
+    """Refuse what a backend cannot do.
+
+    Raises:
+        ConfigError: naming a backend that can.
+    """
+    if operation in BACKENDS.get(backend, {}).get(device_type, frozenset()):
+        return
+    able = [name for name, kinds in BACKENDS.items() if operation in kinds.get(device_type, frozenset())]
+    raise ConfigError(
+        f"the backend {backend!r} has no {operation} on {device_type} devices",
+        remedy=f"start the processes with {' or '.join(able)}" if able else "run on another kind of device",
+    )
