@@ -132,7 +132,11 @@ def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
 
 
 def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:
-    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph."""
+    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph.
+
+    Of an axis that several mesh dimensions cut, also those of the outer parts, in which the inner ones lie: of 7 over 2 x 2 ranks the
+    third has 2 as the first has, but of 3 and not of 4.
+    """
     every = {layout for each in (*layouts.needs.values(), *layouts.results.values()) for layout in each}
     patterns = {
         (place.axis, tuple(isinstance(other, Shard) and other.axis == place.axis for other in layout))
@@ -140,7 +144,8 @@ def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:
         for place in layout
         if isinstance(place, Shard)
     }
-    return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in sorted(patterns))
+    outer = {(axis, pattern[:end] + (False,) * (len(pattern) - end)) for axis, pattern in patterns for end in range(1, len(pattern) + 1)}
+    return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in sorted(outer))
 
 
 def _block(name: str, axes: Axes, layout: Layout, extents: Extents) -> Block:

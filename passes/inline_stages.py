@@ -207,6 +207,10 @@ class _Inliner:
     def place(self, over: str) -> int:
         return self.mesh.coordinate(self.rank)[over]
 
+    def times(self, count: int, size: fx.Node | int, name: str) -> fx.Node | int:
+        """A multiple of a size, which may follow from the batch."""
+        return count * size if isinstance(size, int) else self._call(operator.mul, (count, size), name)
+
     def call(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
         return self._describe(self._call(function, arguments, name), node)
 
@@ -250,8 +254,10 @@ def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: s
 def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     index, over, _, size, sizes, _ = arguments
     place = inliner.place(over)
-    start = sum(sizes[:place]) if sizes else place * size
-    return index if start == 0 else inliner.call(node, torch.ops.aten.sub.Scalar, (index, start), name)
+    if place == 0:
+        return index
+    start = sum(sizes[:place]) if sizes else inliner.times(place, size, f"{name}_start")
+    return inliner.call(node, torch.ops.aten.sub.Scalar, (index, start), name)
 
 
 _WRITERS: Mapping[Any, Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]] = {

@@ -117,12 +117,17 @@ class _Call:
     operands: tuple[fx.Node, ...]
     lying: tuple[Placement | None, ...]
 
-    def allows(self, factor: int) -> bool:
-        """Whether the loop can be cut. A maximum has no gradient when its parts are reduced: it is cut where it needs none."""
+    def allows(self, factor: int, *, is_outermost: bool) -> bool:
+        """Whether the loop can be cut. A maximum has no gradient when its parts are reduced: it is cut where it needs none.
+
+        Args:
+            is_outermost: whether the axis that is cut is the outermost of the loop: its parts are then runs of places.
+        """
         assert self.loops is not None
         found = self.loops.factors[factor]
         if found.reduction == "whole":
-            return inside_of(self.node, found.name) is not None
+            inside = inside_of(self.node, found.name)
+            return inside is not None and (is_outermost or not inside.by_place)
         if found.reduction in ("max", "min"):
             value = self.node.meta["val"]
             return isinstance(value, Tensor) and not value.dtype.is_floating_point
@@ -288,7 +293,7 @@ class _Walk:
         for factor, axes in enumerate(self.axes.factors[call.node.name]):
             for axis in axes:
                 cut = Cut(factor, axis)
-                if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor):
+                if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor, is_outermost=axis == axes[0]):
                     continue
                 if self._occurs_twice(call, axis):
                     continue

@@ -202,6 +202,42 @@ def test_a_cut_operation_is_the_whole_one(example: Example, mesh: tuple[tuple[st
 
 
 @pytest.mark.parametrize(
+    "example",
+    [each for each in EXAMPLES if each.name in ("embedding", "cross_entropy_mean", "cross_entropy_ignoring", "causal_attention")],
+    ids=lambda example: example.name,
+)
+def test_parts_of_parts_count_their_places(example: Example) -> None:
+    model, made = cut(example, (("one", 2), ("two", 2)))
+    assert_equal_runs(run_cut(made, model, ARGS), run_model(model, ARGS, {}))
+
+
+class RowsOfTwo(nn.Module):
+    """A table of (two three) rows in which another operation sees the two and the three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(24.0, dtype=torch.float64).reshape(6, 4))
+        self.weight = nn.Parameter(torch.arange(3.0, dtype=torch.float64))
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        return F.embedding(words, self.table), torch.einsum("abc,b->ac", self.table.view(2, 3, 4), self.weight)
+
+
+@pytest.mark.parametrize("part", ["two", "three"])
+def test_places_are_counted_in_runs(part: str) -> None:
+    """Every third row is no run of rows: what counts places in them is not cut so."""
+    model, args = RowsOfTwo(), (torch.tensor([[0, 5, 2], [1, 3, 4]]),)
+    graph = trace(model, args, batch_size=2)
+    axes = find_axes(graph.graph)
+    two, three = axes.of("p_table")[0]
+    count = 2 if part == "two" else 3
+    made = cut_axes(graph, axes, AxisCut(Mesh((("one", count),)), {"one": (two if part == "two" else three,)}, (), ()), "whole")
+    assert (made.layouts.cuts["embedding"] != (None,)) == (part == "two")
+    assert made.layouts.cuts["einsum"] != (None,)
+    assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}))
+
+
+@pytest.mark.parametrize(
     "example", [each for each in EXAMPLES if not each.name.startswith(("embedding", "causal"))], ids=lambda example: example.name
 )
 def test_it_never_gathers_what_is_cut(example: Example) -> None:

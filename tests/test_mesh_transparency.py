@@ -79,8 +79,17 @@ SETTINGS = {
         Setting({"pipeline": 2, "tensor": 2}),
         Setting({"fsdp": 2, "tensor": 2}),
         Setting({"data": 2, "pipeline": 2, "tensor": 2}),
+        Setting({"tensor": 4}),
+        Setting({"data": 2, "fsdp": 2, "tensor": 2}),
+        Setting({"sequence": 2}),
+        Setting({"data": 2, "sequence": 2, "tensor": 2}),
     )
 }
+
+HAVE_A_SEQUENCE = (
+    "gpt", "encoder_decoder", "padded_attention", "clip", "gpt2", "gpt2_with_cache", "llama", "bert", "t5", "vit", "whisper",
+)  # fmt: skip
+"""The cases whose attention compares what a mesh dimension ``"sequence"`` cuts."""
 
 DIAGONAL = {
     "perceptron": "tensor3",
@@ -98,15 +107,21 @@ DIAGONAL = {
     "integers_and_flags": "zero22",
     "nested_outputs": "zero23",
     "bert": "data2",
+    "mixture_of_experts": "data2-fsdp2-tensor2",
+    "convnext": "tensor4",
+    "clip": "sequence2",
+    "gpt2": "data2-sequence2-tensor2",
 }
 
 
 def comparable(case: Case, setting: Setting) -> bool:
-    """Whether the two trainings are one by definition.
+    """Whether the setting cuts the case, and the two trainings are one by definition.
 
     Batch normalisation over rows and microbatches: a microbatch is then what the ranks' microbatches are together, other rows than those
     that a reference which cuts the batch into microbatches normalises over.
     """
+    if "sequence" in setting.mesh and case.name not in HAVE_A_SEQUENCE:
+        return False
     return not (case.batch_norm and setting.cuts_rows and "pipeline" in setting.mesh)
 
 

@@ -67,7 +67,7 @@ def test_the_diagonal_meets_every_schedule_on_every_number_of_devices() -> None:
 def test_forward_in_evaluation(case: Case) -> None:
     instance = case.build()
     instance.model.eval()
-    pm = make_partitioned(instance, devices=3, mode="pipeline", n_microbatches=N_MICROBATCHES)
+    pm = make_partitioned(instance, devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
     with torch.no_grad():
         reference = instance.model(*instance.args, **instance.kwargs)
         assert compare_values(reference, pm(*instance.args, **instance.kwargs), case.tolerance) is None
@@ -76,7 +76,7 @@ def test_forward_in_evaluation(case: Case) -> None:
 @cases("nested_outputs", "bert", "batch_norm_convolution")
 def test_backward_as_any_module(case: Case) -> None:
     reference = reference_steps(case, microbatch_sizes=reference_sizes(case))
-    other = backward_steps(case, devices=3, mode="pipeline", n_microbatches=N_MICROBATCHES)
+    other = backward_steps(case, devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
     assert compare(reference, other, case.tolerance) is None
 
 
@@ -93,7 +93,7 @@ def test_uneven_batch(case: Case, batch_size: int) -> None:
 
 @cases("unet", "gru", "nested_outputs")
 def test_one_partition_serves_every_batch_size(case: Case) -> None:
-    pm = make_partitioned(case.build(), devices=3, mode="pipeline", n_microbatches=N_MICROBATCHES)
+    pm = make_partitioned(case.build(), devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
     for batch_size in (1, 2, 5, 9, 16):
         sizes = reference_sizes(case, batch_size)
         reference = reference_steps(case, n_steps=1, batch_size=batch_size, microbatch_sizes=sizes)
@@ -110,7 +110,13 @@ def test_float32(case: Case) -> None:
     """One step, and not the weights after it: AdamW blows up what rounding leaves of a gradient that is zero, such as a key's bias's."""
     reference = reference_steps(case, n_steps=1, microbatch_sizes=reference_sizes(case), dtype=torch.float32)
     other = partitioned_steps(
-        case, n_steps=1, dtype=torch.float32, devices=4, mode="pipeline", schedule="ZB1P", n_microbatches=N_MICROBATCHES
+        case,
+        n_steps=1,
+        dtype=torch.float32,
+        devices=4,
+        mode="pipeline",
+        schedule="ZB1P",
+        n_microbatches=case.microbatches(N_MICROBATCHES),
     )
     assert compare(dataclasses.replace(reference, state={}), dataclasses.replace(other, state={}), FLOAT32_TOLERANCE) is None
 

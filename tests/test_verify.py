@@ -40,7 +40,7 @@ def matrix() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("case", "n_ranks", "schedule"), list(matrix()))
 def test_every_emitted_program_is_accepted(case: Case, n_ranks: int, schedule: str) -> None:
-    for kind, found in programs(case, schedule, n_ranks, 3, batch_size=8).items():
+    for kind, found in programs(case, schedule, n_ranks, case.microbatches(3), batch_size=8).items():
         verify(found)
         for program in found:
             _check_bytes(program, kind)

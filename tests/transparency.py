@@ -193,7 +193,8 @@ def backward_steps(
 def first_difference(
     case: Case, batch_size: int = BATCH_SIZE, n_microbatches: int = N_MICROBATCHES, **partition_arguments: Any
 ) -> Difference | None:
-    """Train in one piece and partitioned, through ``train_step``, and compare."""
+    """Train in one piece and partitioned, through ``train_step``, and compare; in one microbatch where rows are compared."""
+    n_microbatches = case.microbatches(n_microbatches)
     sizes = reference_sizes(case, batch_size, n_microbatches)
     reference = reference_steps(case, batch_size=batch_size, microbatch_sizes=sizes)
     other = partitioned_steps(case, batch_size=batch_size, n_microbatches=n_microbatches, **partition_arguments)

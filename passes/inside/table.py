@@ -28,6 +28,7 @@ class Inside:
         gives: a result that does not have the factor is there on every rank, or a part of a sum.
         whole: arguments that are read whole by every rank alike, not on their way into cut work: stored statistics.
         allows: whether this call can be written so.
+        by_place: whether it counts places along the factor: a part must then be a run of them.
     """
 
     write: Callable[[InsideWriter], fx.Node]
@@ -35,6 +36,7 @@ class Inside:
     gives: Literal["replicate", "sum"] = "replicate"
     whole: tuple[str, ...] = ()
     allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
+    by_place: bool = False
 
 
 def _is_plain_lookup(arguments: Mapping[str, Any]) -> bool:
@@ -59,13 +61,13 @@ _INSIDE: Mapping[Any, Inside] = {
     aten.layer_norm: Inside(norms.layer_norm, ("features",)),
     aten.rms_norm: Inside(norms.rms_norm, ("features",)),
     aten.group_norm: Inside(norms.group_norm, ("channels", "space")),
-    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup),
+    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
     aten.softmax: Inside(classes.softmax, ("dim",)),
     aten.log_softmax: Inside(classes.log_softmax, ("dim",)),
     aten._softmax: Inside(classes.softmax, ("dim",)),  # noqa: SLF001
     aten._log_softmax: Inside(classes.log_softmax, ("dim",)),  # noqa: SLF001
-    aten.scaled_dot_product_attention: Inside(attention.causal_attention, ("queries",), allows=_is_without_dropout),
-    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers),
+    aten.scaled_dot_product_attention: Inside(attention.causal_attention, ("queries",), allows=_is_without_dropout, by_place=True),
+    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True),
 }
 """Operator -> how it is cut inside."""
 

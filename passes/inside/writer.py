@@ -94,11 +94,11 @@ class InsideWriter:
         return whole
 
     def from_own_start(self, index: fx.Node) -> fx.Node:
-        """Indices into what is cut, counted from where this rank's part starts."""
+        """Indices into what is cut, counted from where this rank's part starts: an outer mesh dimension's, and in it an inner one's."""
         for cut in self.cuts:
             even = len(set(cut.parts)) == 1
             sizes: tuple[Any, Any] = ([], 0) if even else (list(cut.parts), cut.own)
-            arguments = (index, cut.over, len(cut.parts), cut.own, *sizes)
+            arguments = (index, cut.over, len(cut.parts), self._write_size(cut.own), *sizes)
             index = self._emit(collectives.local_index, arguments, {}, f"{self._name}_local_index")
         return index
 
@@ -107,12 +107,9 @@ class InsideWriter:
         return self._write_size(self.cuts[-1].own)
 
     def local_index(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Indices into the one axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
-        (cut,) = self.cuts
+        """Indices into the axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
         local = self.from_own_start(index)
-        inside = self.call(
-            aten.logical_and.default, self.call(aten.ge.Scalar, local, 0), self.call(aten.lt.Scalar, local, self._write_size(cut.own))
-        )
+        inside = self.call(aten.logical_and.default, self.call(aten.ge.Scalar, local, 0), self.call(aten.lt.Scalar, local, self.own_size()))
         return self.call(aten.mul.Tensor, local, inside), inside
 
     def count(self, *factors: str) -> Any:

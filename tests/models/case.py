@@ -47,6 +47,7 @@ class Case:
         loss_fn: mean over the batch; None when the model returns its loss (as ``.loss``, or as a scalar).
         batch_norm: whether its training depends on which rows share a microbatch.
         uneven_loss: whether rows count unequally in the loss that it returns (a mean over the labelled tokens of all rows).
+        compares_rows: whether its loss compares every row of the batch with every other: there are no microbatches.
         tolerance: largest relative error in float64; wider where the model itself computes in float32.
     """
 
@@ -57,7 +58,12 @@ class Case:
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     batch_norm: bool = False
     uneven_loss: bool = False
+    compares_rows: bool = False
     tolerance: float = 1e-9
+
+    def microbatches(self, count: int) -> int:
+        """Into how many microbatches its batch can be cut, of so many that are wanted."""
+        return 1 if self.compares_rows else count
 
     def build(self, seed: int = 0, batch_size: int = BATCH_SIZE, dtype: torch.dtype = torch.float64) -> Instance:
         """The model and one batch, all floating-point values of the dtype."""

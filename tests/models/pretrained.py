@@ -78,6 +78,33 @@ def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
+def convnext() -> nn.Module:
+    """Depthwise convolutions, and normalisation over the channels alone."""
+    config = transformers.ConvNextConfig(
+        patch_size=2, hidden_sizes=[6, 10], depths=[1, 1], num_stages=2, layer_scale_init_value=0.5, num_labels=LABELS,
+    )  # fmt: skip
+    return transformers.ConvNextForImageClassification(config)
+
+
+def swin() -> nn.Module:
+    """Attention inside windows, shifted in every other layer, and patches merged by four."""
+    config = transformers.SwinConfig(
+        image_size=12, patch_size=3, embed_dim=6, depths=[2, 1], num_heads=[3, 2], window_size=2, mlp_ratio=2.0, num_labels=LABELS,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, drop_path_rate=0.0,
+    )  # fmt: skip
+    return transformers.SwinForImageClassification(config)
+
+
+def whisper() -> nn.Module:
+    """Sound through convolutions and an encoder; a decoder with a tied embedding."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY, num_mel_bins=4, d_model=12, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=3, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=7, max_target_positions=16, dropout=0.0,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
 def _tokens(generator: Generator, batch_size: int) -> Tensor:
     return classes(generator, VOCABULARY, batch_size, LENGTH)
 
@@ -112,6 +139,10 @@ def _images(generator: Generator, batch_size: int) -> Inputs:
     return (), {"pixel_values": real(generator, batch_size, 3, 12, 12), "labels": classes(generator, LABELS, batch_size)}
 
 
+def _transcribed_sounds(generator: Generator, batch_size: int) -> Inputs:
+    return (), {"input_features": real(generator, batch_size, 4, 14), "labels": classes(generator, VOCABULARY, batch_size, 5)}
+
+
 CASES = (
     Case("gpt2", gpt2, _language, tolerance=FLOAT32_INSIDE),
     Case("gpt2_with_cache", gpt2_with_cache, _language, tolerance=FLOAT32_INSIDE),
@@ -120,4 +151,7 @@ CASES = (
     Case("t5", t5, _translation, tolerance=FLOAT32_INSIDE),
     Case("vit", vit, _images),
     Case("resnet", resnet, _images, batch_norm=True),
+    Case("convnext", convnext, _images),
+    Case("swin", swin, _images),
+    Case("whisper", whisper, _transcribed_sounds, tolerance=FLOAT32_INSIDE),
 )

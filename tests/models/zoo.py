@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models import acyclic, convolutions, encoder_decoder, gpt, perceptrons, pretrained, recurrent, unet, values
+from tests.models import acyclic, contrastive, convolutions, encoder_decoder, experts, gpt, perceptrons, pretrained, recurrent, unet, values
 from tests.models.case import Case
 
 __all__ = ["ZOO", "case_named"]
@@ -15,6 +15,8 @@ ZOO: tuple[Case, ...] = (
     *encoder_decoder.CASES,
     *acyclic.CASES,
     *values.CASES,
+    *experts.CASES,
+    *contrastive.CASES,
     *recurrent.CASES,
     *pretrained.CASES,
 )
