@@ -8,7 +8,6 @@ print(diff(pm.graph(0), pm.graph(1)))           two programs, two plans or two m
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.units import format_bytes
-from partitioner.drawing.blocks import BlockTable, block_table, blocks_svg, blocks_text
+from partitioner.drawing.blocks import BlockTable, blocks_svg, blocks_text
 from partitioner.drawing.diagram import Diagram
 from partitioner.drawing.dot import dot_text
+from partitioner.drawing.held import held_blocks
 from partitioner.drawing.partition_diagram import partition_diagram
 from partitioner.drawing.svg import diagram_svg
 from partitioner.model import PartitionedModel
-from partitioner.reports.cut import tensor_layout
 from partitioner.reports.difference import Difference, difference_of, plan_lines
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
@@ -119,15 +117,7 @@ def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
     if placeholder is None:
         near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4) or sorted(by_name)[:3]
         raise ConfigError(f"the model has no parameter or buffer {name!r}", remedy=f"it has {', '.join(near)} ...")
-    dtype = next(node.meta["val"].dtype for node in graph.graph.nodes if node.name == placeholder)
-    blocks = dict(sorted(explained.blocks[placeholder].items()))
-    held = [
-        f"rank {rank} holds {block.part}, {format_bytes(math.prod(block.part) * dtype.itemsize)}"
-        + ("" if not block.is_whole or len(blocks) == 1 else ", the whole")
-        for rank, block in blocks.items()
-    ]
-    shape = f"{str(dtype).removeprefix('torch.')} {next(iter(blocks.values())).shape}"
-    return WeightDrawing(block_table(name, f"{tensor_layout(explained, placeholder)}  {shape}", blocks, held))
+    return WeightDrawing(held_blocks(explained, placeholder, name))
 
 
 Comparable = PartitionedModel | Plan | fx.GraphModule

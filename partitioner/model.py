@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
+from partitioner.page.build import save_page
 from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
@@ -296,9 +298,12 @@ class PartitionedModel(nn.Module):
         programs, rows = self.programs(), self.lowering_for(self._plan.batch_size)[1].rows.count
         return simulate_plan(self._plan, programs, rows, self._assumed, cluster)
 
+    def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
+        """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
+        save_page(path, self.explained(), self._device_table(), self.simulate(cluster))
+
     def explained(self) -> Explained:
-        lowered, programs = self._shown()
-        lowering = self.lowering_for(self._plan.batch_size)[1]
+        (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
         schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
         name = type(self._original[0]).__name__
         return Explained(name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)

@@ -175,7 +175,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _LEAST = 460, 300, 64, 58, 15
+_WIDTH, _HEIGHT, _LEFT, _TOP, _LEAST = 400, 220, 64, 58, 15
 
 
 def blocks_svg(table: BlockTable) -> str:
@@ -184,7 +184,7 @@ def blocks_svg(table: BlockTable) -> str:
     colour = {ranks: index for index, ranks in enumerate(dict.fromkeys(cell for cells in table.owners for cell in cells))}
     bottom = _TOP + rows[-1][1]
     height = bottom + 22 + 15 * len(table.held)
-    width = _LEFT + max(columns[-1][1], 400) + 16
+    width = _LEFT + max(columns[-1][1], 340) + 16
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="d" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -198,7 +198,8 @@ def blocks_svg(table: BlockTable) -> str:
         parts.append(f'<text class="f c" x="{_LEFT + (left + right) / 2:.1f}" y="{_TOP - 6}">{_range(interval)}</text>')
     for (top, low), interval, cells in zip(rows, table.rows, table.owners, strict=True):
         middle = _TOP + (top + low) / 2 + 4
-        parts.append(f'<text class="f e" x="{_LEFT - 6}" y="{middle:.1f}">{_range(interval)}</text>')
+        across = _range(interval) if len(table.shape) > 1 else ""
+        parts.append(f'<text class="f e" x="{_LEFT - 6}" y="{middle:.1f}">{across}</text>')
         for (left, right), ranks in zip(columns, cells, strict=True):
             parts.append(
                 f'<rect class="s{colour[ranks] % len(STAGES)}" x="{_LEFT + left + 1:.1f}" y="{_TOP + top + 0.5:.1f}" '

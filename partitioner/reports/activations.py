@@ -10,13 +10,13 @@ from __future__ import annotations
 from partitioner.reports.axes_text import ValueLayouts, change_of, is_of_gradient
 from partitioner.reports.explained import Explained
 from partitioner.reports.purpose import items_of
-from partitioner.reports.table import align
+from partitioner.reports.table import Table
 from passes.ir.communication import COLLECTIVES, send
 
 __all__ = ["activations_section"]
 
 
-def activations_section(explained: Explained) -> list[str]:
+def activations_section(explained: Explained) -> Table | None:
     """Every activation that is communicated, and every gradient of one; those that lie alike in one line. Parameters are told apart."""
     layouts = ValueLayouts(explained)
     held = {*explained.graph.parameters, *explained.graph.buffers, *explained.graph.constants}
@@ -39,4 +39,4 @@ def activations_section(explained: Explained) -> list[str]:
         first, *others = names
         more = f" and {len(others)} more" if others else ""
         rows.append((f"{'gradient of ' if is_gradient else ''}{first}{more}", before, after))
-    return align(rows, "<<<") if found else []
+    return Table(rows, "<<<") if found else None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
-from partitioner.reports.table import align
+from partitioner.reports.table import Table
 from passes.axes import Axes
 from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block
@@ -23,7 +23,7 @@ from passes.ir.mesh import ROWS, STORED, Mesh
 __all__ = ["axes_section", "parameters_section", "tensor_layout"]
 
 
-def axes_section(explained: Explained) -> list[str]:
+def axes_section(explained: Explained) -> Table:
     """Every axis that is cut: its name, its size, the mesh dimension, and how much of it a rank has."""
     plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
     names = axis_names(explained.cut.graph, axes)
@@ -34,7 +34,7 @@ def axes_section(explained: Explained) -> list[str]:
         rows.append((name, " or ".join(map(str, sizes)), dimension, " or ".join(dict.fromkeys(_part(size, count) for size in sizes))))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
-    return align(rows, "<><<")
+    return Table(rows, "<><<")
 
 
 def _part(size: object, count: int) -> str:
@@ -43,7 +43,7 @@ def _part(size: object, count: int) -> str:
     return str(size // count) if size % count == 0 else f"{size // count + 1} or {size // count}"
 
 
-def parameters_section(explained: Explained) -> list[str]:
+def parameters_section(explained: Explained) -> Table:
     """How every parameter lies; those of equal layers in one line."""
     graph, mesh, axes, blocks = explained.graph, explained.mesh, explained.cut.axes, explained.blocks
     names = axis_names(explained.cut.graph, axes)
@@ -60,7 +60,7 @@ def parameters_section(explained: Explained) -> list[str]:
     rows = [("parameter", "", "layout", "shape", "a rank has")]
     for (pattern, layout, whole, parts), members in found.items():
         rows.append((pattern if len(members) > 1 else members[0], f"x {len(members)}" if len(members) > 1 else "", layout, whole, parts))
-    return [*align(rows, "<<<<<"), "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one"]
+    return Table(rows, "<<<<<", "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one")
 
 
 def tensor_layout(explained: Explained, placeholder: str) -> str:

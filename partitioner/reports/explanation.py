@@ -15,42 +15,46 @@ from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
 from partitioner.reports.explained import Explained
 from partitioner.reports.module_range import module_range, rank_list
-from partitioner.reports.table import align
+from partitioner.reports.table import Table, align
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.microbatch import microbatch_sizes
 from passes.size_expression import bytes_of
 
-__all__ = ["explain"]
+__all__ = ["explain", "notes_of", "sections", "summary"]
 
 _WIDTH = 132
 
 
 def explain(explained: Explained) -> str:
     """The explanation, for a terminal of 140 columns; what needs more are tables with long names."""
-    graph, plan = explained.graph, explained.plan
-    sections = (
-        ("", _summary(explained)),
-        ("AXES", axes_section(explained) if explained.is_cut else []),
-        ("PARAMETERS", parameters_section(explained) if explained.is_cut else []),
+    lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
+    lines += [f"  {line}" for line in _paragraphs(summary(explained))]
+    for title, body in sections(explained):
+        lines += ["", title, *(f"  {line}" for line in (body.lines() if isinstance(body, Table) else body))]
+    return "\n".join(lines)
+
+
+def sections(explained: Explained) -> list[tuple[str, Table | Sequence[str]]]:
+    """What is told of a plan: titles, with tables or lines. What there is nothing to say of is left out."""
+    notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
+    every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
+        ("AXES", axes_section(explained) if explained.is_cut else None),
+        ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
         ("STAGES", _stages(explained)),
         ("ACTIVATIONS", activations_section(explained)),
         ("MEMORY", _memory(explained)),
         ("COMMUNICATION", _communication(explained)),
         ("TIED PARAMETERS", _tied(explained)),
         ("SCHEDULE", _schedule(explained)),
-        ("NOTES", [f"{index}. {note}" for index, note in enumerate(dict.fromkeys(_notes(explained)), start=1)]),
+        ("NOTES", [f"{index}. {note}" for index, note in enumerate(notes, start=1)]),
     )
-    lines = [headline(explained.name, plan, training=graph.training)]
-    for title, body in sections:
-        if body:
-            lines += ["", title] if title else [""]
-            lines += [f"  {line}" for line in body]
-    return "\n".join(lines)
+    return [(title, body) for title, body in every if body]
 
 
-def _summary(explained: Explained) -> list[str]:
+def summary(explained: Explained) -> list[tuple[str, str]]:
+    """The plan in a few words: names and texts."""
     plan = explained.plan
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
@@ -72,7 +76,7 @@ def _summary(explained: Explained) -> list[str]:
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.runner_up or "there was no other choice"),
     ]
-    return _paragraphs([(name, text) for name, text in pairs if text])
+    return [(name, text) for name, text in pairs if text]
 
 
 def _bound_by(explained: Explained) -> str:
@@ -97,7 +101,7 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _stages(explained: Explained) -> list[str]:
+def _stages(explained: Explained) -> Table:
     heading = (
         "stage",
         "ranks" if explained.is_cut else "rank",
@@ -122,7 +126,7 @@ def _stages(explained: Explained) -> list[str]:
         for index, stage in enumerate(explained.plan.stages)
     ]
     parts = "; on a mesh all numbers are of the part of the first rank" if explained.is_cut else ""
-    return [*align([heading, *rows], ">><>>>>>"), f"work and times are of one microbatch; times are predicted{parts}"]
+    return Table([heading, *rows], ">><>>>>>", f"work and times are of one microbatch; times are predicted{parts}")
 
 
 def _ranks(explained: Explained, place: int) -> str:
@@ -141,7 +145,7 @@ def _schedule(explained: Explained) -> list[str]:
     return [re.sub(r"^rank", "place", line) for line in lines] if explained.is_cut else lines
 
 
-def _memory(explained: Explained) -> list[str]:
+def _memory(explained: Explained) -> Table:
     """What each stage keeps for its backward: bytes from its graphs, microbatches from the schedule."""
     lowered, plan = explained.lowered, explained.plan
     heading = (
@@ -154,7 +158,7 @@ def _memory(explained: Explained) -> list[str]:
     )
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
-        return align([("rank", "predicted peak"), *peaks], ">>")
+        return Table([("rank", "predicted peak"), *peaks], ">>")
     held = peak_in_flight(explained.schedule)
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     lines = [heading]
@@ -164,13 +168,11 @@ def _memory(explained: Explained) -> list[str]:
         place = lowered.stage_rank[stage.index]
         peak = format_bytes(plan.memory[explained.ranks_at(place)[0]])
         lines.append((str(stage.index), _ranks(explained, place), format_bytes(kept), str(count), format_bytes(kept * count), peak))
-    return [
-        *align(lines, ">>>>>>"),
-        "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states",
-    ]
+    footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
+    return Table(lines, ">>>>>>", footnote)
 
 
-def _communication(explained: Explained) -> list[str]:
+def _communication(explained: Explained) -> Table | Sequence[str]:
     found = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
     if not found:
         return ["none: everything runs on one rank"]
@@ -189,11 +191,9 @@ def _communication(explained: Explained) -> list[str]:
     ]
     total = sum(transfer.bytes for transfer in found)
     step = "step" if explained.schedule is not None else "forward"
-    lines = align(
-        [heading, *rows, ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")], "<<>><<<"
-    )
+    totals = ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")
     arrows = "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if explained.schedule is not None else "")
-    return [*lines, f"bytes and messages are of a whole {step}; {arrows}"]
+    return Table([heading, *rows, totals], "<<>><<<", f"bytes and messages are of a whole {step}; {arrows}")
 
 
 def _tied(explained: Explained) -> list[str]:
@@ -217,9 +217,6 @@ def _tied(explained: Explained) -> list[str]:
     return align(rows, "<<<") if rows else []
 
 
-def _notes(explained: Explained) -> list[str]:
-    return [
-        line
-        for note in (*explained.plan.notes, *explained.lowered.graph.notes)
-        for line in [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ")]
-    ]
+def notes_of(explained: Explained) -> list[str]:
+    """What the user should know, each once."""
+    return list(dict.fromkeys((*explained.plan.notes, *explained.lowered.graph.notes)))

@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["align", "html_table"]
+__all__ = ["Table", "align", "html_table"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for a terminal or a page.
+
+    Attributes:
+        rows: cells as text, the heading first.
+        columns: see ``align``.
+        footnote: how to read it.
+    """
+
+    rows: Sequence[Sequence[str]]
+    columns: str
+    footnote: str = ""
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        return [*align(self.rows, self.columns), *([self.footnote] if self.footnote else [])]
+
+    def html(self) -> str:
+        """For a page."""
+        below = f'<p class="footnote">{html.escape(self.footnote)}</p>' if self.footnote else ""
+        return f"{html_table(self.rows, self.columns)}{below}"
 
 
 def align(rows: Sequence[Sequence[str]], columns: str, *, gap: int = 2) -> list[str]:

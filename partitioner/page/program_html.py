@@ -1,0 +1,32 @@
+"""A program on a page: a line each, so that a search can hide and show them."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+__all__ = ["program_html"]
+
+_COMMUNICATION = re.compile(r"= (send|receive|all_reduce|all_gather|reduce_scatter|all_to_all|wait|halo_exchange)\(")
+
+
+def program_html(title: str, code: str, *, is_open: bool) -> str:
+    """The lines of a program, those that communicate marked.
+
+    Args:
+        title: whose it is.
+        code: its text.
+        is_open: whether it is shown from the start.
+    """
+    lines = "".join(_line(line) for line in code.strip().splitlines())
+    opened = " open" if is_open else ""
+    return f'<details{opened}><summary>{escape(title)}</summary><pre class="program">{lines}</pre></details>'
+
+
+def _line(line: str) -> str:
+    if line.lstrip().startswith("#"):
+        return f'<b class="comment">{escape(line)}</b>'
+    code, hash_sign, comment = line.partition("  # ")
+    kind = ' class="communication"' if _COMMUNICATION.search(code) else ""
+    told = f'<span class="comment">{hash_sign}{escape(comment)}</span>' if hash_sign else ""
+    return f"<b{kind}>{escape(code) or ' '}{told}</b>"
