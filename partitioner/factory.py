@@ -15,7 +15,7 @@ from torch import nn
 
 from passes.ir.errors import ConfigError, PartitionError, Place
 
-__all__ = ["Made", "call_factory"]
+__all__ = ["Made", "call_factory", "checked"]
 
 _HOW = "name a file and a function in it: net.py:factory"
 _MODULE = "factory_file"
@@ -27,12 +27,12 @@ class Made(NamedTuple):
 
     Attributes:
         model: the module.
-        args: positional inputs of one call.
+        args: positional inputs of one call; None where they are to be found in the model.
         kwargs: keyword inputs.
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] | None
     kwargs: Mapping[str, Any]
 
 
@@ -58,7 +58,7 @@ def call_factory(text: str) -> Made:
         raise
     except Exception as error:
         raise _failed(f"{name}()", path, error) from error
-    return _checked(name, made)
+    return checked(name, made)
 
 
 def _load(path: str) -> ModuleType:
@@ -90,7 +90,16 @@ def _failed(what: str, path: str, error: Exception) -> ConfigError:
     )
 
 
-def _checked(name: str, made: object) -> Made:
+def checked(name: str, made: object) -> Made:
+    """What a factory returned, if it is what one has to return.
+
+    Args:
+        name: of the factory, for the error.
+        made: what it returned.
+
+    Raises:
+        ConfigError: it is no ``(model, args)`` and no ``(model, args, kwargs)``.
+    """
     values = made if isinstance(made, tuple) else ()
     kinds = (nn.Module, tuple, Mapping)[: max(len(values), 2)]
     if len(values) == len(kinds) and all(map(isinstance, values, kinds)):

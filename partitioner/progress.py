@@ -1,12 +1,14 @@
-"""A line on the terminal that says which step of a long work is under way."""
+"""A line on the terminal that says which step of a long work is under way, or how much of it is done."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "ProgressBar"]
 
 
 class Progress:
@@ -40,3 +42,73 @@ class Progress:
         if self._show:
             sys.stderr.write(f"\r\x1b[2K{line}")
             sys.stderr.flush()
+
+
+class ProgressBar:
+    """Shows how much of a long work is done, how much of it failed and how long the rest may take, on one line of the error stream.
+
+        sweep  [########------------]   81/200  3 failed  0:52 left  gpt data=4,tensor=2 on 8 x h100:8x8
+
+    Args:
+        title: in front of the line.
+        total: how many pieces the work has.
+        show: False shows nothing; None shows it on a terminal alone.
+    """
+
+    def __init__(self, title: str, total: int, show: bool | None) -> None:
+        self._title = title
+        self._total = total
+        self._done = self._counted = self._failed = 0
+        self._show = sys.stderr.isatty() if show is None else show
+        self._started = time.monotonic()
+
+    def advance(self, name: str, *, failed: bool = False, known: bool = False) -> None:
+        """One piece is done.
+
+        Args:
+            name: what is said of it.
+            failed: whether it came to nothing.
+            known: whether it was done before: it then tells nothing of how long the others take.
+        """
+        self._done += 1
+        self._counted += not known
+        self._failed += failed
+        parts = [f"{self._title}  [{self._bar()}]  {self._done:>{len(str(self._total))}}/{self._total}"]
+        parts += [f"{self._failed} failed"] if self._failed else []
+        parts += [f"{_clock(self._left())} left"] if self._counted and self._done < self._total else []
+        self._write(_fitting("  ".join([*parts, name])))
+
+    def say(self, name: str) -> None:
+        """What is under way, while nothing more is done."""
+        self._write(_fitting(f"{self._title}  [{self._bar()}]  {self._done:>{len(str(self._total))}}/{self._total}  {name}"))
+
+    def close(self) -> None:
+        """The line goes."""
+        self._write("")
+
+    def _bar(self) -> str:
+        full = round(_BAR_WIDTH * self._done / max(self._total, 1))
+        return "#" * full + "-" * (_BAR_WIDTH - full)
+
+    def _left(self) -> float:
+        return (time.monotonic() - self._started) / self._counted * (self._total - self._done)
+
+    def _write(self, line: str) -> None:
+        if self._show:
+            sys.stderr.write(f"\r\x1b[2K{line}")
+            sys.stderr.flush()
+
+
+_BAR_WIDTH = 20
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds, ``1:05``; hours in front where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _fitting(line: str) -> str:
+    """As much of a line as a terminal shows in one: a longer one would not go with the next."""
+    return line[: shutil.get_terminal_size().columns - 1]
