@@ -134,7 +134,7 @@ def _heading(plan: Plan, rank: int) -> str:
 
 def _check(arguments: argparse.Namespace) -> int:
     made = call_factory(arguments.factory)
-    report = _partition(made, arguments).check(*made.args, **made.kwargs)
+    report = _partition(made, arguments).check(*(made.args or ()), **made.kwargs)
     print(report)
     return 0 if report else 1
 

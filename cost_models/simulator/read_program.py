@@ -122,7 +122,11 @@ class _ProgramReader(GraphReader):
 
     def rows(self, node: fx.Node) -> int:
         section = node.meta.get("section")
-        return self.sizes[section.microbatch] if node.meta.get("is_of_microbatch") and isinstance(section, Action) else self.batch
+        return self._rows_of(section.microbatch) if node.meta.get("is_of_microbatch") and isinstance(section, Action) else self.batch
+
+    def _rows_of(self, index: int) -> int:
+        """The rows of a microbatch. A program of graphs for one size alone counts none, and its shapes do not ask for them."""
+        return self.sizes[index] if index < len(self.sizes) else self.batch
 
     # -- modules -------------------------------------------------------------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class _ProgramReader(GraphReader):
             if isinstance(fake, torch.SymInt) and fake.node.expr.is_Symbol and isinstance(given, int):
                 return given
         section = node.meta.get("section")
-        return self.sizes[section.microbatch] if isinstance(section, Action) else self.batch
+        return self._rows_of(section.microbatch) if isinstance(section, Action) else self.batch
 
     def _loss(self, node: fx.Node, module: LossCall, arguments: Sequence[Any]) -> float:
         """A loss function that no graph shows: it reads its results, and holds as much again until the gradients of them are there."""

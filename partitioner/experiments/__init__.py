@@ -1,16 +1,15 @@
 """Many placements of models on devices: planned, simulated or run, kept, compared.
 
-    from partitioner.experiments import sweep
+from partitioner.experiments import sweep
 
-    results = sweep(models={"gpt": gpt}, devices=[2, 4, 8], modes=["data", "pipeline"], clusters="h100:1x8", store="runs.db")
-    results.best(by="step_time")
+results = sweep(models={"gpt": gpt}, devices=[2, 4, 8], modes=["data", "pipeline"], clusters="h100:1x8", store="runs.db")
+results.best(by="step_time")
 """
 
 from __future__ import annotations
 
-from partitioner.experiments.report import write_report
 from partitioner.experiments.results import Results
 from partitioner.experiments.sampler import GridSampler, RandomSampler
 from partitioner.experiments.sweep import sweep
 
-__all__ = ["GridSampler", "RandomSampler", "Results", "sweep", "write_report"]
+__all__ = ["GridSampler", "RandomSampler", "Results", "sweep"]

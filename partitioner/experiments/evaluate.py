@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 
 from cost_models.hardware import Cluster
 from partitioner.constraints import Constraints
+from partitioner.experiments.lowered import Timed, is_uniform, lower_for_timing
 from partitioner.experiments.placement import Placement
 from partitioner.experiments.row import Row, failed_row
+from partitioner.experiments.simulated import predict
 from partitioner.experiments.subject import Subject
 from partitioner.meshes import resolve_mode
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import PartitionError
-from passes.ir.mesh import STAGES
+from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import Plan
 
-__all__ = ["Assumptions", "Bench", "evaluate"]
+__all__ = ["Assumptions", "Bench", "Evaluator"]
 
 
 @dataclass(frozen=True)
@@ -58,45 +60,73 @@ class Bench:
         return placement.key(model, [str(device) for device in cluster.devices], str(links), str(self.assumptions))
 
 
-def evaluate(bench: Bench, placement: Placement) -> Row:
-    """The row of a placement; whatever goes wrong is its reason."""
-    started = time.perf_counter()
-    key = bench.key(placement)
-    if placement.model in bench.broken:
-        return failed_row(key, placement, bench.broken[placement.model])
-    try:
-        found = _evaluated(bench, placement, key)
-    except PartitionError as error:
-        return failed_row(key, placement, str(error), time.perf_counter() - started)
-    except Exception as error:  # noqa: BLE001  one placement that breaks the compiler must not end the sweep: it is a row that says so
-        return failed_row(key, placement, f"{type(error).__name__}: {error}", time.perf_counter() - started)
-    return found(time.perf_counter() - started)
+class Evaluator:
+    """Gives the row of a placement. What it lowered last it keeps: the next placement may differ in its machine alone.
+
+    Args:
+        bench: what it evaluates with.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._lowered: dict[Hashable, Timed] = {}
+
+    def __call__(self, placement: Placement) -> Row:
+        """The row of a placement; whatever goes wrong is its reason."""
+        started = time.perf_counter()
+        key = self.bench.key(placement)
+        if placement.model in self.bench.broken:
+            return failed_row(key, placement, self.bench.broken[placement.model])
+        try:
+            row = self._evaluated(placement, key)
+        except PartitionError as error:
+            row = failed_row(key, placement, str(error))
+        except Exception as error:  # noqa: BLE001  one placement that breaks the compiler must not end the sweep: it is a row that says so
+            row = failed_row(key, placement, f"{type(error).__name__}: {error}")
+        return replace(row, seconds=time.perf_counter() - started)
+
+    def _evaluated(self, placement: Placement, key: str) -> Row:
+        bench = self.bench
+        subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
+        plan = _planned(subject, cluster, placement, bench.assumptions)
+        predicted = predict(self._lower(subject, plan, cluster), plan, cluster, bench.assumptions.optimizer)
+        return Row(
+            key,
+            placement.model,
+            placement.devices,
+            placement.mode,
+            placement.cluster,
+            plan.schedule,
+            plan.n_microbatches,
+            plan.recompute,
+            plan.batch_size,
+            step_time=predicted.step_time,
+            bubble_fraction=predicted.bubble_fraction,
+            peak_memory=predicted.peak_memory,
+            communication=predicted.communication,
+            planned_step_time=plan.step_time,
+            bound_by=plan.bound_by,
+            plan_hash=plan.hash,
+            plan=plan.to_json(),
+        )
+
+    def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
+        uniform = is_uniform(Mesh(plan.mesh), cluster)
+        stages = tuple((stage.rank, stage.first_node) for stage in plan.stages)
+        decided = (plan.mesh, plan.axes, stages, plan.schedule, plan.n_microbatches, plan.recompute, plan.batch_size, plan.batchnorm)
+        key = (subject.name, uniform, decided)
+        if key not in self._lowered:
+            while len(self._lowered) >= _KEPT:
+                del self._lowered[next(iter(self._lowered))]
+            self._lowered[key] = lower_for_timing(subject, plan, each_rank=not uniform)
+        return self._lowered[key]
 
 
-def _evaluated(bench: Bench, placement: Placement, key: str) -> Callable[[float], Row]:
-    subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
-    plan = plan_placement(subject, cluster, placement, bench.assumptions)
-    return lambda seconds: Row(
-        key,
-        placement.model,
-        placement.devices,
-        placement.mode,
-        placement.cluster,
-        plan.schedule,
-        plan.n_microbatches,
-        plan.recompute,
-        plan.batch_size,
-        step_time=plan.step_time,
-        peak_memory=max(plan.memory),
-        planned_step_time=plan.step_time,
-        bound_by=plan.bound_by,
-        plan_hash=plan.hash,
-        plan=plan.to_json(),
-        seconds=seconds,
-    )
+_KEPT = 8
+"""How many placements' programs are kept."""
 
 
-def plan_placement(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
+def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
     """The plan that ``partition`` makes for a placement.
 
     Raises:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import FunctionType
 
 from partitioner.experiments.row import Row
 from partitioner.experiments.subject import ModelSource
@@ -37,7 +36,7 @@ _HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or i
 
 
 def _packed(source: ModelSource) -> bytes:
-    return pickle.dumps(source if isinstance(source, str | FunctionType | tuple) or callable(source) else list(source))
+    return pickle.dumps(source)
 
 
 def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:

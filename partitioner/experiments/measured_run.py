@@ -64,7 +64,7 @@ def _step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     return train if pm.training else evaluate
 
 
-def _mean_square(output: Any, target: Any) -> Tensor:
+def _mean_square(output: Any, _target: Any) -> Tensor:
     """A loss that every result takes part in."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()

@@ -56,7 +56,11 @@ class Placement:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        chosen = (self.schedule, self.n_microbatches and f"{self.n_microbatches} microbatches", self.recompute and f"recompute {self.recompute}")
+        chosen = (
+            self.schedule,
+            self.n_microbatches and f"{self.n_microbatches} microbatches",
+            self.recompute and f"recompute {self.recompute}",
+        )
         return " ".join([self.model, f"{self.mode} on {self.devices} x {self.cluster}", *(word for word in chosen if word)])
 
 

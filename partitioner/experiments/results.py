@@ -32,7 +32,18 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 """How numbers are written for a reader, with their units."""
 
 _FACTS = tuple(field.name for field in fields(Row) if field.name != "plan")
-_SHOWN = ("model", "devices", "mode", "cluster", "schedule", "n_microbatches", "step_time", "bubble_fraction", "peak_memory", "communication")
+_SHOWN = (
+    "model",
+    "devices",
+    "mode",
+    "cluster",
+    "schedule",
+    "n_microbatches",
+    "step_time",
+    "bubble_fraction",
+    "peak_memory",
+    "communication",
+)
 _LEFT = frozenset({"model", "mode", "cluster", "schedule"})
 
 

@@ -17,7 +17,7 @@ class Sampler(Protocol):
     """Chooses placements one at a time and hears what became of them.
 
     A sweep calls ``start`` once, then ``ask`` whenever a worker is free and ``tell`` for every answer. ``ask`` returns None when it has no
-    placement for now; the sweep ends when it has none and every answer has been told.
+    placement to give; the sweep ends when it has none and every answer has been told.
     """
 
     def start(self, placements: Sequence[Placement]) -> int:

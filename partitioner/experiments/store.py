@@ -1,6 +1,6 @@
 """Rows in an SQLite file, each written when it is known and under its own key: whatever ends the process, nothing is lost or doubled.
 
-    result (key TEXT PRIMARY KEY, model TEXT, devices INTEGER, ..., plan TEXT)
+result (key TEXT PRIMARY KEY, model TEXT, devices INTEGER, ..., plan TEXT)
 """
 
 from __future__ import annotations

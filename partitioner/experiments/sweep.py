@@ -1,9 +1,9 @@
 """Plan, simulate and keep every placement that a sweep asks for.
 
-    models ── traced once ──┐
-    devices, modes, ...  ───┴─> placements ── sampler ──> workers ── rows ──> store
-                                                 ^                              │
-                                                 └──────────── tell ────────────┘
+models ── traced once ──┐
+devices, modes, ...  ───┴─> placements ── sampler ──> workers ── rows ──> store
+                                             ^                              │
+                                             └──────────── tell ────────────┘
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cost_models.hardware import Cluster
 from partitioner.devices import hardware_of, resolve_devices
-from partitioner.experiments.evaluate import Assumptions, Bench, evaluate
+from partitioner.experiments.evaluate import Assumptions, Bench, Evaluator
 from partitioner.experiments.measure import check_measurable, measure_row
 from partitioner.experiments.placement import Grid, Placement, placements
 from partitioner.experiments.results import Results
@@ -66,7 +65,8 @@ def sweep(
     """Plan and simulate every placement of a grid, each once, and keep what is found as it is found.
 
     Every model is traced once. Placements are evaluated in worker processes and kept in an SQLite file under their keys, so that a sweep
-    that was stopped, even killed, goes on where it was when it is called again. A placement that cannot be planned is a row with the reason.
+    that was stopped, even killed, goes on where it was when it is called again. A placement that cannot be planned is a row with its
+    reason.
 
     Args:
         models: by name, ``{"gpt": gpt, "unet": "net.py:unet"}``: functions that return ``(model, args)`` or ``(model, args, kwargs)``,
@@ -175,8 +175,8 @@ def _pool(bench: Bench, workers: int | None, timeout: float | None) -> Pool:
         raise ConfigError(f"workers={workers}: there cannot be fewer than none", remedy="pass 0 to plan in this process")
     count = os.cpu_count() or 1 if workers is None else workers
     if count == 0 or not can_fork():
-        return InProcess(partial(evaluate, bench))
-    return WorkerProcesses(partial(evaluate, bench), bench.key, count, timeout)
+        return InProcess(Evaluator(bench))
+    return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
 
 
 def _run(bench: Bench, sampler: Sampler, pool: Pool, kept: Store, bar: ProgressBar) -> set[str]:

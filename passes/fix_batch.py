@@ -1,0 +1,78 @@
+"""Write a graph for one batch size: every size a number.
+
+Before (any batch):                              After (a batch of 8):
+
+    rows = batch * 4                                 y = reshape(x, [32, 16])         x (8, 4, 16)
+    y = reshape(x, [rows, 16])      x (batch, 4, 16)
+
+Nothing is computed but shapes, as in tracing for that size alone. Passes over numbers are several times faster than over symbols.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.ir.graph import ModelGraph
+from passes.ir.program import at_batch
+from passes.size_expression import size_of
+
+__all__ = ["fix_batch"]
+
+
+def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
+    """The graph for one batch size alone.
+
+    Args:
+        graph: for any batch, with no ``totals`` yet.
+        batch_size: at least 1.
+    """
+    assert graph.batch is not None
+    assert not graph.totals
+    target, values, names = fx.Graph(), dict[fx.Node, Any](), dict[fx.Node, Any]()
+
+    def number(size: Any) -> int:
+        return int(at_batch(size_of(size), batch_size))
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):
+                    sizes, strides = [number(size) for size in value.shape], [number(size) for size in value.stride()]
+                    values[node] = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+                    values[node].requires_grad_(value.requires_grad)
+                    names[node] = _copied(target.placeholder(node.name), node, values[node])
+                else:
+                    assert node.name == "batch"
+                    values[node] = names[node] = batch_size
+            elif node.op == "output":
+                target.output(fx.map_arg(node.args[0], names.__getitem__))
+            else:
+                assert callable(node.target)
+                value = node.target(*fx.map_arg(node.args, values.__getitem__), **fx.map_arg(node.kwargs, values.__getitem__))
+                values[node] = tuple(value) if isinstance(value, list) else value
+                names[node] = _call(target, node, names.__getitem__, values[node])
+    inputs = tuple(dataclasses.replace(leaf, shape=tuple(at_batch(size, batch_size) for size in leaf.shape)) for leaf in graph.inputs)
+    outputs = tuple(dataclasses.replace(leaf, constant=at_batch(leaf.constant, batch_size)) for leaf in graph.outputs)
+    module = fx.GraphModule({}, target, class_name="Fixed")
+    return dataclasses.replace(graph, module=module, inputs=inputs, outputs=outputs, batch=None, batch_size=batch_size)
+
+
+def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], value: Any) -> Any:
+    """The call; a size is its number."""
+    if isinstance(value, int):
+        return value
+    assert callable(node.target)
+    args, kwargs = fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)
+    return _copied(target.create_node("call_function", node.target, args, kwargs, name=node.name), node, value)
+
+
+def _copied(copy: fx.Node, node: fx.Node, value: Any) -> fx.Node:
+    copy.meta = {**node.meta, "val": value}
+    return copy
