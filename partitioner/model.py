@@ -19,6 +19,7 @@ from partitioner.binding import BoundInputs, check_target
 from partitioner.calls import Calls
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
+from partitioner.cost_formula import cost_formula
 from partitioner.freezing import Freezing
 from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
@@ -301,6 +302,8 @@ class PartitionedModel(nn.Module):
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
         """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
         save_page(path, self.explained(), self._device_table(), self.simulate(cluster))
+
+    cost_formula = cost_formula
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
