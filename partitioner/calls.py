@@ -87,6 +87,10 @@ class Calls:
             }
         return self._runtime.run(programs, given)
 
+    def differentiated(self, wanted: frozenset[str]) -> list[str]:
+        """The inputs whose gradients are wanted, in the order in which programs return these."""
+        return [leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in wanted]
+
     def result(self, values: Sequence[Tensor], batch: int) -> Any:
         """The model's structure around what its nodes computed, for a batch of so many rows."""
         batch = self._rows.passed(batch)

@@ -26,7 +26,11 @@ class GatheredState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``."""
-        found = self._collect(self._state.names, Tensor.detach)
+        return self.whole(self._state.names)
+
+    def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named parameters and buffers."""
+        found = self._collect(names, Tensor.detach)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -44,6 +48,8 @@ class GatheredState:
     def _collect(self, names: Iterable[str], part: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
         """Tensors of the model put together from what all processes own of each."""
         names = list(names)
+        if not names:
+            return {}
         owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
         found = self._runtime.collect(owned)
         return {name: self._state.whole(name, found) for name in names}

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulation import Simulation
 from partitioner.accumulation import Accumulation
-from partitioner.autograd import refuse_backward, tracked_call
+from partitioner.autograd import PartitionedForward
 from partitioner.binding import BoundInputs, check_target
 from partitioner.calls import Calls
 from partitioner.check.check import Subject, check
@@ -23,6 +23,7 @@ from partitioner.cost_formula import cost_formula
 from partitioner.freezing import Freezing
 from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
+from partitioner.initialization import InitFunction, initialize, seed_text
 from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
@@ -34,15 +35,14 @@ from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
 from partitioner.simulate import Assumptions, simulate_plan
-from partitioner.state import State, load
-from passes.emit_programs import LossForm, differentiated_outputs
+from partitioner.state import State, check_values, load
+from passes.emit_programs import LossForm
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.lower import Differentiation, LoweredStages
-from passes.place_on_mesh import Gradients
 from passes.verify import verify
 
 __all__ = ["PartitionedModel"]
@@ -97,41 +97,9 @@ class PartitionedModel(nn.Module):
         differentiation = lowering.everything(wanted)
         if not (torch.is_grad_enabled() and differentiation.outputs):
             return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
-        return self._calls.result(self._tracked_forward(lowering, differentiation, count, inputs), inputs.batch)
-
-    def _tracked_forward(self, lowering: Lowering, differentiation: Differentiation, count: int, inputs: BoundInputs) -> tuple[Tensor, ...]:
         self._freezing.check()
-        training = lowering.training(differentiation)
-        differentiated = differentiated_outputs(training)
-        names = self._differentiated_inputs(differentiation)
-        shapes: dict[str, torch.Size] = {}
-        held: Gradients | None = "keep" if self._accumulation.gradients == "keep" else None
-
-        def forward() -> tuple[tuple[Tensor, ...], Any]:
-            found = self._calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
-            outputs = found[self._here][0]
-            shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
-            return outputs, {rank: result[1] for rank, result in found.items()}
-
-        def backward(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            given = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
-            example = next(iter(given.values()))
-            filled = tuple(given[name].contiguous() if name in given else example.new_zeros(shapes[name]) for name in differentiated)
-            extra = {
-                rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
-                for rank in self._runtime.local_ranks
-            }
-            found = self._calls.run(
-                lowering, lowering.backward(differentiation, count, frozenset(given), held or self._accumulation.gradients), inputs, extra
-            )[self._here]
-            of_inputs = lowering.rows.of_input_gradients(self._graph, names, found)
-            return tuple(gradient for name, gradient in zip(names, of_inputs, strict=True) if name in inputs.tensors)
-
-        reachable = self._runtime.backward_anywhere or lowering.n_stage_ranks == 1
-        leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
-        return tracked_call(
-            forward, backward if reachable else refuse_backward, [name in differentiated for name in training.returned], leaves
-        )
+        call = PartitionedForward(self._calls, self._runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return self._calls.result(call.tracked(), inputs.batch)
 
     def train_step(
         self,
@@ -186,18 +154,12 @@ class PartitionedModel(nn.Module):
         self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
         extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
         loss, gradients = self._calls.run(lowering, programs, inputs, extra)[self._here]
-        for name, gradient in zip(self._differentiated_inputs(differentiation), gradients, strict=True):
+        for name, gradient in zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True):
             if gradient is not None and (tensor := inputs.tensors.get(name)) is not None:
                 here = gradient.to(tensor.device)
                 tensor.grad = here if tensor.grad is None else tensor.grad + here
         assert isinstance(loss, Tensor)
         return loss
-
-    def _differentiated_inputs(self, differentiation: Differentiation) -> list[str]:
-        """The inputs whose gradients programs return, in their order."""
-        return [
-            leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in differentiation.inputs
-        ]
 
     @property
     def _here(self) -> int:
@@ -205,11 +167,7 @@ class PartitionedModel(nn.Module):
         return self._runtime.local_ranks[0]
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
-        if self._state.is_meta:
-            raise ConfigError(
-                "the model is on the meta device: it has shapes but no numbers to compute with",
-                remedy="its plan and graphs can be read; to run it, build it on a real device: model.to_empty(device=...), initialised",
-            )
+        check_values(self._state)
         return self._calls.bind(args, kwargs)
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
@@ -357,6 +315,22 @@ class PartitionedModel(nn.Module):
         """Copy in tensors under the original names, a full state dict or this process's part."""
         load(self._state, state_dict, complete=strict)
         return {"missing_keys": [], "unexpected_keys": []}
+
+    def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
+        """Give a model from the meta device its values, module by module: no process ever holds more than one module whole.
+
+        The values are those of one device: of the model built on the CPU, ``torch.manual_seed(seed)``, and ``model.apply(init_fn)``. Every
+        rank must call it, with the same function.
+
+        Args:
+            init_fn: sets the parameters and buffers of one module. None: calls its ``reset_parameters()``.
+            seed: None goes on from the present random state.
+
+        Raises:
+            ConfigError: something is left without a value, by name.
+        """
+        self._runtime.agree("seed", seed_text(seed))
+        initialize(self._original[0], self._state, self._gathered, init_fn, seed)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``, on every rank."""

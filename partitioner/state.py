@@ -12,7 +12,7 @@ from passes.blocks import Block
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["State", "materialize"]
+__all__ = ["State", "check_values", "load", "materialize"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class State:
         blocks: placeholder -> rank -> which block of it, for all ranks.
         names: the keys of the original ``state_dict``, in its order.
         parameter_names: the names of the original ``named_parameters``, in its order.
+        devices: for each rank, where it runs.
     """
 
     graph: ModelGraph
@@ -35,6 +36,7 @@ class State:
     blocks: Mapping[str, Mapping[int, Block]]
     names: tuple[str, ...]
     parameter_names: tuple[str, ...]
+    devices: Sequence[torch.device]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter here under its original name; further copies and blocks as ``name@rank3``."""
@@ -60,6 +62,26 @@ class State:
         placeholder = self._placeholder(name)
         blocks = self.blocks[placeholder]
         return [(blocks[rank], tensors[placeholder]) for rank, tensors in self.by_rank.items() if placeholder in tensors]
+
+    def knows(self, name: str) -> bool:
+        """Whether the graph has a parameter or buffer of this name."""
+        first = self.graph.aliases.get(name, name)
+        return first in self.graph.parameters.values() or first in self.graph.buffers.values()
+
+    def set(self, name: str, whole: Tensor) -> None:
+        """Copy a tensor of the model into every copy and block of it here; one on the meta device becomes real."""
+        with torch.no_grad():
+            for rank, tensors in self.by_rank.items():
+                placeholder = self._placeholder(name)
+                if placeholder not in tensors:
+                    continue
+                held, block = tensors[placeholder], self.blocks[placeholder][rank]
+                if held.is_meta:
+                    part = _copy(whole.to(held.dtype), block, self.devices[rank])
+                    # Programs and optimizers hold this very object: it gets the values, and stays who it is.
+                    torch.utils.swap_tensors(held, nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part)
+                else:
+                    held.copy_(block.take(whole))
 
     def owned(self, name: str) -> list[tuple[str, Tensor]]:
         """The blocks of a tensor that this process speaks for, each with a key of its own: the lowest rank that holds one does."""
@@ -100,8 +122,11 @@ class State:
         return next(key for table in (self.graph.parameters, self.graph.buffers) for key, original in table.items() if original == first)
 
     @property
-    def is_meta(self) -> bool:
-        return any(tensor.is_meta for tensors in self.by_rank.values() for tensor in tensors.values())
+    def on_meta(self) -> list[str]:
+        """The names of what is on the meta device here: it has no values yet."""
+        names = {**self.graph.parameters, **self.graph.buffers}
+        found = {names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta}
+        return sorted(found)
 
 
 def _key(name: str, number: int) -> str:
@@ -129,7 +154,7 @@ def materialize(
     blocks = {name: {rank: block_at(name, rank) for rank in ranks} for name, ranks in holders.items()}
     by_rank = {rank: _copies(model, graph, blocks, rank, devices[rank]) for rank in local_ranks}
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
-    return State(graph, by_rank, blocks, names, parameters)
+    return State(graph, by_rank, blocks, names, parameters, tuple(devices))
 
 
 def _copies(
@@ -149,6 +174,17 @@ def _copies(
     return tensors
 
 
+def check_values(state: State) -> None:
+    """Raise ConfigError where a tensor here is on the meta device."""
+    names = state.on_meta
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(
+            f"the model is on the meta device: {', '.join(names[:3])}{more} have shapes but no numbers to compute with",
+            remedy="pm.initialize(init_fn) or pm.load_state_dict(...) gives them numbers; plan and graphs can be read without",
+        )
+
+
 def load(state: State, tensors: Mapping[str, Tensor], *, complete: bool) -> None:
     """Copy tensors, by original name, into every copy and block here.
 
@@ -166,12 +202,11 @@ def load(state: State, tensors: Mapping[str, Tensor], *, complete: bool) -> None
     missing = [name for name in state.names if name not in tensors and state.held(name)]
     if complete and missing:
         raise ConfigError(f"the state lacks {', '.join(missing[:5])}", remedy="pass strict=False to keep the present values of these")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            for block, copy in state.held(name):
-                if block.shape != tensor.shape:
-                    raise ConfigError(f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(block.shape)} in the model")
-                copy.copy_(block.take(tensor))
+    for name, tensor in tensors.items():
+        for block, _ in state.held(name):
+            if block.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(block.shape)} in the model")
+        state.set(name, tensor)
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

@@ -93,12 +93,15 @@ def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if elsewhere and draws_anything(subject.graph):
         reason = "each process draws its own random numbers: nothing can be compared; check in one process, or with training=False"
         return CheckReport(_title(partitioned.plan, inputs.batch, count), (), None, None, (*notes, reason))
+    on_meta = any(parameter.is_meta for parameter in subject.original.parameters())
     if elsewhere:
         notes += ("values of nodes are compared where all ranks are in one process",)
+    elif on_meta:
+        notes += ("values of nodes are not compared: the model was traced on the meta device",)
     with _undisturbed(subject):
         run = _Check(subject, partitioned, args, kwargs, inputs.batch)
         run.run()
-        walk = None if elsewhere else _walk(run, inputs, count)
+        walk = None if elsewhere or on_meta else _walk(run, inputs, count)
     values = () if walk is None else (Part("values of nodes", walk.comparisons),)
     first = None if walk is None else walk.first
     return CheckReport(_title(partitioned.plan, inputs.batch, count), (*run.parts, *values), first, run.first_gradient(), notes)

@@ -123,10 +123,10 @@ def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor])
     """A copy of the model around other tensors; tied ones stay tied, for a tensor is replaced wherever it is met."""
     memo: dict[int, Any] = {}
     for name, parameter in original.named_parameters():
-        replacement = tensors[name].detach().clone().to(parameter.device)
+        replacement = _beside(parameter, tensors[name])
         memo[id(parameter)] = nn.Parameter(replacement, requires_grad=parameter.requires_grad)
     for name, buffer in original.named_buffers():
-        memo[id(buffer)] = tensors[name].detach().clone().to(buffer.device) if name in tensors else buffer.clone()
+        memo[id(buffer)] = _beside(buffer, tensors[name]) if name in tensors else buffer.clone()
     try:
         model = copy.deepcopy(original, memo)
     except Exception as error:
@@ -134,6 +134,12 @@ def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor])
             f"the original cannot be copied to be compared with: {error}", remedy="compare pm(x) with the model's own result yourself"
         ) from error
     return model if model.training == graph.training else model.train(graph.training)
+
+
+def _beside(original: Tensor, tensor: Tensor) -> Tensor:
+    """A copy where the original is; of a model on the meta device, where the tensor is."""
+    copied = tensor.detach().clone()
+    return copied if original.is_meta else copied.to(original.device)
 
 
 def _own_loss(result: Any) -> Tensor | None:
