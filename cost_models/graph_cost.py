@@ -5,9 +5,10 @@ Repeated layers are priced once: the price of a node depends on its operator and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 from torch import fx
@@ -15,14 +16,28 @@ from torch._ops import OpOverload
 
 from cost_models.node_work import described
 from cost_models.operations import OperationCost, operation_cost, tensor_shapes
-from cost_models.sizes import Size
-from passes.aliasing import allocations, mutated_arguments
+from cost_models.sizes import Size, TensorShape
+from passes.aliasing import Allocations, allocations, mutated_arguments
 from passes.gradient_flow import may_require_gradient
 from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
 
-__all__ = ["GraphCost", "graph_cost", "nodes_with_gradient"]
+__all__ = ["GraphCost", "Parts", "graph_cost", "nodes_with_gradient"]
+
+
+class Parts(Protocol):
+    """The shapes that one rank has of a graph whose axes are cut, in its own rows."""
+
+    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+        """The part of what a node gives."""
+
+    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+        """The parts that a call reads, by what gives them."""
+
+    @property
+    def gathered_again(self) -> frozenset[str]:
+        """Parameters that the backward gathers once more instead of keeping them whole."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class GraphCost:
         nodes: computing node -> its price.
         saved: computing node -> the allocations that its backward keeps.
         allocation_bytes: allocation -> its size.
+        bytes: node -> the size of the tensors that it gives, or that the rank holds of it.
         maker: allocation -> the node that makes it.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
@@ -43,6 +59,7 @@ class GraphCost:
     nodes: Mapping[str, OperationCost]
     saved: Mapping[str, tuple[int, ...]]
     allocation_bytes: Mapping[int, Size]
+    bytes: Mapping[str, Size]
     maker: Mapping[int, str]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
@@ -57,11 +74,12 @@ def nodes_with_gradient(graph: ModelGraph) -> frozenset[str]:
     return frozenset(node.name for node in may_require_gradient(graph.graph, without=untrained))
 
 
-def graph_cost(graph: ModelGraph, *, differentiate: bool) -> GraphCost:
+def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None) -> GraphCost:
     """Price every node.
 
     Args:
         differentiate: whether there is a backward.
+        parts: the shapes of one rank; None: the whole model's.
     """
     flowing = nodes_with_gradient(graph) if differentiate else frozenset()
     memory = allocations(graph.graph)
@@ -69,13 +87,15 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool) -> GraphCost:
         allocation for name in (*graph.parameters, *graph.buffers, *graph.constants) for allocation in memory.lies_in.get(name, ())
     }
     weights = _parameter_values(graph)
-    shapes = {node: tensor_shapes(node.meta.get("val")) for node in graph.graph.nodes}
+    shapes = {node: tensor_shapes(node.meta.get("val")) if parts is None else parts.results(node) for node in graph.graph.nodes}
+    kept = _Kept(memory, shapes, stationary, parts)
     priced: dict[Any, OperationCost] = {}
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
     for node in graph.computing_nodes():
         bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
-        arguments = {name: described(value) for name, value in bound.items()}
+        read = shapes if parts is None else {**_sizes_of(node, shapes), **parts.operands(node)}
+        arguments = {name: described(value, read) for name, value in bound.items()}
         gradients = _gradients(node, bound, flowing, weights)
         is_view = _is_view(node, memory.lies_in)
         held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
@@ -83,16 +103,66 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool) -> GraphCost:
         if key not in priced:
             priced[key] = operation_cost(node, shapes[node], arguments, gradients, is_view=is_view, weights=held)
         nodes[node.name] = priced[key]
-        kept = (leaf.name for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name])))
-        keys = dict.fromkeys(allocation for name in kept for allocation in memory.lies_in[name] if allocation not in stationary)
-        saved[node.name] = tuple(keys)
+        leaves = [leaf for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
+        saved[node.name] = kept.allocations(leaves, read)
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
-    maker: dict[int, str] = {}
-    for name, lies_in in memory.lies_in.items():
-        for allocation in lies_in:
-            maker.setdefault(allocation, name)
-    return GraphCost(graph.batch, nodes, saved, memory.bytes, maker, flowing, tuple(sorted(unknown)))
+    sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
+    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, flowing, tuple(sorted(unknown)))
+
+
+class _Kept:
+    """The allocations that a backward keeps, and their sizes.
+
+    Args:
+        memory: which nodes share an allocation, and the sizes in the whole model.
+        shapes: of what each node gives.
+        stationary: allocations that are there all the time.
+        parts: of the shapes that are a rank's: allocations then have the size of what their makers give, and a value that is read in
+            another shape than it lies in is another allocation.
+    """
+
+    def __init__(
+        self, memory: Allocations, shapes: Mapping[fx.Node, tuple[TensorShape, ...]], stationary: AbstractSet[int], parts: Parts | None
+    ) -> None:
+        self._memory, self._shapes, self._stationary, self._parts = memory, shapes, stationary, parts
+        self.maker: dict[int, str] = {}
+        for name, lies_in in memory.lies_in.items():
+            for allocation in lies_in:
+                self.maker.setdefault(allocation, name)
+        self.bytes: dict[int, Size] = dict(memory.bytes)
+        if parts is not None:
+            by_name = {node.name: shapes[node] for node in shapes}
+            for allocation, name in self.maker.items():
+                self.bytes[allocation] = sum((shape.bytes for shape in by_name[name]), start=0) / len(memory.lies_in[name])
+        self._moved: dict[tuple[int, tuple[TensorShape, ...]], int] = {}
+
+    def allocations(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
+        """What is kept of these values, as a call reads them."""
+        found: dict[int, None] = {}
+        for leaf in leaves:
+            shapes = read.get(leaf, self._shapes[leaf])
+            for allocation in self._memory.lies_in[leaf.name]:
+                if self._parts is not None and shapes != self._shapes[leaf]:
+                    if leaf.name not in self._parts.gathered_again:
+                        found[self._another(allocation, leaf, shapes)] = None
+                elif allocation not in self._stationary:
+                    found[allocation] = None
+        return tuple(found)
+
+    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorShape, ...]) -> int:
+        """The allocation of a value in the shape that somebody reads it in."""
+        key = (allocation, shapes)
+        if key not in self._moved:
+            self._moved[key] = number = len(self.bytes)
+            self.bytes[number] = sum((shape.bytes for shape in shapes), start=0)
+            self.maker[number] = leaf.name
+        return self._moved[key]
+
+
+def _sizes_of(call: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]]) -> dict[fx.Node, tuple[TensorShape, ...]]:
+    """The shapes that a call's arguments have where they lie."""
+    return {argument: shapes[argument] for argument in call.all_input_nodes}
 
 
 def _parameter_values(graph: ModelGraph) -> frozenset[str]:

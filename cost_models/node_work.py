@@ -7,6 +7,7 @@ native_layer_norm_backward(...)         reads and writes its tensors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,15 +40,21 @@ def call_of_node(node: fx.Node) -> Call:
     return Call(node.target, arguments, tensor_shapes(node.meta.get("val")))
 
 
-def described(value: Any) -> Any:
-    """An argument with its nodes replaced by what a price may depend on; hashable."""
+def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Any:
+    """An argument with its nodes replaced by what a price may depend on; hashable.
+
+    Args:
+        value: the argument.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
+    """
     if isinstance(value, fx.Node):
         held = value.meta.get("val")
-        if isinstance(held, torch.Tensor):
-            return tensor_shapes(held)[0]
-        return size_of(held) if isinstance(held, int | torch.SymInt) else tensor_shapes(held)
+        if isinstance(held, int | torch.SymInt):
+            return size_of(held)
+        of_node = tensor_shapes(held) if shapes is None else shapes[value]
+        return of_node[0] if isinstance(held, torch.Tensor) else of_node
     if isinstance(value, list | tuple):
-        return tuple(described(item) for item in value)
+        return tuple(described(item, shapes) for item in value)
     return value
 
 

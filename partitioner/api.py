@@ -15,6 +15,7 @@ from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings, Variant
 from partitioner.meshes import resolve_mode
 from partitioner.model import PartitionedModel
+from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.progress import Progress
@@ -121,7 +122,10 @@ def partition(
             batchnorm=batchnorm,
         )
         with steps.step("planning"):
-            plan = plan_mesh(graph, hardware, mesh, request, cost_model)
+            if mesh is None:
+                plan = plan_auto(graph, hardware, request, cost_model, steps.tell)
+            else:
+                plan = plan_mesh(graph, hardware, mesh, request, cost_model)
     elif plan.n_ranks != len(placement.devices):
         raise ConfigError(
             f"the plan is for {plan.n_ranks} devices and {len(placement.devices)} were given", remedy=f"pass devices={plan.n_ranks}"

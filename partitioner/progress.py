@@ -26,17 +26,25 @@ class Progress:
         self._title = title
         self._total = total
         self._done = 0
+        self._name = ""
         self._show = sys.stderr.isatty() if show is None else show
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """One step; the line goes when the last one ends."""
-        self._write(f"{self._title}  [{'#' * self._done}{'-' * (self._total - self._done)}]  {self._done + 1}/{self._total}  {name}")
+        self._name = name
+        self.tell("")
         try:
             yield
         finally:
             self._done += 1
             self._write("")
+
+    def tell(self, news: str) -> None:
+        """Say how far the step is, in place of what was said before."""
+        bar = "#" * self._done + "-" * (self._total - self._done)
+        text = f"{self._title}  [{bar}]  {self._done + 1}/{self._total}  {self._name}{'  ' if news else ''}{news}"
+        self._write(text[: shutil.get_terminal_size().columns - 1] if news else text)
 
     def _write(self, line: str) -> None:
         if self._show:

@@ -29,7 +29,7 @@ from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
 from passes.split_randomness import split_randomness
 
-__all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan"]
+__all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan", "layouts_of_cut"]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def cut_axes(
     """
     if cut.mesh.size == 1:
         return _whole(graph, axes, cut)
-    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
-    layouts = _store(graph, axes, layouts, cut)
+    layouts = layouts_of_cut(graph, axes, cut, results, stored)
     held = (*graph.parameters, *graph.buffers, *graph.constants)
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
@@ -123,6 +122,14 @@ def cut_axes(
         parts.append(by_sizes[sizes])
         blocks.append({name: _block(name, axes, layouts.stored[name], extents) for name in held})
     return CutModel(graph, axes, cut, layouts, tuple(parts), tuple(blocks))
+
+
+def layouts_of_cut(
+    graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
+) -> Layouts:
+    """How every value lies under a cut, parameters as they are stored: what ``cut_axes`` writes graphs from."""
+    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
+    return _store(graph, axes, layouts, cut)
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:

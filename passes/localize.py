@@ -66,6 +66,7 @@ class _Localizer:
         self.target = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.batch: fx.Node | None = None
+        self.reader = ""
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
 
     def run(self) -> ModelGraph:
@@ -74,8 +75,10 @@ class _Localizer:
                 if node.op == "placeholder":
                     self._placeholder(node)
                 elif node.op != "output":
+                    self.reader = node.name
                     self._whole_batch()
                     self._call(node)
+            self.reader = "output"
             returned = self._outputs()
         self.target.lint()
         names = {node.name for node in self.target.nodes}
@@ -266,6 +269,7 @@ class _Localizer:
         function = aten.reshape.default if function is aten.view.default else function
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
         node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
+        node.meta["written_for"] = self.reader
         value = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
         node.meta["val"] = tuple(value) if isinstance(value, list) else value
         return node

@@ -76,6 +76,7 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     """The stage of every computing node that is not replicable.
 
     Args:
+        graph: a model, or a part of one (``passes.localize``): there a stage begins with what was written for its first node.
         first_nodes: for each stage, the name of its first node, in graph order; the first stage starts with the graph whatever it says.
 
     Raises:
@@ -84,6 +85,8 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     replicable = replicable_nodes(graph)
     nodes = graph.computing_nodes()
     position = {node.name: index for index, node in enumerate(nodes)}
+    for index, node in reversed(list(enumerate(nodes))):
+        position[node.meta.get("written_for", node.name)] = index
     starts = []
     for name in first_nodes[1:]:
         if name not in position:

@@ -130,7 +130,7 @@ def test_one_axis_of_several_is_named_by_its_number() -> None:
         ({"heads": "expert"}, "tensor", ("'expert'", "the mesh has tensor")),
         ({"heads": "tensor"}, "pipeline", ("'tensor'", "the mesh has pipeline")),
         ({"heads": "pipeline"}, "pipeline", ("cuts the graph",)),
-        ({"heads": "tensor"}, "auto", ("auto", "mode=")),
+        ({"head_count": "tensor"}, "auto", ("no axis 'head_count'", "heads", "ffn")),
         ({"heads": "data"}, "data", ("cuts the batch alone",)),
         ({"batch": "tensor"}, "tensor", ("any axis but the batch",)),
         ({"heads": "tensor"}, {"tensor": 8}, ("size 4", "8 parts")),

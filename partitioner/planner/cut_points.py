@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,12 @@ class CutPoints:
         return {node: index for index, unit in enumerate(self.units) for node in unit}
 
 
-def find_cut_points(graph: ModelGraph) -> CutPoints:
-    """Gather the nodes into units; none for a graph that computes nothing."""
+def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> CutPoints:
+    """Gather the nodes into units; none for a graph that computes nothing.
+
+    Args:
+        at: the nodes that a unit may begin with, for a graph that is written anew before it is cut; None: all.
+    """
     replicable = replicable_nodes(graph)
     if replicable.issuperset(node.name for node in graph.computing_nodes()):
         replicable = frozenset()
@@ -73,6 +77,8 @@ def find_cut_points(graph: ModelGraph) -> CutPoints:
     blocked = [False] * len(nodes)
     for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position)):
         blocked[first + 1 : last + 1] = [True] * (last - first)
+    if at is not None:
+        blocked = [is_blocked or node.name not in at for node, is_blocked in zip(nodes, blocked, strict=True)]
     units: list[list[str]] = []
     for node, is_blocked in zip(nodes, blocked, strict=True):
         if not is_blocked or not units:

@@ -6,20 +6,26 @@ from collections.abc import Sequence
 
 from cost_models.units import format_seconds
 from partitioner.planner.candidates import Candidate
+from partitioner.planner.mesh_problem import Solution
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.staged_model import StagedModel
+from passes.ir.mesh import STAGES, Mesh
 
-__all__ = ["bound_by", "candidate_words", "runner_up"]
+__all__ = ["bound_by", "candidate_words", "compared", "next_best", "plan_words"]
 
 
-def bound_by(problems: PipelineProblems, staged: StagedModel) -> str:
-    """What limits the step: the slowest stage, what it spends its time on, and how long the ranks wait."""
+def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
+    """What limits the step: the sum of gradients, or the slowest stage, what it spends its time on, and how long the ranks wait."""
+    if sums > staged.step.makespan:
+        return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
     slowest = max(range(len(seconds)), key=lambda stage: seconds[stage])
     times, rank = staged.times[slowest], staged.schedule.stage_rank[slowest]
     sending = times.send + times.send_gradient
     if sending > seconds[slowest] / 2:
         spent = "sending"
+    elif problems.prices.exchanging(staged.runs[slowest], problems.rows(staged.candidate)) > seconds[slowest] / 2:
+        spent = "communication between the ranks that cut axes"
     else:
         spent = problems.prices.limit_of(staged.runs[slowest], problems.cluster.devices[rank], problems.rows(staged.candidate))
     idle = round(100 * staged.step.bubble_fraction)
@@ -27,17 +33,37 @@ def bound_by(problems: PipelineProblems, staged: StagedModel) -> str:
     return f"stage {slowest} on rank {rank} is the slowest: {format_seconds(seconds[slowest])} a microbatch, most of it {spent}{waiting}"
 
 
-def runner_up(chosen: StagedModel, tried: Sequence[StagedModel]) -> str:
-    """The next best choice and its price; empty when there was none."""
-    others = [staged for staged in tried if staged is not chosen]
+def next_best(chosen: Solution, others: Sequence[Solution]) -> str:
+    """The next best choice on the same mesh and its price; empty when there was none."""
     if not others:
         return ""
-    best = min(others, key=lambda staged: staged.step.makespan)
-    change = 100 * (best.step.makespan / chosen.step.makespan - 1) if chosen.step.makespan else 0.0
+    best = min(others, key=lambda solution: solution.step_time)
+    return compared(candidate_words(best.staged.candidate), best.step_time, chosen.step_time)
+
+
+def compared(words: str, seconds: float, chosen: float) -> str:
+    """Another choice beside the chosen one."""
+    change = 100 * (seconds / chosen - 1) if chosen else 0.0
     if abs(change) < 0.05:
-        return f"{candidate_words(best.candidate)}: as fast"
+        return f"{words}: as fast"
     verdict = f"{change:.1f} % slower" if change >= 0 else f"{-change:.1f} % faster, which is less than predictions may be wrong"
-    return f"{candidate_words(best.candidate)}: {format_seconds(best.step.makespan)} a step, {verdict}"
+    return f"{words}: {format_seconds(seconds)} a step, {verdict}"
+
+
+def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = False) -> str:
+    """A choice of everything for reading.
+
+    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full")
+    'data 2 x tensor 4, recompute full'
+    """
+    words = [" x ".join(f"{name} {size}" for name, size in mesh.dimensions) + (" with the sequence" if beside else "")]
+    if any(name in STAGES for name in mesh.names) and mesh.size > 1:
+        words.append(candidate_words(candidate))
+    elif candidate.n_microbatches > 1:
+        words.append(f"{candidate.n_microbatches} microbatches")
+    if policy != "none":
+        words.append(f"recompute {policy}")
+    return ", ".join(words)
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,13 @@ import numpy as np
 from cost_models.hardware import Cluster, Device, Link
 from cost_models.units import format_bytes
 from partitioner.constraints import Constraints
-from partitioner.planner.candidates import Candidate
+from partitioner.planner.candidates import Candidate, schedules
+from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 
-__all__ = ["why_infeasible"]
+__all__ = ["nothing_fits", "why_infeasible"]
 
 _MOST_DEVICES = 4096
 
@@ -46,6 +48,39 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
         remedy=_remedy(problems, candidate),
     )
+
+
+def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionError]) -> PartitionError:
+    """The error where no plan of any mesh fits: of the mesh whose fullest device lacks least, with all recomputed.
+
+    Args:
+        meshes: what was tried.
+        refusals: meshes that were refused for another reason; told where no mesh lacks memory.
+    """
+    lacking = []
+    for order, mesh in enumerate(meshes):
+        problems = mesh.problems(policies(mesh.request, differentiate=mesh.differentiate)[-1])
+        candidate = _most_frugal(problems, mesh)
+        if len(problems.points.units) >= mesh.n_places:
+            lacking.append((shortfall(problems.problem(candidate, problems.schedule(candidate))), order, problems, candidate, mesh))
+    if not lacking or lacking[0][0] == np.inf:
+        return refusals[0] if refusals else why_infeasible(problems, candidate)
+    missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
+    words = " x ".join(f"{name} {size}" for name, size in mesh.mesh.dimensions)
+    limit = format_bytes(min(problems.limits()))
+    return InfeasiblePlanError(
+        f"no plan fits {_count(mesh.mesh.size, 'device')} of {limit}: "
+        f"the closest, {words} with {_count(candidate.n_microbatches, 'microbatch', 'es')}, lacks {format_bytes(max(missing, 0))} on the fullest",
+        remedy=_remedy(problems, candidate),
+    )
+
+
+def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
+    """The candidate that needs least memory: the most microbatches, in the default order."""
+    rows = mesh.part.graph.batch_size
+    count = mesh.request.n_microbatches or (rows if mesh.part.graph.batch is not None and not mesh.part.graph.microbatching else 1)
+    name, stages_per_rank = schedules(problems.request)[0]
+    return Candidate(name, stages_per_rank, count)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

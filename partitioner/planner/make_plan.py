@@ -9,32 +9,31 @@ The microbatch count is the first by estimate that fits memory. Schedules are th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from cost_models.cost_model import CostModel, Roofline
-from cost_models.graph_cost import GraphCost, graph_cost
+from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
 from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbatch_counts, schedules
-from partitioner.planner.cut_points import find_cut_points
-from partitioner.planner.describe import bound_by, runner_up
+from partitioner.planner.describe import bound_by, next_best
 from partitioner.planner.infeasible import why_infeasible
+from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
+from partitioner.planner.model_part import whole_part
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
-from partitioner.planner.unit_prices import PriceList
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
-from passes.split_backward import Recompute
 
-__all__ = ["PlanRequest", "make_plan"]
+__all__ = ["PlanRequest", "describe_plan", "differentiates", "make_plan", "plan_stages"]
 
 _WORTH_LEAVING_DEFAULT = 0.1
 """How much faster, relatively, another schedule must be on the clock to be chosen over the default: the clock does not price actions."""
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
-    """Decide stages, ranks, schedule and microbatches for a model.
+    """Decide stages, ranks, schedule and microbatches for a model whose axes are not cut.
 
     Args:
         graph: the model.
@@ -47,47 +46,55 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
     """
     request.check(graph)
-    cluster = cluster.first(len(request.devices))
-    cost_model = cost_model or Roofline()
-    differentiate = graph.training or request.optimizer != "none"
-    cost = graph_cost(graph, differentiate=differentiate)
-    points = find_cut_points(graph)
-    if not points.units:
+    part = whole_part(graph, differentiate=differentiates(graph, request))
+    mesh = Mesh((("pipeline", len(request.devices)),))
+    return plan_stages(MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline()))
+
+
+def plan_stages(problem: MeshProblem) -> Plan:
+    """Decide what is open on one mesh; raises as ``make_plan`` does."""
+    graph, request = problem.part.graph, problem.request
+    request.check(graph)
+    if not problem.part.points.units:
         raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
-    kinds = tuple(dict.fromkeys(cluster.devices))
-    policies = _policies(request, differentiate=differentiate)
-    prices = (PriceList(graph, cost, points, kinds, cost_model, request.optimizer, policy) for policy in policies)
-    problems, tried = _first_fitting(PipelineProblems(graph, cluster, request, points, each, cost_model) for each in prices)
-    chosen = _choose(tried)
-    candidate = chosen.candidate
+    open_policies = policies(request, differentiate=problem.differentiate)
+    problems, tried = _first_fitting(problem.problems(policy) for policy in open_policies)
+    solutions = [problem.price(problems, staged) for staged in tried]
+    chosen = _choose(solutions)
+    others = [solution for solution in solutions if solution is not chosen]
+    return describe_plan(problem, chosen, next_best(chosen, others))
+
+
+def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
+    """Whether a backward is planned for."""
+    return graph.training or request.optimizer != "none"
+
+
+def describe_plan(problem: MeshProblem, chosen: Solution, runner_up: str) -> Plan:
+    """The plan that a solution is."""
+    graph, request, mesh = problem.part.graph, problem.request, problem.mesh
+    candidate, problems = chosen.staged.candidate, chosen.problems
     return Plan(
-        mesh=(("pipeline", len(request.devices)),),
-        devices=request.devices,
-        stages=describe_stages(problems, chosen),
+        mesh=mesh.dimensions,
+        devices=problem.devices,
+        stages=describe_stages(problems, chosen.staged),
         schedule=candidate.schedule,
         n_microbatches=candidate.n_microbatches,
         recompute=problems.prices.recompute,
-        batch_size=graph.batch_size,
-        step_time=chosen.step.makespan,
-        memory=chosen.memory,
-        bound_by=bound_by(problems, chosen),
-        runner_up=runner_up(chosen, tried),
-        notes=tuple(_notes(graph, cost, request, chosen)),
+        batch_size=problem.batch_size,
+        step_time=chosen.step_time,
+        memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
+        bound_by=bound_by(problems, chosen.staged, chosen.sums),
+        runner_up=runner_up,
+        notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
     )
 
 
-def _policies(request: PlanRequest, *, differentiate: bool) -> tuple[Recompute, ...]:
-    """What to try: the policy asked for, or from none up until the memory suffices."""
-    if request.recompute is not None:
-        return (cast(Recompute, request.recompute),)
-    return ("none", "selective", "full") if differentiate else ("none",)
-
-
-def _first_fitting(policies: Iterator[PipelineProblems]) -> tuple[PipelineProblems, list[StagedModel]]:
+def _first_fitting(choices: Iterator[PipelineProblems]) -> tuple[PipelineProblems, list[StagedModel]]:
     """The first policy under which anything fits, and what does; raises what is wrong with the last when nothing does."""
-    problems = next(policies)
+    problems = next(choices)
     while not (tried := _tried(problems)):
-        following = next(policies, None)
+        following = next(choices, None)
         if following is None:
             raise why_infeasible(problems, _plainest(problems))
         problems = following
@@ -109,11 +116,11 @@ def _tried(problems: PipelineProblems) -> list[StagedModel]:
     return []
 
 
-def _choose(tried: Sequence[StagedModel]) -> StagedModel:
+def _choose(tried: Sequence[Solution]) -> Solution:
     """The fastest; the default schedule if it is nearly as fast."""
-    fastest = min(tried, key=lambda staged: staged.step.makespan)
-    default = next((staged for staged in tried if staged.candidate.schedule == DEFAULT_SCHEDULE), fastest)
-    return default if default.step.makespan <= fastest.step.makespan * (1 + _WORTH_LEAVING_DEFAULT) else fastest
+    fastest = min(tried, key=lambda solution: solution.step_time)
+    default = next((solution for solution in tried if solution.staged.candidate.schedule == DEFAULT_SCHEDULE), fastest)
+    return default if default.step_time <= fastest.step_time * (1 + _WORTH_LEAVING_DEFAULT) else fastest
 
 
 def _plainest(problems: PipelineProblems) -> Candidate:

@@ -23,7 +23,7 @@ from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.graph import ModelGraph
 from passes.ir.schedule import Schedule
 
-__all__ = ["PipelineProblems"]
+__all__ = ["PipelineProblems", "memory_limits"]
 
 _SLACK = 0.02
 """A stage may be slower than the best by less than the prices can be wrong, if that sends less or cuts between modules."""
@@ -79,8 +79,7 @@ class PipelineProblems:
 
     def limits(self) -> tuple[float, ...]:
         """Bytes of each rank."""
-        limit = self.request.memory_limit
-        return tuple(float(device.memory_bytes if limit is None else parse_bytes(limit)) for device in self.cluster.devices)
+        return memory_limits(self.cluster, self.request)
 
     def solve(self, candidate: Candidate, schedule: Schedule) -> StageCuts | None:
         """The candidate's best cuts; None when nothing fits.
@@ -99,3 +98,9 @@ class PipelineProblems:
 
     def _slope(self, link: Link) -> float:
         return (self.cost_model.transfer_time(_LINEAR_TO, link) - self.cost_model.transfer_time(0, link)) / _LINEAR_TO
+
+
+def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:
+    """Bytes that each device may hold."""
+    limit = request.memory_limit
+    return tuple(float(device.memory_bytes if limit is None else parse_bytes(limit)) for device in cluster.devices)

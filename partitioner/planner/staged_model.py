@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.operations import tensor_shapes
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.cut_points import module_path
+from partitioner.planner.exchanges import GradientSum
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import StageCuts
 from partitioner.planner.stage_problem import held, stage_runs
@@ -21,7 +21,7 @@ from partitioner.schedules.in_flight import peak_activation
 from passes.ir.plan import Stage
 from passes.ir.schedule import Schedule
 
-__all__ = ["StagedModel", "describe_stages", "stage_model"]
+__all__ = ["StagedModel", "describe_stages", "stage_model", "summed_bytes"]
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,29 @@ def _messages(prices: UnitPrices, starts: Sequence[int]) -> tuple[list[list[int]
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[int, int]]:
-    """For each stage, how many parameters it holds, and their bytes."""
-    starts = [run.start for run in runs]
+    """For each stage, how many parameters its rank holds, and their bytes."""
     held_by = [(0, 0) for _ in runs]
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
-            shapes = tensor_shapes(node.meta.get("val"))
-            count, size = sum(int(shape.numel) for shape in shapes), sum(int(shape.bytes) for shape in shapes)
-            for stage in {bisect_right(starts, unit) - 1 for unit in problems.prices.users(node.name)}:
+            size = problems.prices.held_bytes(node.name)
+            count = size // node.meta["val"].dtype.itemsize
+            for stage in _stages_reading(problems, node.name, runs):
                 held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
     return held_by
+
+
+def _stages_reading(problems: PipelineProblems, parameter: str, runs: Sequence[range]) -> set[int]:
+    starts = [run.start for run in runs]
+    return {bisect_right(starts, unit) - 1 for unit in problems.prices.users(parameter)}
+
+
+def summed_bytes(problems: PipelineProblems, staged: StagedModel, sums: Iterable[GradientSum]) -> list[dict[str, float]]:
+    """For each rank of the pipeline, the bytes of gradients that it sums over each mesh dimension once a step."""
+    ranks: list[dict[str, float]] = [{} for _ in range(staged.schedule.n_ranks)]
+    for each in sums:
+        for rank in {staged.schedule.stage_rank[stage] for stage in _stages_reading(problems, each.parameter, staged.runs)}:
+            ranks[rank][each.dimension] = ranks[rank].get(each.dimension, 0.0) + each.size
+    return ranks
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:

@@ -16,9 +16,10 @@ from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Device
 from cost_models.memory import optimizer_states
-from cost_models.operations import OperationCost, tensor_shapes
+from cost_models.operations import OperationCost
 from cost_models.work import Work
 from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.exchanges import Exchange
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
 from passes.ir.graph import ModelGraph
 from passes.operators import draws, packet
@@ -77,6 +78,7 @@ class PriceList:
         cost_model: turns work into seconds.
         optimizer: whose state is held for every parameter that trains.
         recompute: what the backward computes again instead of keeping it.
+        exchanges: communication between the ranks that share a stage, of each microbatch.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PriceList:
         cost_model: CostModel,
         optimizer: str,
         recompute: Recompute = "none",
+        exchanges: Sequence[Exchange] = (),
     ) -> None:
         self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
         self.recompute = recompute
@@ -96,8 +99,9 @@ class PriceList:
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         self._again = self._find_again()
+        self._exchanges = tuple(exchange for exchange in exchanges if exchange.reader in self._unit_of)
         self._savers = self._find_savers()
-        self._value_sizes = {value.node: _value_size(self._nodes[value.node]) for value in points.values}
+        self._value_sizes = {value.node: cost.bytes[value.node] for value in points.values}
         self._distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self._calls = self._count_calls()
         self._fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
@@ -114,7 +118,7 @@ class PriceList:
         flops = np.array([numbers[cost.forward.flops] * share for cost in self._distinct])
         forward = dict(zip(self._distinct, seconds[:, :, 0].tolist(), strict=True))
         return UnitPrices(
-            halves=self._halves(seconds),
+            halves=self._halves(seconds) + self._exchanging(numbers, share)[:, :, None],
             replicated=tuple((tuple(forward[self._cost.nodes[name]]), units) for name, units in self._points.replicated.items() if units),
             values=self._values(numbers, share),
             fixed=self._fixed,
@@ -129,6 +133,21 @@ class PriceList:
         if self._again:
             halves[1] += self._count_calls(self._again) @ seconds[:, :, 0]
         return halves
+
+    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+        """Seconds that some units wait for the other ranks of their stage, forward and backward."""
+        seconds = self._exchanging(Numbers(microbatch_size), self._share(microbatch_size))
+        return float(seconds[:, list(units)].sum())
+
+    def _exchanging(self, numbers: Numbers, share: float) -> Floats:
+        """(3, N) seconds that units wait for the other ranks of their stage; recomputation exchanges once more what it needs."""
+        seconds = np.zeros((3, len(self._points.units)))
+        for exchange in self._exchanges:
+            forward, backward = exchange.seconds(numbers[exchange.size] * share)
+            again = forward if exchange.reader in self._again else 0.0
+            seconds[0, self._unit_of[exchange.reader]] += forward
+            seconds[1, self._unit_of[exchange.reader]] += backward + again
+        return seconds
 
     def _count_calls(self, only: frozenset[str] | None = None) -> Floats:
         """(N, C) how often each unit holds an operation of each distinct price; of some nodes alone."""
@@ -150,6 +169,20 @@ class PriceList:
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
         return tuple(sorted({self._unit_of[user.name] for user in self._nodes[placeholder].users if user.name in self._unit_of}))
+
+    def starting(self) -> Floats:
+        """(N, K) seconds that it takes to start the kernels of each unit, forward and backward, whatever their work."""
+        seconds = [[self._starting(cost, kind) for kind in self.kinds] for cost in self._distinct]
+        started: Floats = self._calls @ np.array(seconds)
+        return started
+
+    def _starting(self, cost: OperationCost, device: Device) -> float:
+        works = [work for work in (cost.forward, cost.backward_input, cost.backward_weight) if work.launches]
+        return sum(self._cost_model.operation_time(Work(0, 0, work.launches), device, cost.dtype) for work in works)
+
+    def held_bytes(self, placeholder: str) -> int:
+        """Bytes that a rank holds of a parameter, buffer or constant."""
+        return int(self._cost.bytes[placeholder])
 
     def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
         """What most of the time of some units goes into."""
@@ -223,7 +256,7 @@ class PriceList:
 
     def _find_fixed(self, states: int) -> Iterable[Shared]:
         for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
-            size = sum(int(shape.bytes) for shape in tensor_shapes(self._nodes[name].meta.get("val")))
+            size = self.held_bytes(name)
             trains = name in self._graph.parameters and name in self._cost.gradients
             units = self._holders(name)
             if units and size:
@@ -235,8 +268,3 @@ class PriceList:
         through = {unit for name in again for unit in self._points.replicated[name]}
         return tuple(sorted({*self.users(placeholder), *through}))
 
-
-def _value_size(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return tensor_shapes(value)[0].bytes

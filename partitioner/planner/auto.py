@@ -1,0 +1,201 @@
+"""``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, with a proof of how good it is.
+
+    best first, by bounds that nothing behind them can beat
+
+    mesh            what the whole model takes at least, on that many ranks        ->  cut its axes, price one rank's part
+    candidate       what its stages take at least, whatever the cuts               ->  cut stages, run the schedule on the clock
+    solution        seconds of a step
+
+The search ends when the best solution is as fast as every bound that is left: it is then the optimum of the space. Cut short, the lowest
+bound that is left says how far from it the plan may be (Land, Doig, "An automatic method of solving discrete programming problems", 1960).
+Equal inputs are searched in equal order: nothing depends on the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost_models.cost_model import CostModel, Roofline
+from cost_models.hardware import Cluster
+from cost_models.units import format_seconds
+from partitioner.planner.auto_space import allowed_shapes, candidates_of
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.constrained_axes import check_dimensions, check_kept
+from partitioner.planner.cuttable_model import CuttableModel, MeshCut
+from partitioner.planner.describe import compared, plan_words
+from partitioner.planner.infeasible import nothing_fits
+from partitioner.planner.make_plan import describe_plan, differentiates
+from partitioner.planner.mesh_bounds import MeshBounds
+from partitioner.planner.mesh_links import stages_length
+from partitioner.planner.mesh_problem import MeshProblem, Solution
+from partitioner.planner.plan_mesh import cut_described
+from partitioner.planner.plan_request import PlanRequest
+from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
+from passes.split_backward import Recompute
+
+__all__ = ["plan_auto"]
+
+_MOST_SOLUTIONS = 2000
+"""Candidates that are solved before the search ends without a proof."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Option:
+    """One candidate of a mesh."""
+
+    problem: MeshProblem
+    cut: MeshCut | None
+    policy: Recompute
+    candidate: Candidate
+
+    @property
+    def words(self) -> str:
+        """For reading."""
+        return plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
+
+
+def plan_auto(
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Plan:
+    """Decide everything that the user left open.
+
+    Args:
+        graph: the model.
+        cluster: the hardware, at least as many devices as the request names.
+        request: what the user said, its mode ``"auto"``.
+        cost_model: prices work and messages; None: an analytic roofline.
+        tell: called with what is known so far, whenever it changes.
+
+    Raises:
+        ConfigError: the request does not fit the model, the cluster or itself.
+        InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
+    """
+    request.check(graph)
+    search = _Search(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell or (lambda _text: None))
+    search.run()
+    return search.plan()
+
+
+class _Search:
+    """The search, with what it has found so far."""
+
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None]
+    ) -> None:
+        self._graph, self._cluster, self._request, self._cost_model, self._tell = graph, cluster, request, cost_model, tell
+        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request))
+        if not self._model.whole.points.units:
+            raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
+        self._open: list[tuple[float, int, Mesh | _Option]] = []
+        self._n_added = 0
+        self._n_solved = 0
+        self._solutions: list[tuple[_Option, Solution]] = []
+        self._settled: set[tuple[int, Candidate]] = set()
+        self._best: tuple[_Option, Solution] | None = None
+        self._meshes: list[MeshProblem] = []
+        self._refusals: list[ConfigError] = []
+        self._bound = 0.0
+
+    def run(self) -> None:
+        """Search until nothing that is left can be faster."""
+        bounds = MeshBounds(self._model.whole, self._cluster, self._request, self._cost_model)
+        for mesh in allowed_shapes(self._graph, self._cluster, self._request):
+            self._add(bounds.of(mesh), mesh)
+        while self._open:
+            self._bound = self._open[0][0]
+            if self._best is not None and (self._bound >= self._best[1].step_time or self._n_solved >= _MOST_SOLUTIONS):
+                return
+            _, _, item = heapq.heappop(self._open)
+            if isinstance(item, Mesh):
+                self._expand(item)
+            else:
+                self._solve(item)
+        self._bound = np.inf
+
+    def plan(self) -> Plan:
+        """The best plan that was found; raises when there is none."""
+        if self._best is None:
+            raise self._failure()
+        option, solution = self._best
+        plan = describe_plan(option.problem, solution, self._runner_up(option, solution))
+        if option.cut is not None:
+            plan = cut_described(plan, option.cut, self._request)
+        gap = max(0.0, 1 - self._bound / solution.step_time) if solution.step_time else 0.0
+        return dataclasses.replace(plan, gap=gap, notes=(*plan.notes, *self._notes()))
+
+    def _add(self, bound: float, item: Mesh | _Option) -> None:
+        if bound < np.inf:
+            heapq.heappush(self._open, (bound, self._n_added, item))
+            self._n_added += 1
+
+    def _expand(self, mesh: Mesh) -> None:
+        """Cut the axes of a mesh, and add its candidates."""
+        try:
+            check_dimensions(self._request.constraints, mesh)
+            cuts: Sequence[MeshCut | None] = self._model.cuts(mesh.cutting) if mesh.cutting.size > 1 else (None,)
+            for cut in cuts:
+                if cut is not None:
+                    check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+                part = self._model.whole if cut is None else cut.part
+                stages = stages_length(mesh)
+                mode = "auto" if stages > 1 else "pipeline"
+                problem = MeshProblem(mesh, part, self._cluster, dataclasses.replace(self._request, mode=mode), self._cost_model)
+                self._meshes.append(problem)
+                for policy, candidate in candidates_of(problem):
+                    self._add(problem.bound(policy, candidate), _Option(problem, cut, policy, candidate))
+        except ConfigError as refusal:
+            self._refusals.append(refusal)
+
+    def _solve(self, option: _Option) -> None:
+        """Work one candidate out."""
+        key = (id(option.problem), option.candidate)
+        if key in self._settled:  # what is computed again only costs time, and less of it fits
+            return
+        self._n_solved += 1
+        try:
+            solution = option.problem.solve(option.policy, option.candidate)
+        except ConfigError as refusal:
+            self._refusals.append(refusal)
+            return
+        if solution is None:
+            return
+        self._settled.add(key)
+        self._solutions.append((option, solution))
+        if self._best is None or solution.step_time < self._best[1].step_time * (1 - _TIE):
+            self._best = (option, solution)
+            self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)}: {option.words}")
+
+    def _runner_up(self, chosen: _Option, solution: Solution) -> str:
+        """The fastest solution of another mesh, or else of this one."""
+        others = [pair for pair in self._solutions if pair[0] is not chosen]
+        elsewhere = [pair for pair in others if pair[0].problem is not chosen.problem]
+        if not others:
+            return ""
+        option, other = min(elsewhere or others, key=lambda pair: pair[1].step_time)
+        return compared(option.words, other.step_time, solution.step_time)
+
+    def _notes(self) -> Iterator[str]:
+        if self._graph.microbatching and self._request.n_microbatches is None:
+            yield "The batch is not cut into microbatches, because that would change the numbers: pass n_microbatches= to allow it."
+
+    def _failure(self) -> PartitionError:
+        """Why there is no plan: what is wrong with the last mesh that could be planned at all."""
+        if not self._meshes:
+            return self._refusals[0]
+        return nothing_fits(self._meshes, self._refusals)
+
+
+_TIE = 1e-9
+"""Relative differences of prices that are rounding."""

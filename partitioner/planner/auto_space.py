@@ -1,0 +1,72 @@
+"""What ``mode="auto"`` chooses from: meshes, and on each of them recomputation policies, microbatch counts and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cost_models.hardware import Cluster, Link
+from partitioner.planner.candidates import Candidate, schedules
+from partitioner.planner.mesh_links import stages_length
+from partitioner.planner.mesh_problem import MeshProblem, policies
+from partitioner.planner.mesh_shapes import mesh_shapes
+from partitioner.planner.plan_request import PlanRequest
+from passes.axes import find_axes
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
+from passes.split_backward import Recompute
+
+__all__ = ["allowed_shapes", "candidates_of", "microbatch_choices"]
+
+_MOST_MICROBATCHES = 8
+"""Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
+
+
+def allowed_shapes(graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
+    """The meshes that fit the devices, the batch and what the user said.
+
+    A device_map names ranks, so the stages have all of them. A schedule, or stages on each device, asks for a pipeline.
+    """
+    n_devices = len(cluster.devices)
+    unlike = len(set(cluster.devices)) > 1
+    wants_stages = request.schedule is not None or request.stages_per_rank is not None
+    wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
+    has_sequence = any("queries" in roles or "keys" in roles for roles in find_axes(graph.graph).roles)
+    for mesh in mesh_shapes(n_devices, graph.batch_size, levels=unlike or not isinstance(cluster.links, Link)):
+        stages = stages_length(mesh)
+        if request.constraints.device_map is not None and stages < n_devices:
+            continue
+        if "sequence" in mesh.names and not has_sequence:
+            continue
+        if wants_stages and stages == 1 and n_devices > 1:
+            continue
+        yield mesh
+
+
+def candidates_of(problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
+    """Everything that is open on a mesh, the plainest first."""
+    for policy in policies(problem.request, differentiate=problem.differentiate):
+        for count in microbatch_choices(problem.part.graph, problem.request, problem.n_places):
+            for name, stages_per_rank in schedules(problem.request):
+                if count > 1 or name in _FOR_ONE:
+                    yield policy, Candidate(name, stages_per_rank, count)
+
+
+_FOR_ONE = ("GPipe", "1F1B")
+"""Schedules for a single microbatch: no order of its stages helps it."""
+
+
+def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
+    """The microbatch counts to choose from, ascending: divisors of the rank's batch.
+
+    Args:
+        graph: with the batch of one rank.
+        n_places: ranks of the pipeline. One rank needs microbatches only for its memory.
+    """
+    if request.n_microbatches is not None:
+        return [request.n_microbatches]
+    if graph.batch is None or graph.microbatching or any(output.combine == "mixed" for output in graph.outputs):
+        return [1]
+    rows = graph.batch_size
+    most = _MOST_MICROBATCHES * n_places
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    return [count for count in counts if count <= most or count == rows]

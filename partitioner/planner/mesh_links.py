@@ -1,0 +1,81 @@
+"""Which hardware the places of a mesh have: the slowest device of each stage, the slowest link along each dimension.
+
+    {"pipeline": 2, "tensor": 2} on two nodes of two devices       tensor    the link inside a node
+                                                                   pipeline  the link between nodes
+
+    place 0 of the pipeline: ranks 0 and 1      place 1: ranks 2 and 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cost_models.hardware import Cluster, Device, Link
+from passes.ir.mesh import STAGES, Mesh, pipelines
+
+__all__ = ["dimension_links", "places_of", "stages_length"]
+
+_WORST = Link(0.0, float("inf"))
+
+
+def dimension_links(mesh: Mesh, cluster: Cluster) -> dict[str, Link]:
+    """For each dimension that cuts axes, the slowest link between neighbours along it, over all groups."""
+    strides = _strides(mesh)
+    found = {}
+    for name, count in mesh.cutting.dimensions:
+        stride = strides[name]
+        pairs = ((rank, rank + stride) for rank in range(mesh.size) if rank // stride % count < count - 1)
+        found[name] = _slowest(cluster.link(one, other) for one, other in pairs)
+    return found
+
+
+def places_of(mesh: Mesh, cluster: Cluster) -> Cluster:
+    """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places."""
+    ranks = pipelines(mesh)
+    n_places = len(ranks[0])
+    devices = [_slowest_device([cluster.devices[pipeline[place]] for pipeline in ranks]) for place in range(n_places)]
+    if n_places == 1:
+        return Cluster(devices, _WORST)
+    pairs = {(place, place + 1) for place in range(n_places - 1)} | {(0, n_places - 1)}
+    links = {
+        (one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)
+    }
+    return Cluster(devices, links)
+
+
+def stages_length(mesh: Mesh) -> int:
+    """How many places the pipeline has."""
+    return next((length for name, length in mesh.dimensions if name in STAGES), 1)
+
+
+def _strides(mesh: Mesh) -> Mapping[str, int]:
+    strides, stride = {}, 1
+    for name, size in reversed(mesh.dimensions):
+        strides[name] = stride
+        stride *= size
+    return strides
+
+
+def _slowest(links: Iterable[Link]) -> Link:
+    return min(links, key=lambda link: (link.bandwidth, -link.latency))
+
+
+def _slowest_device(devices: Sequence[Device]) -> Device:
+    """The device itself where all are alike; of unlike ones, the least of each number: the ranks of a stage wait for each other."""
+    kinds = list(dict.fromkeys(devices))
+    if len(kinds) == 1:
+        return kinds[0]
+    types = sorted({name for device in kinds for name in device.peak_flops})
+    return Device(
+        name=" or ".join(device.name for device in kinds),
+        peak_flops={name: min(_peak(device, name) * device.compute_efficiency for device in kinds) for name in types},
+        memory_bytes=min(device.memory_bytes for device in kinds),
+        memory_bandwidth=min(device.bandwidth for device in kinds),
+        launch_overhead=max(device.launch_overhead for device in kinds),
+        compute_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
+
+
+def _peak(device: Device, dtype: str) -> float:
+    return device.peak_flops.get(dtype, min(device.peak_flops.values()))

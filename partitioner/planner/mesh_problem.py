@@ -1,0 +1,159 @@
+"""One mesh with everything that is still open on it: recomputation, microbatches, schedule, stage cuts.
+
+    part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from cost_models.cost_model import CostModel
+from cost_models.hardware import Cluster
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.mesh_links import dimension_links, places_of
+from partitioner.planner.model_part import ModelPart
+from partitioner.planner.pipeline_problem import PipelineProblems
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.staged_model import StagedModel, stage_model, summed_bytes
+from partitioner.planner.unit_prices import PriceList
+from passes.ir.mesh import Mesh, pipelines
+from passes.split_backward import Recompute
+
+__all__ = ["MeshProblem", "Solution", "policies"]
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One candidate of a mesh, worked out.
+
+    Attributes:
+        problems: the mesh under its recomputation policy.
+        staged: its stages and their times.
+        sums: seconds at the end of the step until all gradients are summed.
+    """
+
+    problems: PipelineProblems
+    staged: StagedModel
+    sums: float
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step."""
+        return self.staged.step.makespan + self.sums
+
+
+class MeshProblem:
+    """A mesh on a cluster.
+
+    Args:
+        mesh: all dimensions.
+        part: what one rank has.
+        cluster: of all ranks.
+        request: what was asked for, its mode that of the stages.
+        cost_model: prices work and messages.
+    """
+
+    def __init__(self, mesh: Mesh, part: ModelPart, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+        self.mesh, self.part, self.cost_model = mesh, part, cost_model
+        self.devices = request.devices
+        self.links = dimension_links(mesh, cluster)
+        self.places = places_of(mesh, cluster)
+        ranks = pipelines(mesh)[0]
+        self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
+        self.kinds = tuple(dict.fromkeys(self.places.devices))
+        self._exchanges = part.exchanges(self.links)
+        self._problems: dict[Recompute, PipelineProblems] = {}
+
+    @property
+    def n_places(self) -> int:
+        """Ranks of a pipeline."""
+        return len(self.places.devices)
+
+    @property
+    def differentiate(self) -> bool:
+        """Whether a backward is planned for."""
+        return self.part.graph.training or self.request.optimizer != "none"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the whole batch."""
+        return self.part.graph.batch_size * self.part.n_row_parts
+
+    @property
+    def place_of_rank(self) -> tuple[int, ...]:
+        """For each rank of the mesh, its place along the pipeline."""
+        places = {rank: place for pipeline in pipelines(self.mesh) for place, rank in enumerate(pipeline)}
+        return tuple(places[rank] for rank in range(self.mesh.size))
+
+    def problems(self, policy: Recompute) -> PipelineProblems:
+        """The stages to be cut, under a recomputation policy."""
+        if policy not in self._problems:
+            part, request = self.part, self.request
+            prices = PriceList(
+                part.graph, part.cost, part.points, self.kinds, self.cost_model, request.optimizer, policy, self._exchanges
+            )
+            self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
+        return self._problems[policy]
+
+    def bound(self, policy: Recompute, candidate: Candidate) -> float:
+        """Seconds that no cuts of a candidate can beat; inf where no cuts fit the memory.
+
+        A rank computes at least its part of all microbatches, and one unit lies on one rank. With one stage on each rank and backwards in
+        one piece, what precedes stage s takes part in the first microbatch before s starts, and in the last one after s ends:
+
+            step >= t[0] + ... + t[s-1] + M t[s]    for every s    hence    step >= W / (1 - (1 - 1/M)^R)
+
+        for M microbatches on R ranks, W the time of all stages: the right side is reached when all those terms are equal.
+        """
+        problems = self.problems(policy)
+        prices = problems.prices.at(problems.rows(candidate))
+        limit = max(problems.limits())
+        if sum(item.amount for item in prices.fixed) > limit * self.n_places:
+            return np.inf
+        seconds = prices.units.time.min(axis=1)
+        whole, largest, count = float(seconds.sum()), float(seconds.max()), candidate.n_microbatches
+        step = max(whole, count * max(whole / self.n_places, largest))
+        if candidate.stages_per_rank == 1 and candidate.schedule in _IN_ONE_PIECE:
+            step = max(step, whole / (1 - (1 - 1 / count) ** self.n_places))
+        return step * (1 - _ROUNDING) + self._least_sums()
+
+    def solve(self, policy: Recompute, candidate: Candidate) -> Solution | None:
+        """The best cuts of a candidate; None when none fit."""
+        problems = self.problems(policy)
+        schedule = problems.schedule(candidate)
+        cuts = problems.solve(candidate, schedule)
+        if cuts is None:
+            return None
+        return self.price(problems, stage_model(problems, candidate, schedule, cuts))
+
+    def price(self, problems: PipelineProblems, staged: StagedModel) -> Solution:
+        """A staged model with what the ranks of a stage sum at the end of a step."""
+        ranks = summed_bytes(problems, staged, self.part.sums)
+        return Solution(problems, staged, max(self.part.sum_seconds(each, self.links) for each in ranks))
+
+    def _least_sums(self) -> float:
+        """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes."""
+        totals: dict[str, float] = {}
+        for each in self.part.sums:
+            totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size / self.n_places
+        waiting = dict.fromkeys(totals, 1e-300)
+        return max(0.0, self.part.sum_seconds(totals, self.links) - self.part.sum_seconds(waiting, self.links)) * (1 - _ROUNDING)
+
+
+_ROUNDING = 1e-9
+"""Relative margin for the rounding of sums: a bound is never above what it bounds."""
+
+_IN_ONE_PIECE = ("GPipe", "1F1B")
+"""Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
+
+
+def policies(request: PlanRequest, *, differentiate: bool) -> Sequence[Recompute]:
+    """What may be computed again: the policy asked for, or all of them, the least first."""
+    if request.recompute is not None:
+        return (cast(Recompute, request.recompute),)
+    return ("none", "selective", "full") if differentiate else ("none",)

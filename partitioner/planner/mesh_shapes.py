@@ -1,0 +1,65 @@
+"""Every mesh of so many devices: how many ranks cut rows, the graph, and axes of the parameters, and how these dimensions nest.
+
+    8 devices    {"data": 8}, {"fsdp": 8}, {"pipeline": 8}, {"tensor": 8}, {"data": 4, "tensor": 2}, {"data": 4, "pipeline": 2}, ...
+
+What sends most stands innermost, where links are fastest: tensor inside of rows. Stages send least; whether they stand outside of rows or
+inside is a choice where links differ. ``"zero2"`` lies as ``"zero1"`` does and is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from passes.ir.mesh import Mesh
+
+__all__ = ["mesh_shapes"]
+
+ROW_KINDS = ("data", "zero1", "fsdp")
+"""How replicas hold parameters: whole, in parts that are gathered once a microbatch, or gathered for every use."""
+
+INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
+"""What may be cut beside rows and stages, outermost first."""
+
+def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Mesh]:
+    """The meshes, those with fewer dimensions first.
+
+    Args:
+        n_devices: ranks.
+        batch_size: rows; the ranks that cut them must divide it.
+        levels: whether links differ, so that the order of stages and rows matters.
+    """
+    found: dict[Mesh, None] = {}
+    for rows, stages, inner in _factors(n_devices, 3):
+        if batch_size % rows:
+            continue
+        for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
+            for within in _inner(inner):
+                outer = [(kind, rows), ("pipeline", stages)]
+                for order in itertools.permutations(outer) if levels else (outer,):
+                    dimensions = tuple((name, size) for name, size in (*order, *within) if size > 1)
+                    found[Mesh(dimensions or (("pipeline", 1),))] = None
+    yield from sorted(found, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
+
+
+def _inner(count: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The ways to cut axes of the model over so many ranks."""
+    if count == 1:
+        yield ()
+        return
+    for names in INNER:
+        for sizes in _factors(count, len(names)):
+            if 1 not in sizes:
+                yield tuple(zip(names, sizes, strict=True))
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write a number as an ordered product of so many others."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, count - 1):
+                yield (first, *rest)
+

@@ -1,0 +1,109 @@
+"""The shapes that one rank has of a graph whose axes are cut: from layouts alone, no graph is written.
+
+Sizes are said in the rank's own rows, and those of the largest part where parts are uneven: the slowest rank sets the pace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import sympy
+from torch import fx
+
+from cost_models.operations import tensor_shapes
+from cost_models.sizes import TensorShape
+from passes.axes import Axes, TensorAxes, is_item
+from passes.ir.graph import ModelGraph
+from passes.ir.layout import Layout, Replicate, Shard
+from passes.layouts import Layouts
+from passes.rules.loops import Size
+
+__all__ = ["PartSizes"]
+
+
+class PartSizes:
+    """Shapes under layouts (``cost_models.graph_cost.Parts``).
+
+    Args:
+        graph: the whole model.
+        axes: of the graph.
+        layouts: how every value lies.
+        rows: the mesh dimensions that cut the batch.
+        stored_again: the mesh dimensions over which the backward gathers parameters once more.
+    """
+
+    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
+        self._graph, self._axes, self._layouts = graph, axes, layouts
+        self._counts = tuple(count for _, count in layouts.mesh)
+        self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
+        again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
+        self._again = frozenset(
+            name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
+        )
+        self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
+
+    @property
+    def gathered_again(self) -> frozenset[str]:
+        """Parameters that the backward gathers once more instead of keeping them whole."""
+        return self._again
+
+    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+        """The part of what a node gives."""
+        shapes = tensor_shapes(node.meta.get("val"))
+        layouts = self._layouts.results.get(node.name)
+        if layouts is None or len(layouts) != len(shapes):
+            return tuple(self._own_rows(shape) for shape in shapes)
+        tensors = self._axes.tensors[node.name]
+        return tuple(self.part(shape, axes, layout) for shape, axes, layout in zip(shapes, tensors, layouts, strict=True))
+
+    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+        """The parts that a call reads, by what gives them."""
+        needs = self._layouts.needs.get(call.name, ())
+        if is_item(call) or not needs:
+            return {}
+        return {
+            operand: (self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need),)
+            for operand, need in zip(self._axes.operands[call.name], needs, strict=True)
+        }
+
+    def part(self, shape: TensorShape, axes: TensorAxes, layout: Layout) -> TensorShape:
+        """The part of a tensor in a layout."""
+        return replace(shape, shape=tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)))
+
+    def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
+        """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
+        whole = (*layout[:index], Replicate(), *layout[index + 1 :])
+        return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole).bytes
+
+    def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
+        """The size of an axis cut into so many parts, again and again."""
+        key = (axis, counts)
+        if key not in self._known:
+            size = self._in_own_rows(self._axes.sizes[axis])
+            for count in counts:
+                size = -(-size // count) if isinstance(size, int) else size / count
+            self._known[key] = int(size) if not isinstance(size, int) and size.is_Integer else size
+        return self._known[key]
+
+    def _dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
+        size: Size = 1
+        for axis in axes:
+            places = zip(layout, self._counts, strict=True)
+            size = size * self.axis(
+                axis,
+                tuple(
+                    count for place, count in places if isinstance(place, Shard) and (place.axis, place.dimension) == (axis, dimension)
+                ),
+            )
+        return size
+
+    def _own_rows(self, shape: TensorShape) -> TensorShape:
+        return replace(shape, shape=tuple(self._in_own_rows(size) for size in shape.shape))
+
+    def _in_own_rows(self, size: Size) -> Size:
+        batch = self._graph.batch
+        if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
+            return size
+        return size.subs(batch, self._n_row_parts * batch)
