@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
 from cost_models import communication
 from cost_models.hardware import Cluster, Level, Link
 
-__all__ = ["Collective", "Group", "collective_time", "message_links", "slowest_link"]
+__all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "slowest_link"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
 """What a group does together."""
@@ -43,19 +43,43 @@ def collective_time(kind: Collective, size: float, group: Group, cluster: Cluste
     Raises:
         ConfigError: no link joins two neighbours of the group.
     """
+    return group_links(group, cluster, at_once).seconds(kind, size)
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The links of a group: what its collectives take, whatever their sizes.
+
+    Attributes:
+        n_ranks: how many take part.
+        ring: what a ring of them waits for.
+        levels: how many parts each level of a hierarchy joins, and by which link; empty where parts are unequal.
+    """
+
+    n_ranks: int
+    ring: Link
+    levels: tuple[tuple[int, Link], ...] = ()
+
+    def seconds(self, kind: Collective, size: float) -> float:
+        """Of a collective, by the fastest algorithm for it; ``size`` as ``collective_time`` has it."""
+        if self.n_ranks < 2:
+            return 0.0
+        formula = getattr(communication, kind)
+        times = [float(formula(size, self.n_ranks, self.ring))]
+        if kind == "all_reduce":
+            times.append(float(communication.tree_all_reduce(size, self.n_ranks, self.ring)))
+            if len(self.levels) > 1:
+                times.append(float(communication.hierarchical_all_reduce(size, self.levels)))
+        return min(times)
+
+
+def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> GroupLinks:
+    """The links of a group, others using theirs at the same time; arguments and errors as ``collective_time`` has them."""
     if len(group) < 2:
-        return 0.0
+        return GroupLinks(len(group), cluster.link(0, 0))
     group = _sorted(group, cluster)
     others = [_sorted(other, cluster) for other in at_once if other != group]
-    link = slowest_link(group, cluster, others)
-    formula = getattr(communication, kind)
-    times = [float(formula(size, len(group), link))]
-    if kind == "all_reduce":
-        times.append(float(communication.tree_all_reduce(size, len(group), link)))
-        levels = _hierarchy(group, cluster, others)
-        if len(levels) > 1:
-            times.append(float(communication.hierarchical_all_reduce(size, levels)))
-    return min(times)
+    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)))
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:

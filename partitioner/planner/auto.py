@@ -1,4 +1,4 @@
-"""``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, with a proof of how good it is.
+"""``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, proved by bounds.
 
     best first, by bounds that nothing behind them can beat
 
@@ -106,13 +106,20 @@ class _Search:
         self._best: tuple[_Option, Solution] | None = None
         self._meshes: list[MeshProblem] = []
         self._refusals: list[ConfigError] = []
+        self._too_large: list[Mesh] = []
         self._bound = 0.0
 
     def run(self) -> None:
         """Search until nothing that is left can be faster."""
+        shapes = list(allowed_shapes(self._graph, self._cluster, self._request))
+        if not shapes:
+            check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model.whole, self._cluster, self._request, self._cost_model)
-        for mesh in allowed_shapes(self._graph, self._cluster, self._request):
-            self._add(bounds.of(mesh), mesh)
+        for mesh in shapes:
+            bound = bounds.of(mesh)
+            self._add(bound, mesh)
+            if bound == np.inf:
+                self._too_large.append(mesh)
         while self._open:
             self._bound = self._open[0][0]
             if self._best is not None and (self._bound >= self._best[1].step_time or self._n_solved >= _MOST_SOLUTIONS):
@@ -143,7 +150,6 @@ class _Search:
     def _expand(self, mesh: Mesh) -> None:
         """Cut the axes of a mesh, and add its candidates."""
         try:
-            check_dimensions(self._request.constraints, mesh)
             cuts: Sequence[MeshCut | None] = self._model.cuts(mesh.cutting) if mesh.cutting.size > 1 else (None,)
             for cut in cuts:
                 if cut is not None:
@@ -191,9 +197,9 @@ class _Search:
             yield "The batch is not cut into microbatches, because that would change the numbers: pass n_microbatches= to allow it."
 
     def _failure(self) -> PartitionError:
-        """Why there is no plan: what is wrong with the last mesh that could be planned at all."""
-        if not self._meshes:
-            return self._refusals[0]
+        """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""
+        for mesh in self._too_large:
+            self._expand(mesh)
         return nothing_fits(self._meshes, self._refusals)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cost_models.hardware import Cluster, Link
 from partitioner.planner.candidates import Candidate, schedules
+from partitioner.planner.constrained_axes import named_dimensions
 from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.mesh_shapes import mesh_shapes
@@ -30,9 +31,12 @@ def allowed_shapes(graph: ModelGraph, cluster: Cluster, request: PlanRequest) ->
     unlike = len(set(cluster.devices)) > 1
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
+    named = named_dimensions(request.constraints)
     has_sequence = any("queries" in roles or "keys" in roles for roles in find_axes(graph.graph).roles)
     for mesh in mesh_shapes(n_devices, graph.batch_size, levels=unlike or not isinstance(cluster.links, Link)):
         stages = stages_length(mesh)
+        if not named <= set(mesh.names):
+            continue
         if request.constraints.device_map is not None and stages < n_devices:
             continue
         if "sequence" in mesh.names and not has_sequence:

@@ -22,7 +22,7 @@ from passes.ir.layout import Shard
 from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.layouts import Layouts
 
-__all__ = ["check_dimensions", "check_kept", "constrained_axes"]
+__all__ = ["check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
 
 TENSOR = "tensor"
 """The mesh dimension that patterns speak of."""
@@ -39,16 +39,18 @@ _NAMED_FIRST = ("heads", "experts", "ffn", "vocab", "channels")
 """Where a dimension holds several axes (three, heads, head width), the axis that is meant."""
 
 
-def check_dimensions(constraints: Constraints, mesh: Mesh | None) -> None:
+def named_dimensions(constraints: Constraints) -> frozenset[str]:
+    """The mesh dimensions that axes and patterns are tied to."""
+    named = {dimension_named(where) for where in (constraints.axes or {}).values()}
+    return frozenset(named | ({TENSOR} if constraints.tp_plan else set()))
+
+
+def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
     """Raise ConfigError for a mesh dimension that the mesh has not, or that cuts no axes."""
     named = [(f"axes={{{axis!r}: {where!r}}}", dimension_named(where)) for axis, where in (constraints.axes or {}).items()]
     if constraints.tp_plan:
         named.append(("tp_plan", TENSOR))
     for said, dimension in named:
-        if mesh is None:
-            raise ConfigError(
-                f'{said} needs a mesh, and mode "auto" has none', remedy=f'name it: mode={{"{dimension}": 2}}, or mode="tensor"'
-            )
         if dimension not in mesh.names:
             raise ConfigError(
                 f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",

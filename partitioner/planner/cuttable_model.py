@@ -157,11 +157,8 @@ class CuttableModel:
 def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The sequence axes that a tensor dimension could cut besides: long enough, and cut by nothing yet."""
     taken = {axis for each in assigned.values() for axis in each}
-    return tuple(
-        axis
-        for axis, name in enumerate(names)
-        if name.startswith("sequence[") and axis not in taken and isinstance(size := axes.sizes[axis], int) and size >= cutting.length(TENSOR)
-    )
+    along = [axis for axis, name in enumerate(names) if name.startswith("sequence[") and axis not in taken]
+    return tuple(axis for axis in along if isinstance(size := axes.sizes[axis], int) and size >= cutting.length(TENSOR))
 
 
 def _axes_key(cutting: Mesh) -> tuple[bool, tuple[tuple[str, int], ...]]:

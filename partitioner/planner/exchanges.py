@@ -10,18 +10,18 @@
     Replicate      Shard              -                 all_gather
     Replicate      Varying            -                 all_reduce
 
-Each change is made once for all readers, in the unit of the first. Gradients of parameters that every rank has whole are summed once a step.
+Each change is made once for all readers, in the unit of the first. Gradients of parameters that every rank has whole are summed once a
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from cost_models import communication
-from cost_models.hardware import Link
+from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
 from passes.ir.graph import ModelGraph
@@ -39,28 +39,28 @@ class Exchange:
     Attributes:
         reader: the node that waits for it.
         size: bytes of the whole value, for one microbatch.
-        count: how many ranks.
-        link: between them.
-        forward: how long it takes, by bytes, ranks and link; None: nothing is sent.
+        links: between the ranks.
+        forward: what is done; None: nothing is sent.
         backward: the same for the backward.
         again: what the backward does besides: a parameter that is not kept whole is gathered once more.
     """
 
     reader: str
     size: Size
-    count: int
-    link: Link
-    forward: str | None
-    backward: str | None
-    again: str | None = None
+    links: GroupLinks
+    forward: Collective | None
+    backward: Collective | None
+    again: Collective | None = None
 
     def seconds(self, size: float) -> tuple[float, float]:
         """Forward and backward, for so many bytes."""
         forward, backward, again = (self._of(kind, size) for kind in (self.forward, self.backward, self.again))
         return forward, backward + again
 
-    def _of(self, kind: str | None, size: float) -> float:
-        return 0.0 if kind is None else float(_FORMULAS[kind](size, self.count, self.link))
+    def _of(self, kind: Collective | None, size: float) -> float:
+        if kind == "all_to_all":  # of what a rank holds
+            size /= self.links.n_ranks
+        return 0.0 if kind is None else self.links.seconds(kind, size)
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,7 @@ class GradientSum:
     dimension: str
 
 
-def _held_all_to_all(size: float, count: int, link: Link) -> float:
-    """Of a rank's own part of the value."""
-    return float(communication.all_to_all(size / count, count, link))
-
-
-_FORMULAS: Mapping[str, Callable[[float, int, Link], float]] = {
-    "all_reduce": communication.all_reduce,
-    "all_gather": communication.all_gather,
-    "reduce_scatter": communication.reduce_scatter,
-    "all_to_all": _held_all_to_all,
-}
-
-_CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[str | None, str | None]] = {
+_CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | None, Collective | None]] = {
     (Partial, Replicate): ("all_reduce", None),
     (Partial, Varying): ("all_reduce", "all_reduce"),
     (Partial, Shard): ("reduce_scatter", "all_gather"),
@@ -104,12 +92,12 @@ _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[str | None, str
 
 
 def find_exchanges(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, Link], flowing: frozenset[str]
+    graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, GroupLinks], flowing: frozenset[str]
 ) -> list[Exchange]:
     """Every collective of a microbatch.
 
     Args:
-        links: mesh dimension -> the slowest link between its ranks.
+        links: mesh dimension -> the links between its ranks.
         flowing: the nodes that have a gradient.
     """
     found: dict[object, Exchange] = {}
@@ -132,38 +120,38 @@ def _changes(
     reader: str,
     layouts: Layouts,
     sizes: PartSizes,
-    links: Mapping[str, Link],
+    links: Mapping[str, GroupLinks],
     flowing: frozenset[str],
 ) -> Iterator[tuple[object, Exchange]]:
     """What brings one operand into the layout that a call reads it in."""
     have = layouts.results[operand.name][0]
-    for index, ((name, count), lies, wanted) in enumerate(zip(layouts.mesh, have, need, strict=True)):
+    for index, ((name, _), lies, wanted) in enumerate(zip(layouts.mesh, have, need, strict=True)):
         kinds = _CHANGES.get((type(lies), type(wanted))) if lies != wanted else None
         if kinds is None:
             continue
         forward, backward = kinds
         backward = backward if operand.name in flowing else None
-        again = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
+        again: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
         if forward is not None or backward is not None:
             size = sizes.whole_along(operand, need if isinstance(wanted, Shard) else have, index)
             key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
-            yield key, Exchange(reader, size, count, links[name], forward, backward, again)
+            yield key, Exchange(reader, size, links[name], forward, backward, again)
 
 
 def _inside(
-    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, Link], flowing: frozenset[str]
+    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, GroupLinks], flowing: frozenset[str]
 ) -> Iterator[tuple[object, Exchange]]:
     """What a call sends that reduces over what is cut: statistics, one number for each element of the other loops, twice each way."""
-    for index, ((name, count), cut) in enumerate(zip(layouts.mesh, layouts.cuts.get(node.name, ()), strict=False)):
+    for index, ((name, _), cut) in enumerate(zip(layouts.mesh, layouts.cuts.get(node.name, ()), strict=False)):
         if cut is None or axes.loops[node.name].factors[cut.factor].reduction != "whole" or not isinstance(node.meta["val"], Tensor):
             continue
         whole: Size = 1
         for axis in axes.factors[node.name][cut.factor]:
             whole = whole * sizes.axis(axis, ())
         size = sizes.whole_along(node, layouts.results[node.name][0], index) / whole
-        backward = "all_reduce" if node.name in flowing else None
+        backward: Collective | None = "all_reduce" if node.name in flowing else None
         for place in range(_STATISTICS):
-            yield (node.name, index, place), Exchange(node.name, size, count, links[name], "all_reduce", backward)
+            yield (node.name, index, place), Exchange(node.name, size, links[name], "all_reduce", backward)
 
 
 _STATISTICS = 2

@@ -46,7 +46,7 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     return InfeasiblePlanError(
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
-        remedy=_remedy(problems, candidate),
+        remedy=_remedy(problems, _fewest_devices(problems, candidate)),
     )
 
 
@@ -62,16 +62,20 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
         problems = mesh.problems(policies(mesh.request, differentiate=mesh.differentiate)[-1])
         candidate = _most_frugal(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
-            lacking.append((shortfall(problems.problem(candidate, problems.schedule(candidate))), order, problems, candidate, mesh))
-    if not lacking or lacking[0][0] == np.inf:
-        return refusals[0] if refusals else why_infeasible(problems, candidate)
+            missing = shortfall(problems.problem(candidate, problems.schedule(candidate)))
+            if missing < np.inf:
+                lacking.append((missing, order, problems, candidate, mesh))
+    if not lacking:
+        return refusals[0]
     missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
     words = " x ".join(f"{name} {size}" for name, size in mesh.mesh.dimensions)
-    limit = format_bytes(min(problems.limits()))
+    devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
+    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
+    enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
+    counts = [places * of.mesh.cutting.size for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
     return InfeasiblePlanError(
-        f"no plan fits {_count(mesh.mesh.size, 'device')} of {limit}: "
-        f"the closest, {words} with {_count(candidate.n_microbatches, 'microbatch', 'es')}, lacks {format_bytes(max(missing, 0))} on the fullest",
-        remedy=_remedy(problems, candidate),
+        f"no plan fits {devices} of {format_bytes(min(problems.limits()))}: in the closest, {words} with {count}, {lacks}",
+        remedy=_remedy(problems, min(counts, default=None)),
     )
 
 
@@ -87,8 +91,7 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{'' if number == 1 else plural}"
 
 
-def _remedy(problems: PipelineProblems, candidate: Candidate) -> str:
-    fewest = _fewest_devices(problems, candidate)
+def _remedy(problems: PipelineProblems, fewest: int | None) -> str:
     others = "larger devices, a smaller batch, or an optimizer with less state"
     if fewest is None:
         return f"no number of such devices fits it, as one operation alone needs more: take {others}"

@@ -7,7 +7,8 @@ gradients of all parameters once, or gather every parameter that they hold in pa
 
 from __future__ import annotations
 
-from cost_models.communication import all_gather, all_reduce, reduce_scatter
+import numpy as np
+
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.mesh_links import dimension_links, stages_length
@@ -35,8 +36,8 @@ class MeshBounds:
         self._cluster, self._whole = cluster, whole
         kinds = tuple(dict.fromkeys(cluster.devices))
         prices = PriceList(whole.graph, whole.cost, whole.points, kinds, cost_model, request.optimizer)
-        self._seconds = float(prices.at(whole.graph.batch_size).units.time.min(axis=1).sum())
-        self._starts = float(prices.starting().min(axis=1).sum())
+        self._seconds = prices.at(whole.graph.batch_size).units.time.min(axis=1)
+        self._starts = prices.starting().min(axis=1)
         self._fixed = sum(item.amount for item in prices.at(whole.graph.batch_size).fixed)
         self._limit = sum(memory_limits(cluster, request))
         trained = [name for name in whole.graph.parameters if name in whole.cost.gradients]
@@ -50,21 +51,20 @@ class MeshBounds:
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
         if self._fixed * (rows if kind == "data" else 1) > self._limit:
             return float("inf")
-        work = max(0.0, self._seconds - self._starts) / (parts * stages)
-        sending = 0.0
-        if rows > 1 and self._whole.graph.training:
-            link = dimension_links(mesh, self._cluster)[kind]
-            others = stages * parts // rows
-            if kind == "data":
-                least = sum(self._sizes.values()) / others
-                sending = float(all_reduce(least, rows, link) - all_reduce(0, rows, link))
-            else:
-                gathered = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
-                each = sum(gathered) / others
-                waiting = len(gathered) * float(all_gather(0, rows, link) + reduce_scatter(0, rows, link)) / stages
-                moving = float(all_gather(each, rows, link) - all_gather(0, rows, link))
-                sending = waiting + moving + float(reduce_scatter(each, rows, link) - reduce_scatter(0, rows, link))
-        return (work + self._starts / stages + sending) * (1 - _ROUNDING)
+        work = float(np.maximum(self._seconds / parts, self._starts).sum()) / stages
+        sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
+        return (work + sending) * (1 - _ROUNDING)
+
+    def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:
+        """Seconds that replicas send at least, when so many other ranks share the parameters equally."""
+        links = dimension_links(mesh, self._cluster)[kind]
+        if kind == "data":
+            return links.seconds("all_reduce", sum(self._sizes.values()) / others)
+        gathered = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
+        return sum(
+            (len(gathered) * links.seconds(way, 0.0) / stages_length(mesh) + sum(gathered) / others * links.seconds(way, _LARGE) / _LARGE)
+            for way in ("all_gather", "reduce_scatter")
+        )
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:
@@ -74,5 +74,8 @@ def _longest_axis(axes: Axes, parameter: str) -> int:
     return max((size for each in axes.of(parameter) for axis in each if isinstance(size := axes.sizes[axis], int)), default=0)
 
 
-_ROUNDING = 1e-9
+_LARGE = 1e18
+"""Bytes of a message whose latency is nothing beside them."""
+
+_ROUNDING = 1e-6
 """Relative margin for the rounding of sums."""

@@ -1,15 +1,18 @@
 """Which hardware the places of a mesh have: the slowest device of each stage, the slowest link along each dimension.
 
-    {"pipeline": 2, "tensor": 2} on two nodes of two devices       tensor    the link inside a node
-                                                                   pipeline  the link between nodes
+{"pipeline": 2, "tensor": 2} on two nodes of two devices       tensor    the link inside a node
+                                                               pipeline  the link between nodes
 
-    place 0 of the pipeline: ranks 0 and 1      place 1: ranks 2 and 3
+place 0 of the pipeline: ranks 0 and 1      place 1: ranks 2 and 3
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from cost_models.group_communication import GroupLinks, group_links
 from cost_models.hardware import Cluster, Device, Link
 from passes.ir.mesh import STAGES, Mesh, pipelines
 
@@ -18,15 +21,24 @@ __all__ = ["dimension_links", "places_of", "stages_length"]
 _WORST = Link(0.0, float("inf"))
 
 
-def dimension_links(mesh: Mesh, cluster: Cluster) -> dict[str, Link]:
-    """For each dimension that cuts axes, the slowest link between neighbours along it, over all groups."""
-    strides = _strides(mesh)
-    found = {}
+def dimension_links(mesh: Mesh, cluster: Cluster) -> dict[str, GroupLinks]:
+    """For each dimension that cuts axes, the links of the group along it whose slowest link is the slowest; all groups talk at once."""
+    strides, found = _strides(mesh), {}
     for name, count in mesh.cutting.dimensions:
-        stride = strides[name]
-        pairs = ((rank, rank + stride) for rank in range(mesh.size) if rank // stride % count < count - 1)
-        found[name] = _slowest(cluster.link(one, other) for one, other in pairs)
+        groups = _groups(mesh.size, strides[name], count)
+        slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
+        found[name] = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
     return found
+
+
+def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:
+    """The ranks that stand in a row along one dimension, of all rows."""
+    firsts = (rank for rank in range(size) if rank // stride % count == 0)
+    return [tuple(range(first, first + stride * count, stride)) for first in firsts]
+
+
+def _shares_ports(cluster: Cluster) -> bool:
+    return not isinstance(cluster.links, Link | Mapping) and any(level.shared for level in cluster.links)
 
 
 def places_of(mesh: Mesh, cluster: Cluster) -> Cluster:
@@ -37,9 +49,7 @@ def places_of(mesh: Mesh, cluster: Cluster) -> Cluster:
     if n_places == 1:
         return Cluster(devices, _WORST)
     pairs = {(place, place + 1) for place in range(n_places - 1)} | {(0, n_places - 1)}
-    links = {
-        (one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)
-    }
+    links = {(one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)}
     return Cluster(devices, links)
 
 
@@ -57,7 +67,11 @@ def _strides(mesh: Mesh) -> Mapping[str, int]:
 
 
 def _slowest(links: Iterable[Link]) -> Link:
-    return min(links, key=lambda link: (link.bandwidth, -link.latency))
+    return min(links, key=_key)
+
+
+def _key(link: Link) -> tuple[float, float]:
+    return link.bandwidth, -link.latency
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
@@ -66,7 +80,8 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     if len(kinds) == 1:
         return kinds[0]
     types = sorted({name for device in kinds for name in device.peak_flops})
-    return Device(
+    return dataclasses.replace(
+        max(kinds, key=lambda device: device.launch_overhead),
         name=" or ".join(device.name for device in kinds),
         peak_flops={name: min(_peak(device, name) * device.compute_efficiency for device in kinds) for name in types},
         memory_bytes=min(device.memory_bytes for device in kinds),

@@ -1,6 +1,6 @@
 """One mesh with everything that is still open on it: recomputation, microbatches, schedule, stage cuts.
 
-    part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
+part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class MeshProblem:
         """The stages to be cut, under a recomputation policy."""
         if policy not in self._problems:
             part, request = self.part, self.request
-            prices = PriceList(
-                part.graph, part.cost, part.points, self.kinds, self.cost_model, request.optimizer, policy, self._exchanges
-            )
+            prices = PriceList(part.graph, part.cost, part.points, self.kinds, self.cost_model, request.optimizer, policy, self._exchanges)
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
         return self._problems[policy]
 
@@ -141,11 +139,13 @@ class MeshProblem:
         totals: dict[str, float] = {}
         for each in self.part.sums:
             totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size / self.n_places
-        waiting = dict.fromkeys(totals, 1e-300)
-        return max(0.0, self.part.sum_seconds(totals, self.links) - self.part.sum_seconds(waiting, self.links)) * (1 - _ROUNDING)
+        return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in totals.items()) * (1 - _ROUNDING)
 
 
-_ROUNDING = 1e-9
+_LARGE = 1e18
+"""Bytes of a message whose latency is nothing beside them."""
+
+_ROUNDING = 1e-6
 """Relative margin for the rounding of sums: a bound is never above what it bounds."""
 
 _IN_ONE_PIECE = ("GPipe", "1F1B")

@@ -21,6 +21,7 @@ ROW_KINDS = ("data", "zero1", "fsdp")
 INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
 """What may be cut beside rows and stages, outermost first."""
 
+
 def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Mesh]:
     """The meshes, those with fewer dimensions first.
 
@@ -62,4 +63,3 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
         if number % first == 0:
             for rest in _factors(number // first, count - 1):
                 yield (first, *rest)
-

@@ -12,9 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models import communication
 from cost_models.graph_cost import GraphCost, graph_cost
-from cost_models.hardware import Link
+from cost_models.group_communication import GroupLinks
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
 from partitioner.planner.part_sizes import PartSizes
@@ -56,18 +55,16 @@ class ModelPart:
         """Into how many parts the batch is cut."""
         return math.prod(self.cutting.length(name) for name in self.cutting.names if name in ROWS)
 
-    def exchanges(self, links: Mapping[str, Link]) -> list[Exchange]:
+    def exchanges(self, links: Mapping[str, GroupLinks]) -> list[Exchange]:
         """The collectives of every microbatch, on links for each mesh dimension."""
         if self.layouts is None or self.axes is None or self.sizes is None:
             return []
         return find_exchanges(self.graph, self.axes, self.layouts, self.sizes, links, self.cost.gradients)
 
-    def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, Link]) -> float:
+    def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
         return sum(
-            float(communication.all_reduce(size, self.cutting.length(name), links[name]))
-            for name, size in bytes_by_dimension.items()
-            if size
+            links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size
         )
 
 

@@ -39,9 +39,7 @@ class PartSizes:
         self._counts = tuple(count for _, count in layouts.mesh)
         self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
         again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
-        self._again = frozenset(
-            name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
-        )
+        self._again = frozenset(name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again))
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
 
     @property
@@ -93,9 +91,7 @@ class PartSizes:
             places = zip(layout, self._counts, strict=True)
             size = size * self.axis(
                 axis,
-                tuple(
-                    count for place, count in places if isinstance(place, Shard) and (place.axis, place.dimension) == (axis, dimension)
-                ),
+                tuple(count for place, count in places if isinstance(place, Shard) and (place.axis, place.dimension) == (axis, dimension)),
             )
         return size
 

@@ -28,15 +28,15 @@ from passes.provenance import module_path
 __all__ = ["cut_described", "plan_mesh", "stages_mode"]
 
 
-def plan_mesh(graph: ModelGraph, cluster: Cluster, mesh: Mesh, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
+def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> Plan:
     """Plan for a mesh that the user asked for.
 
     Args:
         graph: the model.
         cluster: the hardware, at least as many devices as the mesh has ranks.
-        mesh: its dimensions.
         request: what the user said.
         cost_model: prices; None: an analytic roofline.
+        mesh: its dimensions.
 
     Raises:
         ConfigError: the mesh cannot cut this model.

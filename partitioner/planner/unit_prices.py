@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
@@ -267,4 +265,3 @@ class PriceList:
         again = [user.name for user in self._nodes[placeholder].users if user.name in self._points.replicated]
         through = {unit for name in again for unit in self._points.replicated[name]}
         return tuple(sorted({*self.users(placeholder), *through}))
-
