@@ -63,9 +63,7 @@ class ModelPart:
 
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
-        return sum(
-            links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size
-        )
+        return sum(links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size)
 
 
 def whole_part(graph: ModelGraph, *, differentiate: bool) -> ModelPart:
