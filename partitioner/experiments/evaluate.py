@@ -14,6 +14,7 @@ from partitioner.experiments.row import Row, failed_row
 from partitioner.experiments.simulated import predict
 from partitioner.experiments.subject import Subject
 from partitioner.meshes import resolve_mode
+from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import PartitionError
@@ -144,4 +145,5 @@ def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptio
         constraints=Constraints(),
         modules=subject.modules,
     )
-    return plan_mesh(subject.graph, cluster, mesh, request)
+    of_mesh = (subject.graph, cluster, request, None)
+    return plan_auto(*of_mesh) if mesh is None else plan_mesh(*of_mesh, mesh)
