@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from cost_models.hardware import Cluster
-from cost_models.simulator.simulation import Simulation
 from partitioner.accumulation import Accumulation
 from partitioner.autograd import PartitionedForward
 from partitioner.binding import BoundInputs, check_target
@@ -34,7 +33,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
-from partitioner.simulate import Assumptions, simulate_plan
+from partitioner.simulate import Assumptions, simulate
 from partitioner.state import State, check_values, load
 from passes.emit_programs import LossForm
 from passes.ir.errors import ConfigError
@@ -248,20 +247,11 @@ class PartitionedModel(nn.Module):
         """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
         return explain(self.explained())
 
-    def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
-        """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
-
-        Args:
-            cluster: the machine; None: what the model was planned for.
-        """
-        programs, rows = self.programs(), self.lowering_for(self._plan.batch_size)[1].rows.count
-        return simulate_plan(self._plan, programs, rows, self._assumed, cluster)
-
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
         """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
         save_page(path, self.explained(), self._device_table(), self.simulate(cluster))
 
-    cost_formula = cost_formula
+    cost_formula, simulate = cost_formula, simulate
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulate import simulate_programs
 from cost_models.simulator.simulation import Simulation
+from partitioner.lowering import Lowering
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 
-__all__ = ["Assumptions", "simulate_plan"]
+__all__ = ["Assumptions", "simulate", "simulate_plan"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,29 @@ class Assumptions:
     cluster: Cluster
     cost_model: CostModel | None
     optimizer: str
+
+
+class _Simulated(Protocol):
+    """A partitioned model, as far as the simulator reads it."""
+
+    _plan: Plan
+    _assumed: Assumptions
+
+    def programs(self) -> tuple[Program, ...]:
+        """One for each rank."""
+
+    def lowering_for(self, batch: int) -> tuple[int, Lowering]:
+        """How a batch of this size is served."""
+
+
+def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulation:
+    """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
+
+    Args:
+        cluster: the machine; None: what the model was planned for.
+    """
+    rows = self.lowering_for(self._plan.batch_size)[1].rows.count
+    return simulate_plan(self._plan, self.programs(), rows, self._assumed, cluster)
 
 
 def simulate_plan(
