@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -40,7 +40,7 @@ __all__ = ["partition"]
 def partition(
     model: nn.Module,
     devices: DevicesArgument = None,
-    mode: str | Mapping[str, int] = "auto",
+    mode: str | Mapping[str, int | Sequence[int]] = "auto",
     *,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -66,8 +66,9 @@ def partition(
         model: any module that ``torch.export`` traces.
         devices: how many ranks, or where each runs; None takes all visible accelerators.
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
-            ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``; a mesh of several, outermost first,
-            ``{"data": 2, "pipeline": 2, "tensor": 2}``; or ``"auto"``: the fastest of all, by predicted step time.
+            ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
+            several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``;
+            or ``"auto"``: the fastest of all, by predicted step time.
         example_inputs: positional inputs of one call, the whole batch. None: taken from the model where it tells them.
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.

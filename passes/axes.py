@@ -164,6 +164,12 @@ def find_axes(graph: fx.Graph) -> Axes:
             for own, dimension in zip(_single(tensors[operand]), dimensions, strict=True):
                 if dimension:
                     _unify(own, [axes[factor] for factor in dimension])
+        for window in found.windows:
+            if window.factor is None:
+                continue
+            (outermost, *_) = _leaves(_single(tensors[tensor_operands(node)[window.operand]])[window.dimension])
+            role = found.factors[window.factor].name
+            outermost.roles[role] = outermost.roles.get(role, 0) + 1
         tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, found.results, strict=True)]
         loops[node.name], factors[node.name] = found, axes
     return _numbered(tensors, loops, factors, unruled)

@@ -21,9 +21,13 @@ from passes.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["axes_named", "axis_names", "batch_axes", "shortened"]
+__all__ = ["SPACE", "axes_named", "axis_names", "batch_axes", "shortened", "space_axes"]
+
+SPACE = ("depth", "height", "width")
+"""Roles, and names, of the dimensions of an image or a volume."""
 
 _BY_ROLE = (
+    *((role, role) for role in SPACE),
     ("vocab", "vocab"),
     ("classes", "vocab"),
     ("heads", "heads"),
@@ -37,8 +41,6 @@ _BY_ROLE = (
     ("channels_out", "channels"),
     ("channels_in", "channels"),
     ("groups", "groups"),
-    ("height", "height"),
-    ("depth", "depth"),
     ("length", "length"),
 )
 """A role that decides, and the name; the first that an axis plays."""
@@ -72,13 +74,37 @@ def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:
     for role, name in _BY_ROLE:
         if role in roles and (name not in ("vocab", "channels") or is_of_parameter):
             return name
-    if is_of_parameter and "width" in roles:  # of an embedding
+    if is_of_parameter and "embedding" in roles:
         return "hidden"
     if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys():
         return "ffn"
-    if is_of_parameter:
-        return "features"
-    return "width" if "width" in roles else "rest"
+    return "features" if is_of_parameter else "rest"
+
+
+def space_axes(axes: Axes) -> dict[str, tuple[int, ...]]:
+    """The axes along each dimension of space, by its name, outermost dimension first; of an image that is cut into blocks, the blocks.
+
+    Sound has one dimension, its length.
+    """
+    inner = {axis for tensors in axes.tensors.values() for tensor in tensors for each in tensor for axis in each[1:]}
+    found = {
+        role: tuple(axis for axis, roles in enumerate(axes.roles) if role in roles and not (axis in inner and _is_inside(axes, axis, role)))
+        for role in (*SPACE, "length")
+    }
+    present = {role: each for role, each in found.items() if each}
+    return {role: each for role, each in present.items() if role in SPACE or len(present) == 1}
+
+
+def _is_inside(axes: Axes, axis: int, role: str) -> bool:
+    """Whether an axis stands behind another of its role in one dimension."""
+    return any(
+        role in axes.roles[other]
+        for tensors in axes.tensors.values()
+        for tensor in tensors
+        for each in tensor
+        if axis in each
+        for other in each[: each.index(axis)]
+    )
 
 
 def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from typing import Any
 
 import sympy
 
-from passes.ir.communication import all_gather, all_reduce, all_to_all, reduce_scatter
+from passes.ir.communication import all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter
 from passes.ir.errors import VerificationError
+from passes.ir.runs import Segment, from_text, length, segments
 from passes.tensor_spec import Size, TensorSpec
 
 __all__ = ["CollectiveSpec", "collective_arguments", "collective_spec"]
@@ -132,6 +133,31 @@ class _Reader:
             exchanges.append((pieces, tuple(own.resized(dim, size) for size in parts), own.resized(dim, _total(parts))))
         return f"{_along('all_to_all', split_dims)} to {_listed(concat_dims)}", exchanges
 
+    def halo_exchange(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
+        return self._halos(arguments, back=False)
+
+    def halo_add(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
+        return self._halos(arguments, back=True)
+
+    def _halos(self, arguments: Mapping[str, Any], *, back: bool) -> tuple[str, list[_Exchange]]:
+        """What is read of others, or, on the way back, what others have read; a rank gives itself nothing."""
+        dims = self._dims(arguments["dims"])
+        exchanges = []
+        for tensor, dim, owned, wanted in zip(self.tensors, dims, arguments["owned"], arguments["wanted"], strict=True):
+            sizes = (owned[self.position], length(from_text(wanted)[self.position]))
+            have, make = reversed(sizes) if back else sizes
+            if not self.same_size(tensor.shape[dim], have):
+                raise VerificationError(f"{self.name} is given {tensor} where its size along dimension {dim} is said to be {have}")
+            read = segments(tuple(owned), wanted)
+            to_others = tuple(self._copied(tensor, dim, read, reader=rank, owner=self.position) for rank in range(self.n_ranks))
+            of_others = tuple(self._copied(tensor, dim, read, reader=self.position, owner=rank) for rank in range(self.n_ranks))
+            given, expected = (of_others, to_others) if back else (to_others, of_others)
+            exchanges.append((given, expected, tensor.resized(dim, make)))
+        return f"{_along(self.name, dims)} of {_listed(arguments['owned'])}: {_listed(arguments['wanted'])}", exchanges
+
+    def _copied(self, tensor: TensorSpec, dim: int, read: Sequence[Sequence[Segment]], reader: int, owner: int) -> TensorSpec:
+        return tensor.resized(dim, 0 if reader == owner else sum(copy.count for copy in read[reader][owner]))
+
     # -- dimensions and sizes ------------------------------------------------------------------------------------------------------
 
     def _dims(self, dims: Sequence[int]) -> list[int]:
@@ -186,6 +212,8 @@ _READERS: Mapping[Callable[..., Any], Callable[[_Reader, Mapping[str, Any]], tup
     all_gather: _Reader.all_gather,
     reduce_scatter: _Reader.reduce_scatter,
     all_to_all: _Reader.all_to_all,
+    halo_exchange: _Reader.halo_exchange,
+    halo_add: _Reader.halo_add,
 }
 
 

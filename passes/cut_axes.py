@@ -27,6 +27,7 @@ from passes.layouts import Layouts, assign_layouts
 from passes.localize import localize
 from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
+from passes.slide import variety
 from passes.split_randomness import split_randomness
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan", "layouts_of_cut"]
@@ -112,11 +113,11 @@ def cut_axes(
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
     part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)
-    by_sizes: dict[tuple[Size, ...], ModelGraph] = {}
+    by_sizes: dict[tuple[object, ...], ModelGraph] = {}
     parts, blocks = [], []
     for coordinate in itertools.product(*(range(size) for _, size in cut.mesh.dimensions)):
         extents = Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
-        sizes = _own_sizes(layouts, extents)
+        sizes = (_own_sizes(layouts, extents), variety(axes, layouts, extents))
         if sizes not in by_sizes:
             by_sizes[sizes] = replace(localize(graph, axes, layouts, extents, local_statistics=cut.local_statistics), part=part)
         parts.append(by_sizes[sizes])

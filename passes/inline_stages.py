@@ -19,6 +19,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from passes.ir import collectives, communication
 from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes, take_part
 from passes.ir.program import StageCall
+from passes.ir.runs import from_text, length, put_runs, segments, take_runs
 from passes.ir.schedule import Action, ActionKind
 from passes.operators import draws
 from passes.program_module import ProgramModule
@@ -191,11 +193,27 @@ class _Inliner:
 
     def communicate(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
         """Start, wait, take the one result."""
+        return self.communicate_part(node, function, arguments, keywords, name, Fraction(1))
+
+    def communicate_part(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        name: str,
+        share: Fraction,
+    ) -> fx.Node:
+        """``communicate`` where a part of the tensor travels.
+
+        Args:
+            share: which.
+        """
         started = self._call(function, arguments, f"start_{name}", **keywords)
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         section = self.like.meta.get("section")
         rows = self.rows[section.microbatch if isinstance(section, Action) else 0]
-        started.meta["bytes"] = bytes_of(value, self.symbol, rows)
+        started.meta["bytes"] = int(bytes_of(value, self.symbol, rows) * share)
         started.meta["reason"] = node.name
         finished = self._call(communication.wait, (started,), f"wait_{name}")
         result = self._call(operator.getitem, (finished, 0), name)
@@ -251,6 +269,37 @@ def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: s
     return x if inliner.place(over) == 0 else inliner.call(node, torch.zeros_like, (x,), name)
 
 
+def _fetched(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, owned, wanted, _, _, fill = arguments
+    fetch = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,), "fill": fill}
+    return inliner.communicate_part(node, communication.halo_exchange, *fetch, name, _halo_share(inliner.place(over), owned, wanted))
+
+
+def _given_back(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, owned, wanted, *_ = arguments
+    give = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,)}
+    return inliner.communicate_part(node, communication.halo_add, *give, name, _halo_share(inliner.place(over), owned, wanted, back=True))
+
+
+def _halo_share(place: int, owned: Sequence[int], wanted: str, *, back: bool = False) -> Fraction:
+    """Which part of a tensor a rank gives to others."""
+    read = segments(tuple(owned), wanted)
+    others = [rank for rank in range(len(owned)) if rank != place]
+    given = [read[place][other] if back else read[other][place] for other in others]
+    whole = length(from_text(wanted)[place]) if back else owned[place]
+    return Fraction(sum(copy.count for segment in given for copy in segment), whole)
+
+
+def _runs_taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, wanted, _, _, fill = arguments
+    return inliner.call(node, take_runs, (x, dim, from_text(wanted)[inliner.place(over)], fill), name)
+
+
+def _runs_put(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, wanted, own, _, _ = arguments
+    return inliner.call(node, put_runs, (x, dim, from_text(wanted)[inliner.place(over)], own), name)
+
+
 def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     index, over, _, size, sizes, _ = arguments
     place = inliner.place(over)
@@ -270,5 +319,9 @@ _WRITERS: Mapping[Any, Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]]
     collectives.exchange: _exchanged,
     collectives.keep_first: _first,
     collectives.local_index: _indexed,
+    collectives.halo_exchange: _fetched,
+    collectives.halo_add: _given_back,
+    collectives.take_runs: _runs_taken,
+    collectives.put_runs: _runs_put,
 }
 """How a program carries out each operator of ``passes.ir.collectives``."""

@@ -23,27 +23,14 @@ from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
-from passes.inside.table import inside_of
+from passes.call_along import CallAlong, Cut
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
-from passes.operators import bound_arguments, draws
+from passes.operators import draws
 from passes.rules.loops import Loops
 from passes.size_expression import bytes_of
 
 __all__ = ["Cut", "Layouts", "assign_layouts", "rests_at"]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one call is cut over one mesh dimension.
-
-    Attributes:
-        factor: the loop that is cut.
-        axis: which of its axes.
-    """
-
-    factor: int
-    axis: int
 
 
 @dataclass(frozen=True)
@@ -101,72 +88,6 @@ def assign_layouts(
         else:
             walk.call(node)
     return walk.layouts()
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call, as it looks along one mesh dimension.
-
-    Attributes:
-        node, loops, operands: what is called.
-        lying: how each operand lies now; None for one that is held by ranks and may still lie anyhow.
-    """
-
-    node: fx.Node
-    loops: Loops | None
-    operands: tuple[fx.Node, ...]
-    lying: tuple[Placement | None, ...]
-
-    def allows(self, factor: int, *, is_outermost: bool) -> bool:
-        """Whether the loop can be cut. A maximum has no gradient when its parts are reduced: it is cut where it needs none.
-
-        Args:
-            is_outermost: whether the axis that is cut is the outermost of the loop: its parts are then runs of places.
-        """
-        assert self.loops is not None
-        found = self.loops.factors[factor]
-        if found.reduction == "whole":
-            inside = inside_of(self.node, found.name)
-            return inside is not None and (is_outermost or not inside.by_place)
-        if found.reduction in ("max", "min"):
-            value = self.node.meta["val"]
-            return isinstance(value, Tensor) and not value.dtype.is_floating_point
-        return True
-
-    def need_of_sum(self, place: int) -> Placement:
-        """How an operand is read by a call that parts of sums go through."""
-        return Partial() if self.lying[place] == Partial() else Varying()
-
-    def need(self, cut: Cut | None, place: int) -> Placement:
-        """How an operand is read; one whose numbers do not matter, as it lies."""
-        if self.loops is not None and place in self.loops.unread:
-            return self.lying[place] or Replicate()
-        if cut is None or self.loops is None:
-            return Replicate()
-        for dimension, factors in enumerate(self.loops.operands[place]):
-            if cut.factor in factors:
-                return Shard(cut.axis, dimension)
-        factor = self.loops.factors[cut.factor]
-        if place in self.loops.added and factor.reduction == "sum":
-            return Partial()
-        inside = inside_of(self.node, factor.name) if factor.reduction == "whole" else None
-        arguments = bound_arguments(self.node) if inside is not None and inside.whole else {}
-        if inside is not None and any(arguments[name] is self.operands[place] for name in inside.whole):
-            return Replicate()
-        return Varying()
-
-    def gives(self, cut: Cut | None, place: int) -> Placement:
-        """How a result lies."""
-        if cut is None or self.loops is None:
-            return Replicate()
-        for dimension, factors in enumerate(self.loops.results[place]):
-            if cut.factor in factors:
-                return Shard(cut.axis, dimension)
-        factor = self.loops.factors[cut.factor]
-        if factor.reduction == "whole":
-            inside = inside_of(self.node, factor.name)
-            return Partial() if inside is not None and inside.gives == "sum" else Replicate()
-        return Partial(factor.reduction) if factor.reduction in ("max", "min") else Partial()
 
 
 class _Walk:
@@ -256,7 +177,8 @@ class _Walk:
         needs: list[list[Placement]] = [[] for _ in operands]
         gives: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
         for index in range(len(self.mesh)):
-            call = _Call(node, loops, tuple(operands), tuple(self.lies[operand.name, 0][index] for operand in operands))
+            lying = tuple(self.lies[operand.name, 0][index] for operand in operands)
+            call = CallAlong(node, loops, tuple(operands), lying, self._slid(loops, operands, index))
             passing = self._passes_sum(call)
             cut = None if passing else self._cut(call, index)
             cuts.append(cut)
@@ -272,7 +194,22 @@ class _Walk:
         for place, layout in enumerate(gives):
             self.lies[node.name, place] = list(layout)
 
-    def _passes_sum(self, call: _Call) -> bool:
+    def _slid(self, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
+        """How operands lie along the dimensions that windows slide over: in parts where they can be cut, else whole.
+
+        Of an input that every rank has, each reads what it needs.
+        """
+        found: dict[int, dict[int, Placement]] = {}
+        for window in loops.windows if loops is not None else ():
+            if window.factor is None:
+                continue
+            outermost = self.axes.of(operands[window.operand].name)[window.dimension][0]
+            has_all = self.lies[operands[window.operand].name, 0][index] == Replicate() and self._has_no_gradient(operands[window.operand])
+            is_cut = outermost in self.assigned[index] and self._fits(outermost, index) and not has_all
+            found.setdefault(window.factor, {})[window.operand] = Shard(outermost, window.dimension) if is_cut else Varying()
+        return found
+
+    def _passes_sum(self, call: CallAlong) -> bool:
         """Whether parts of sums go through the call: it is linear in them, and nothing grows."""
         parts = {place for place, placement in enumerate(call.lying) if placement == Partial()}
         value = call.node.meta["val"]
@@ -284,14 +221,14 @@ class _Walk:
         alike = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
         return once and rest and alike and self._bytes(call.node) <= max(self._bytes(operand) for operand in summed)
 
-    def _cut(self, call: _Call, index: int) -> Cut | None:
+    def _cut(self, call: CallAlong, index: int) -> Cut | None:
         """The cheapest of the cuts that the assignment allows."""
         if call.loops is None or draws(call.node):
             return None
         written = {argument.name for argument in mutated_arguments(call.node)}
         allowed = []
         for factor, axes in enumerate(self.axes.factors[call.node.name]):
-            for axis in axes:
+            for axis in axes[:1] if factor in call.slid else axes:  # what slides is cut into intervals
                 cut = Cut(factor, axis)
                 if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor, is_outermost=axis == axes[0]):
                     continue
@@ -310,18 +247,18 @@ class _Walk:
         count = math.prod(length for (_, length), cut in zip(self.mesh, self.assigned, strict=True) if axis in cut)
         return size >= count if isinstance(size, int) else self.mesh[index][0] in self.rows
 
-    def _occurs_twice(self, call: _Call, axis: int) -> bool:
+    def _occurs_twice(self, call: CallAlong, axis: int) -> bool:
         """Whether one dimension holds the axis twice (rows times rows, made flat): nothing says which of them a cut would mean."""
         operands = (self.axes.of(operand.name) for operand in call.operands)
         return any(each.count(axis) > 1 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
 
-    def _starts_here(self, call: _Call, cut: Cut) -> bool:
+    def _starts_here(self, call: CallAlong, cut: Cut) -> bool:
         """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing.
 
         What has no gradient is cut for nothing, along an axis of activations: words, positions, inputs.
         """
         assert call.loops is not None
-        having = [place for place, dimensions in enumerate(call.loops.operands) if any(cut.factor in each for each in dimensions)]
+        having = call.having(cut.factor)
         for place in having:
             is_free = call.lying[place] is None and call.operands[place].name in self.graph.parameters
             if is_free or isinstance(call.lying[place], Shard | Partial):
@@ -335,7 +272,7 @@ class _Walk:
         value = node.meta.get("val")
         return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
-    def _price(self, call: _Call, cut: Cut, index: int) -> tuple[bool, bool, float, int]:
+    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, float, int]:
         """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes."""
         assert call.loops is not None
         moved = 0.0

@@ -25,19 +25,23 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.axes import Axes, is_item, returned_values, tensor_operands
+from passes.call_along import Cut
 from passes.differentiate import fake_mode
 from passes.extents import Extents, product
 from passes.inside.table import inside_of
+from passes.inside.windows import WindowWriter, write_windows
 from passes.inside.writer import InsideCut, InsideWriter
+from passes.ir import collectives
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
-from passes.layouts import Cut, Layouts
+from passes.layouts import Layouts
 from passes.operators import bound_arguments, packet
 from passes.provenance import place_of
 from passes.reshard import Resharder
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.size_expression import emit_size, size_of
+from passes.slide import Slide, slides_of, space_of
 
 __all__ = ["localize"]
 
@@ -65,6 +69,7 @@ class _Localizer:
         self.extents = extents
         self.target = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.halos: dict[Any, fx.Node] = {}
         self.batch: fx.Node | None = None
         self.reader = ""
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
@@ -173,6 +178,8 @@ class _Localizer:
         """A call on parts: its tensors in order of the schema, its sizes those of the parts."""
         loops = self.axes.loops[node.name]
         arguments = bound_arguments(node)
+        slides = slides_of(node.name, self.axes, self.layouts, self.extents)
+        by_place = self._fetched(node, operands, by_place, slides)
         places = iter(by_place)
         given: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -181,13 +188,57 @@ class _Localizer:
         inside = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
         if inside and not (self.local_statistics and packet(node.target) is aten.batch_norm):
             return self._inside_call(node, loops, given, inside)
+        if any(slide.window.reach.written for slide in slides):
+            return self._written(node, loops, given, slides)
         if loops.localize is not None:
-            local = self._local_call(node, loops, arguments, operands)
+            local = self._local_call(node, loops, arguments, by_place)
             given.update({name: self._emit_sizes(value) for name, value in loops.localize(local).items()})
         positional = tuple(given[name] for name in list(given)[: len(node.args)])
         keywords = {name: given[name] for name in list(given)[len(node.args) :] if name in node.kwargs}
         copy = self.emit(node.target, positional, keywords, node.name, node)
+        for slide in slides:
+            copy = self._own_results(node, loops, slide, copy)
         return self._weighted(node, loops, copy)
+
+    # -- windows -------------------------------------------------------------------------------------------------------------------
+
+    def _fetched(self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node], slides: Sequence[Slide]) -> list[fx.Node]:
+        """The operands with what windows read beyond a rank's own elements; what several calls read alike is fetched once."""
+        found = list(parts)
+        for slide in slides:
+            place, dimension = slide.window.operand, slide.window.dimension
+            if slide.is_as_it_lies:
+                continue
+            source, fill = found[place], slide.window.reach.fill
+            key = (source, dimension, slide.over, slide.owned, slide.wanted, fill)
+            if key not in self.halos:
+                name, sizes = f"{operands[place].name}_halo_{slide.over}", (slide.own, slide.size, fill)
+                if slide.is_local:
+                    local = (source, dimension, slide.over, slide.local_wanted, *sizes)
+                    self.halos[key] = self.emit(collectives.take_runs, local, {}, name, node)
+                else:
+                    assert slide.owned is not None
+                    exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
+                    self.halos[key] = self.emit(collectives.halo_exchange, exchanged, {}, name, node)
+            found[place] = self.halos[key]
+        return found
+
+    def _own_results(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
+        """Without the results that other ranks make."""
+        if slide.window.reach.skip == 0:
+            return copy
+        (dimension,) = [index for index, factors in enumerate(loops.results[0]) if slide.window.factor in factors]
+        return self.emit(
+            aten.slice.Tensor, (copy, dimension, slide.skip, slide.skip + slide.count), {}, f"{node.name}_own_{slide.over}", node
+        )
+
+    def _written(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
+        """An operation whose part is not the same operation, written as smaller ones."""
+
+        def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
+            return self.emit(function, args, kwargs, name, node)
+
+        return write_windows(node, WindowWriter(emit, given, space_of(loops, slides), node.name))
 
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
         """An operation that reduces over what is cut, written as smaller ones."""
@@ -231,8 +282,8 @@ class _Localizer:
             return copy
         return self.emit(aten.mul.Tensor, (copy, float(share)), {}, f"{node.name}_share", node)
 
-    def _local_call(self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], operands: Sequence[fx.Node]) -> LocalCall:
-        needs, results = self.layouts.needs[node.name], self.layouts.results[node.name]
+    def _local_call(self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], parts: Sequence[fx.Node]) -> LocalCall:
+        results = self.layouts.results[node.name]
         cut_axes = tuple(None if cut is None else _shard(cut.axis) for cut in self.layouts.cuts[node.name])
         factors = []
         for factor, axes in enumerate(self.axes.factors[node.name]):
@@ -243,9 +294,10 @@ class _Localizer:
             factors.append(product(self.extents.axis(axis, own) for axis in axes))
         return LocalCall(
             arguments=arguments,
-            operands=tuple(self.extents.shape(self.axes.of(operand.name), need) for operand, need in zip(operands, needs, strict=True)),
+            operands=tuple(tuple(size_of(size) for size in part.meta["val"].shape) for part in parts),
             results=tuple(self.extents.shape(axes, layout) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)),
             factors=tuple(factors),
+            cut=frozenset(cut.factor for cut in self.layouts.cuts[node.name] if cut is not None),
         )
 
     # -- results -------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner.reports.collectives import collective_transfers
-from partitioner.runtime.collectives import Exchange
 from partitioner.runtime.embedded import EmbeddedRuntime, _EmbeddedTransport
+from partitioner.runtime.exchange import Exchange
 from partitioner.runtime.executor import ProgramSet, compile_program
 from passes.ir.communication import all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.microbatch import microbatch_sizes

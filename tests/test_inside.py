@@ -105,6 +105,10 @@ def _group_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     return F.group_norm(x, 2, weight, bias)
 
 
+def _instance_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias)
+
+
 def _embedding(indices: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(indices, weight)
 
@@ -143,6 +147,8 @@ EXAMPLES = (
     Example("rms_norm_eps", "features", _rms_norm_eps, {"x": (3, 7), "weight": (7,)}),
     Example("group_norm_channels", "channels", _group_norm, _GROUPS),
     Example("group_norm_space", "space", _group_norm, _GROUPS),
+    Example("instance_norm", "space", _instance_norm, {"x": (2, 6, 7), "weight": (6,), "bias": (6,)}),
+    Example("instance_norm_plain", "space", _instance_norm, {"x": (3, 6, 5)}),
     Example("group_norm_plain", "channels", _group_norm, {"x": (3, 8, 5)}),
     Example("embedding", "vocab", _embedding, _TABLE, _TOKENS),
     Example("embedding_with_padding", "vocab", _embedding_with_padding, _TABLE, _TOKENS),

@@ -26,12 +26,15 @@ def text(loops: Loops | None) -> str:
         factor = loops.factors[number]
         return factor.name + {None: "", "whole": "!"}.get(factor.reduction, f":{factor.reduction}")
 
-    def term(dimensions: tuple[Dimension, ...]) -> str:
+    def term(dimensions: tuple[Dimension, ...], operand: int | None = None) -> str:
         names = [" ".join(name(each) for each in dimension) for dimension in dimensions]
+        for window in loops.windows:
+            if window.operand == operand and window.factor is not None:
+                names[window.dimension] = f"{name(window.factor)}~"
         return " ".join(f"({each})" if len(dimension) > 1 else each or "1" for each, dimension in zip(names, dimensions, strict=True))
 
     operands = [
-        ("+" if number in loops.added else "") + ("_" if number in loops.unread else term(dimensions))
+        ("+" if number in loops.added else "") + ("_" if number in loops.unread else term(dimensions, number))
         for number, dimensions in enumerate(loops.operands)
     ]
     return f"{', '.join(operands)} -> {', '.join(map(term, loops.results))}"
@@ -66,13 +69,13 @@ def test_convolutions_and_normalisations() -> None:
     image = real(2, 4, 6, 6)
     assert (
         line(aten.conv2d.default, image, real(8, 4, 3, 3), real(8))
-        == "batch channels_in:sum height! width!, channels_out channels_in:sum kernel_height! kernel_width!, +channels_out -> "
-        "batch channels_out height! width!"
+        == "batch channels_in:sum height~ width~, channels_out channels_in:sum kernel_height! kernel_width!, +channels_out -> "
+        "batch channels_out height width"
     )
     assert (
         line(aten.conv2d.default, image, real(8, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 2)
-        == "batch (groups channels_in:sum) height! width!, (groups channels_out) channels_in:sum kernel_height! kernel_width! -> "
-        "batch (groups channels_out) height! width!"
+        == "batch (groups channels_in:sum) height~ width~, (groups channels_out) channels_in:sum kernel_height! kernel_width! -> "
+        "batch (groups channels_out) height width"
     )
     assert line(aten.group_norm.default, real(2, 4, 3), 2) == "batch (groups channels!) space! -> batch (groups channels!) space!"
     statistics = [real(4), real(4), real(4), real(4).abs()]
@@ -88,7 +91,7 @@ def test_convolutions_and_normalisations() -> None:
         line(aten.layer_norm.default, real(2, 3, 4), [4], real(4), real(4))
         == "batch0 batch1 features!, features!, features! -> batch0 batch1 features!"
     )
-    assert line(aten.embedding.default, real(9, 4), whole(9, 2, 3)) == "vocab! width, batch0 batch1 -> batch0 batch1 width"
+    assert line(aten.embedding.default, real(9, 4), whole(9, 2, 3)) == "vocab! embedding, batch0 batch1 -> batch0 batch1 embedding"
 
 
 def test_losses() -> None:
@@ -110,7 +113,7 @@ def test_views_and_pieces() -> None:
     assert line(aten.cat.default, [real(2, 4), real(2, 5)], 1) == "dim0 dim1!, dim0 dim1! -> dim0 dim1!"
     assert line(aten.slice.Tensor, real(2, 12), 1, 4, 8) == "dim0 (pieces! dim1) -> dim0 dim1"
     assert line(aten.slice.Tensor, real(2, 12), 1, 1, None, 2) == "dim0 (dim1 step!) -> dim0 dim1"
-    assert line(aten.slice.Tensor, real(2, 12), 1, 1, 12) == "dim0 dim1! -> dim0 dim1!"
+    assert line(aten.slice.Tensor, real(2, 12), 1, 1, 12) == "dim0 dim1~ -> dim0 dim1"
     assert line(aten.slice.Tensor, real(2, 12), 1, 0, 12) == "dim0 dim1 -> dim0 dim1"
     assert line(aten.repeat.default, real(2, 3), [4, 1, 2]) == "dim1 dim2 -> copies0 dim1 (copies2 dim2)"
     assert line(aten.squeeze.dim, real(2, 3), 1) == "dim0 dim1! -> dim0 dim1!"

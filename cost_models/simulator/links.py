@@ -8,6 +8,7 @@ Transfers that use one way at once share its bandwidth: two take twice as long. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ _COLLECTIVES: Mapping[str, Callable[[Any, int, Link], Any]] = {
     "all_gather": communication.all_gather,
     "reduce_scatter": communication.reduce_scatter,
     "all_to_all": communication.all_to_all,
+    "halo_exchange": communication.halo_exchange,
+    "halo_add": communication.halo_exchange,
 }
 
 
@@ -69,6 +72,10 @@ def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
     group, n_ranks = transfer.group, len(transfer.group)
     if transfer.kind == "all_to_all":
         yield from (((one, other), transfer.bytes / n_ranks) for one in group for other in group if one != other)
+        return
+    if transfer.kind in ("halo_exchange", "halo_add"):
+        neighbours = itertools.pairwise(group)
+        yield from ((pair, transfer.bytes) for one, other in neighbours for pair in ((one, other), (other, one)))
         return
     rounds = 2 if transfer.kind == "all_reduce" else 1
     for pair in zip(group, (*group[1:], group[0]), strict=True):

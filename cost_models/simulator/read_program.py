@@ -27,6 +27,7 @@ from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
 from cost_models.work import Work
 from passes.ir import communication, microbatch
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
+from passes.ir.runs import from_text, length, segments
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.unsummed import AddUnsummed
 
@@ -315,6 +316,8 @@ def _collected(
     given = sum(tensor.bytes for tensor in tensors)
     if function is communication.all_reduce:
         return [tensor.shape for tensor in tensors], given
+    if function in (communication.halo_exchange, communication.halo_add):
+        return _halos(function, tensors, rest[0], keywords, place)
     sizes = keywords.get("sizes") or [None] * len(tensors)
     if function is communication.all_to_all:
         splits = keywords.get("split_sizes") or sizes
@@ -336,6 +339,22 @@ def _collected(
         return shapes, given
     results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
     return shapes, sum(result.bytes for result in results)
+
+
+def _halos(
+    function: Callable[..., Any], tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any], place: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that a halo exchange gives, and the most bytes that one rank gives another."""
+    shapes, most = [], 0
+    for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
+        read = segments(tuple(owned), wanted)
+        size = length(from_text(wanted)[place]) if function is communication.halo_exchange else owned[place]
+        shapes.append((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+        counts = [
+            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader
+        ]
+        most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
+    return shapes, most
 
 
 def _gradient_nodes(program: Program) -> set[fx.Node]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partitioner.runtime.halo import Halo
 from passes.ir import collectives
 from passes.ir.mesh import Mesh
 from passes.ir.microbatch import take_part
+from passes.ir.runs import from_text, take_runs
 from passes.operators import draws
 
 __all__ = ["run_in_lockstep"]
@@ -94,6 +96,7 @@ class _Group:
 
     def __init__(self, mesh: Mesh, rank: int, arguments: Sequence[Any]) -> None:
         over = next(each for each in arguments if isinstance(each, str) and each in mesh.names)
+        self.mesh = mesh
         self.ranks = mesh.group(rank, (over,))
         self.place = self.ranks.index(rank)
 
@@ -147,6 +150,24 @@ def _indexed(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> 
     return result
 
 
+def _halo_of(group: _Group, arguments: Sequence[Any]) -> Halo:
+    _, dim, _, owned, wanted, *_ = arguments
+    return Halo(dim, group.place, tuple(owned), wanted)
+
+
+def _read(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:
+    fill = arguments[rank][-1]
+    given = [
+        _halo_of(_Group(group.mesh, other, arguments[other]), arguments[other]).fetch(arguments[other][0], fill) for other in group.ranks
+    ]
+    return given[group.place].result([exchange.pieces[group.place] for exchange in given])
+
+
+def _own_runs(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:
+    x, dim, _, wanted, _, _, fill = arguments[rank]
+    return take_runs(x, dim, from_text(wanted)[group.place], fill)
+
+
 _COLLECTIVES: Mapping[Any, Callable[[int, _Group, Sequence[tuple[Any, ...]]], Tensor]] = {
     collectives.all_reduce: _reduced,
     collectives.vary: lambda rank, _group, arguments: arguments[rank][0],
@@ -157,4 +178,6 @@ _COLLECTIVES: Mapping[Any, Callable[[int, _Group, Sequence[tuple[Any, ...]]], Te
     collectives.exchange: _exchanged,
     collectives.keep_first: _kept_first,
     collectives.local_index: _indexed,
+    collectives.halo_exchange: _read,
+    collectives.take_runs: _own_runs,
 }

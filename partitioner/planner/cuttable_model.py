@@ -13,11 +13,12 @@ from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.model_part import ModelPart, axis_cut, cut_part, whole_part
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.tile_grid import tile_axes, with_grid
 from passes.axes import Axes
 from passes.axis_names import axes_named, axis_names, batch_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, Mesh
+from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 from passes.layouts import Layouts
 from passes.loss_totals import with_totals
 from passes.merge_axes import find_axes_to_cut
@@ -93,6 +94,13 @@ class CuttableModel:
             self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside)
         return self._cuts[key]
 
+    def with_grid(self, mesh: Mesh) -> Mesh:
+        """A mesh whose tiles, if it has any, make a grid."""
+        if TILE not in mesh.names:
+            return mesh
+        graph, _ = self._prepared(any(name in ROWS for name in mesh.names))
+        return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
+
     def cuts(self, cutting: Mesh) -> list[MeshCut]:
         """All that there is to choose from: the cut, and the same with the sequence beside its tensor dimension."""
         plain = self.cut(cutting)
@@ -133,6 +141,8 @@ class CuttableModel:
                     f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
                 )
             return found
+        if dimension in TILES:
+            return tile_axes(axes, cutting, dimension)
         if dimension == "sequence":
             along = set(axes_named("sequence", names))
             rest = () if along & set(fixed[dimension]) else tuple(axis for axis in sorted(along) if axis not in elsewhere)

@@ -9,6 +9,7 @@
     Shard          Shard (another)    all_to_all        all_to_all
     Replicate      Shard              -                 all_gather
     Replicate      Varying            -                 all_reduce
+    Shard          beyond its ends    halo_exchange     halo_exchange
 
 Each change is made once for all readers, in the unit of the first. Gradients of parameters that every rank has whole are summed once a
 step.
@@ -24,10 +25,13 @@ from torch import Tensor, fx
 from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
+from passes.extents import Extents
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
+from passes.ir.runs import segments
 from passes.layouts import Layouts
 from passes.rules.loops import Size
+from passes.slide import slides_of
 
 __all__ = ["Exchange", "GradientSum", "find_exchanges", "find_gradient_sums"]
 
@@ -108,6 +112,8 @@ def find_exchanges(
         for operand, need in zip(operands, layouts.needs[node.name], strict=True):
             for key, exchange in _changes(operand, need, node.name, layouts, sizes, links, flowing):
                 found.setdefault(key, exchange)
+        for key, exchange in _halos(node, graph, axes, layouts, sizes, links, flowing):
+            found.setdefault(key, exchange)
         for key, exchange in _inside(node, axes, layouts, sizes, links, flowing):
             found.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
@@ -136,6 +142,33 @@ def _changes(
             size = sizes.whole_along(operand, need if isinstance(wanted, Shard) else have, index)
             key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
             yield key, Exchange(reader, size, links[name], forward, backward, again)
+
+
+def _halos(
+    node: fx.Node,
+    graph: ModelGraph,
+    axes: Axes,
+    layouts: Layouts,
+    sizes: PartSizes,
+    links: Mapping[str, GroupLinks],
+    flowing: frozenset[str],
+) -> Iterator[tuple[object, Exchange]]:
+    """What windows of a call read of neighbours: priced as the most that one rank gives another."""
+    if node.op != "call_function" or node.name not in axes.loops:
+        return
+    extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, sizes.n_row_parts)
+    for slide in slides_of(node.name, axes, layouts, extents):
+        if slide.is_local or slide.owned is None:
+            continue
+        read = segments(slide.owned, slide.wanted)
+        most = max(
+            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if reader != owner
+        )
+        operand = axes.operands[node.name][slide.window.operand]
+        (part,) = sizes.operands(node)[operand]
+        backward: Collective | None = "halo_exchange" if operand.name in flowing else None
+        key = (operand.name, slide.over, slide.window.dimension, slide.wanted)
+        yield key, Exchange(node.name, part.bytes * most / max(slide.owned), links[slide.over], "halo_exchange", backward)
 
 
 def _inside(

@@ -43,6 +43,11 @@ class PartSizes:
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
 
     @property
+    def n_row_parts(self) -> int:
+        """Into how many parts the batch is cut."""
+        return self._n_row_parts
+
+    @property
     def gathered_again(self) -> frozenset[str]:
         """Parameters that the backward gathers once more instead of keeping them whole."""
         return self._again

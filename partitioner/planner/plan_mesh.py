@@ -46,6 +46,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     if mesh.cutting.size == 1:
         return make_plan(graph, cluster, request, cost_model)
     model = CuttableModel(graph, request, differentiate=differentiates(graph, request))
+    mesh = model.with_grid(mesh)
     cut = model.cut(mesh.cutting)
     check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from partitioner.reports.module_range import short_name
 from passes.bundle import is_held
-from passes.ir.communication import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from passes.ir.communication import all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import StoreGradients
@@ -43,6 +43,8 @@ MADE: Mapping[Any, str] = {
     reduce_scatter: "summed and cut",
     all_gather: "put together",
     all_to_all: "exchanged",
+    halo_exchange: "fetched",
+    halo_add: "given back",
 }
 """What becomes of tensors of unlike shapes."""
 
@@ -51,6 +53,8 @@ _WHY: Mapping[Any, str] = {
     reduce_scatter: "each rank needs its part of the sum",
     all_gather: "what reads it needs it whole",
     all_to_all: "what reads it is cut over another axis",
+    halo_exchange: "windows reach beyond the rank's own part",
+    halo_add: "the gradient of what windows read of other ranks",
 }
 """Of activations and their gradients."""
 

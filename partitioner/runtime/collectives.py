@@ -7,6 +7,8 @@ Every collective is one exchange of pieces within a group, after which a rank pu
     all_gather       the tensor                concatenation
     reduce_scatter   that rank's piece         sum
     all_to_all       that rank's piece         concatenation
+    halo_exchange    what that rank reads      puts it in its places, beside what it has itself
+    halo_add         gradients of that         adds it in its places
 
 A transport that moves pieces can carry out all of them. Reduced is in the group's order, first to last, so that all ranks have the
 very same bits.
@@ -14,41 +16,21 @@ very same bits.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
+from partitioner.runtime.exchange import Exchange
+from partitioner.runtime.halo import Halo
 from passes.ir.communication import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
-__all__ = ["Collective", "CollectiveTransport", "Exchange", "assemble", "flatten", "is_leading", "reduce_pieces", "writes_in_place"]
+__all__ = ["Collective", "CollectiveTransport", "writes_in_place"]
 
-Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo_exchange", "halo_add"]
 """The name of a collective."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One tensor's part in a collective, on one rank.
-
-    Attributes:
-        tensor: what this rank has.
-        pieces: what each rank of the group is given of it, in the group's order.
-        split_dim: along which these are pieces; None: each is the whole tensor.
-        shapes: the shape of what each rank gives to this one.
-        concat_dim: along which that is put together; None: it is reduced.
-    """
-
-    tensor: Tensor
-    pieces: Sequence[Tensor]
-    split_dim: int | None
-    shapes: Sequence[Sequence[int]]
-    concat_dim: int | None
 
 
 class CollectiveTransport(ABC):
@@ -89,6 +71,33 @@ class CollectiveTransport(ABC):
         position = group.index(self.rank)
         exchanges = _transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
         return self.start("all_to_all", group, exchanges, "sum")
+
+    def halo_exchange(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+        fill: float = 0.0,
+    ) -> Any:
+        """Start fetching the elements that this rank reads."""
+        position = group.index(self.rank)
+        halos = [Halo(dim, position, tuple(each), read) for dim, each, read in zip(dims, owned, wanted, strict=True)]
+        return self.start("halo_exchange", group, [halo.fetch(x, fill) for halo, x in zip(halos, tensors, strict=True)], "sum")
+
+    def halo_add(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+    ) -> Any:
+        """Start giving gradients of fetched elements back."""
+        position = group.index(self.rank)
+        halos = [Halo(dim, position, tuple(each), read) for dim, each, read in zip(dims, owned, wanted, strict=True)]
+        return self.start("halo_add", group, [halo.give_back(x) for halo, x in zip(halos, tensors, strict=True)], "sum")
 
 
 def writes_in_place(function: Callable[..., Any]) -> bool:
@@ -170,45 +179,3 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     resized = list(shape)
     resized[dim] = size
     return resized
-
-
-# -- pieces ----------------------------------------------------------------------------------------------------------------------------
-
-
-def assemble(pieces: Sequence[Tensor], dim: int | None, operation: Operation = "sum") -> Tensor:
-    """What a collective gives, in new memory, from what each rank of the group has given, in the group's order."""
-    # What is concatenated keeps the strides of the pieces, which a program's graphs do not expect.
-    return reduce_pieces(pieces, operation) if dim is None else torch.cat(tuple(pieces), dim).contiguous()
-
-
-def reduce_pieces(pieces: Sequence[Tensor], operation: Operation) -> Tensor:
-    """The reduction, first to last, contiguous and in new memory."""
-    if len(pieces) == 1:
-        return pieces[0].clone(memory_format=torch.contiguous_format)
-    function = _REDUCTIONS[operation]
-    total = function(pieces[0], pieces[1]).contiguous()
-    for piece in pieces[2:]:
-        function(total, piece, out=total)
-    return total
-
-
-_REDUCTIONS: Mapping[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-def flatten(pieces: Sequence[Tensor]) -> Tensor:
-    """The elements of all pieces one after another, in one dimension; a single contiguous piece is not copied."""
-    if len(pieces) == 1:
-        return pieces[0].contiguous().view(-1)
-    if all(piece.is_contiguous() for piece in pieces):
-        return torch.cat([piece.view(-1) for piece in pieces])
-    flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    start = 0
-    for piece in pieces:
-        flat[start : start + piece.numel()].view(piece.shape).copy_(piece)
-        start += piece.numel()
-    return flat
-
-
-def is_leading(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces along the dimension lie one after another in a contiguous tensor."""
-    return math.prod(shape[: dim % len(shape)]) == 1

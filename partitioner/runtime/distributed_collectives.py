@@ -9,6 +9,8 @@ All tensors of a dtype travel as one flat message. What is only moved travels as
                      all_to_all_single of copies                     all_to_all_single of copies
     reduce_scatter   all_to_all_single, and summed here              reduce_scatter_single; when uneven, as gloo
     all_to_all       all_to_all_single                               all_to_all_single
+    halo_exchange    all_to_all_single, of what neighbours read      all_to_all_single
+    halo_add         likewise                                        likewise
 
 Numbers of dtypes that backends do not add (``int16``, ``bool``) are gathered or exchanged and reduced here, on both. Which of these is
 faster was measured: see ``docs/design/0008-collectives.md``.
@@ -26,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.runtime.collectives import Collective, Exchange, assemble, flatten, is_leading, reduce_pieces
+from partitioner.runtime.collectives import Collective
+from partitioner.runtime.exchange import Exchange, flatten, is_leading, reduce_pieces
 from passes.ir.communication import Operation
 
 __all__ = ["GLOO", "NCCL", "Calls", "Started", "as_bytes", "start_collective"]
@@ -199,6 +202,8 @@ _STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] =
     "all_gather": _Starter.all_gather,
     "reduce_scatter": _Starter.reduce_scatter,
     "all_to_all": _Starter.all_to_all,
+    "halo_exchange": _Starter.all_to_all,
+    "halo_add": _Starter.all_to_all,
 }
 
 
@@ -208,7 +213,7 @@ _STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] =
 def _outgoing(exchanges: Sequence[Exchange]) -> Tensor:
     """What each rank is given, one rank after another; a single tensor that lies in memory like this is not copied."""
     first = exchanges[0]
-    if len(exchanges) == 1 and first.split_dim is not None and is_leading(first.tensor.shape, first.split_dim):
+    if len(exchanges) == 1 and first.make is None and first.split_dim is not None and is_leading(first.tensor.shape, first.split_dim):
         return first.tensor.detach().contiguous().view(-1)
     return flatten([exchange.pieces[rank].detach() for rank in range(len(first.pieces)) for exchange in exchanges])
 
@@ -226,7 +231,7 @@ def _incoming(exchanges: Sequence[Exchange]) -> list[int]:
 def _assembled(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
     """The concatenations; a single one whose pieces have arrived in place is not copied."""
     first = exchanges[0]
-    if len(exchanges) == 1 and first.concat_dim is not None and is_leading(first.shapes[0], first.concat_dim):
+    if len(exchanges) == 1 and first.make is None and first.concat_dim is not None and is_leading(first.shapes[0], first.concat_dim):
         whole = list(first.shapes[0])
         whole[first.concat_dim] = sum(shape[first.concat_dim] for shape in first.shapes)
         return [flat.view(whole)]
@@ -237,7 +242,7 @@ def _assembled(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
             shape = torch.Size(exchange.shapes[rank])
             found.append(flat[start : start + shape.numel()].view(shape))
             start += shape.numel()
-    return [assemble(found, exchange.concat_dim) for found, exchange in zip(pieces, exchanges, strict=True)]
+    return [exchange.result(found) for found, exchange in zip(pieces, exchanges, strict=True)]
 
 
 def _reduced(flat: Tensor, exchanges: Sequence[Exchange], operation: Operation) -> list[Tensor]:

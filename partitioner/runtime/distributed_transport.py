@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange
+from partitioner.runtime.collectives import Collective, CollectiveTransport
 from partitioner.runtime.connection import Connection, Route
 from partitioner.runtime.distributed_collectives import GLOO, NCCL, Started, as_bytes, start_collective
+from partitioner.runtime.exchange import Exchange
 from partitioner.runtime.traffic import Traffic, arrivals_shown, message_name, traffic_of
 from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from partitioner.runtime.collectives import Collective, CollectiveTransport, Exchange, assemble, writes_in_place
+from partitioner.runtime.collectives import Collective, CollectiveTransport, writes_in_place
+from partitioner.runtime.exchange import Exchange
 from partitioner.runtime.executor import ProgramSet, Run
 from passes.ir.communication import Operation
 from passes.ir.errors import CommunicationError
@@ -137,7 +138,7 @@ class _EmbeddedTransport(CollectiveTransport):
                     f"{pending}: rank {rank} gives rank {self.rank} shape {tuple(piece.shape)} where it expects {tuple(shape)}",
                     remedy="every rank of a group gives tensors that fit together: pm.verify() names the nodes",
                 )
-        return assemble(pieces, exchange.concat_dim, pending.operation)
+        return exchange.result(pieces, pending.operation)
 
     def finish(self) -> None:
         """Nothing is ever under way here."""

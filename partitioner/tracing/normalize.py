@@ -13,6 +13,7 @@ from passes.functionalize import functionalize
 from passes.inline_subgraphs import inline_subgraphs
 from passes.inline_vmap import inline_vmap
 from passes.name_nodes import name_nodes
+from passes.number_paddings import number_paddings
 from passes.pin_squeezes import pin_squeezes
 from passes.place_getitems import place_getitems
 from passes.provenance import complete_provenance, place_of
@@ -46,6 +47,7 @@ def normalize(
     inline_subgraphs(module, without_gradient)
     if batch is not None and symbol is not None:
         read_sizes_from_batch(graph, batch, symbol)
+        number_paddings(graph)
         pinned = pin_squeezes(graph)
     remove_noise(graph, without_gradient)
     unwritten = functionalize(graph, inputs)

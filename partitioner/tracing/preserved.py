@@ -38,7 +38,12 @@ def _restore(module: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, copy) in contents.items():
         if isinstance(value, list):
             value[:] = copy
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and not _is_same(value, copy):  # some dicts allow no writing at all
             value.clear()
             value.update(copy)
         attributes[name] = value
+
+
+def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the very same objects in the same order."""
+    return list(one) == list(other) and all(left is right for left, right in zip(one.values(), other.values(), strict=True))

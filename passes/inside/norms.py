@@ -7,7 +7,7 @@ from torch import fx
 
 from passes.inside.writer import InsideWriter
 
-__all__ = ["batch_norm", "group_norm", "layer_norm", "rms_norm"]
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 aten = torch.ops.aten
 
@@ -21,11 +21,7 @@ def batch_norm(write: InsideWriter) -> fx.Node:
     dims = [dim for dim in range(rank) if dim != 1]
     count = write.count(*(name for name in write.factors if name != "channels"))
     centred, mean, variance = _standardize(write, x, dims, count)
-    shape = [-1 if dim == 1 else 1 for dim in range(rank)]
-    result = _scale(write, centred, variance, write["eps"])
-    for name, function in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
-        if write[name] is not None:
-            result = write.call(function, result, write.call(aten.reshape.default, write[name], shape))
+    result = _by_channel(write, _scale(write, centred, variance, write["eps"]))
     if write["running_mean"] is not None:
         of_all = write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, _number(write, count), _number(write, count, less=1)))
         for name, new in (("running_mean", mean), ("running_var", of_all)):
@@ -61,8 +57,19 @@ def group_norm(write: InsideWriter) -> fx.Node:
     dims = list(range(2, len(shape) + 1))
     names = [name for name in write.factors if name not in ("batch", "groups")]
     centred, _, variance = _standardize(write, unfolded, dims, write.count(*names))
-    result = write.call(aten.flatten.using_ints, _scale(write, centred, variance, write["eps"]), 1, 2)
-    sizes = [-1 if dim == 1 else 1 for dim in range(len(shape))]
+    return _by_channel(write, write.call(aten.flatten.using_ints, _scale(write, centred, variance, write["eps"]), 1, 2))
+
+
+def instance_norm(write: InsideWriter) -> fx.Node:
+    """Statistics over all of space, of each channel of each image."""
+    names = [name for name in write.factors if name.startswith("space")]
+    centred, _, variance = _standardize(write, write["input"], list(range(2, write.rank("input"))), write.count(*names))
+    return _by_channel(write, _scale(write, centred, variance, write["eps"]))
+
+
+def _by_channel(write: InsideWriter, result: fx.Node) -> fx.Node:
+    """Times the weight, plus the bias, of each channel."""
+    sizes = [-1 if dim == 1 else 1 for dim in range(write.rank("input"))]
     for name, function in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         if write[name] is not None:
             result = write.call(function, result, write.call(aten.reshape.default, write[name], sizes))

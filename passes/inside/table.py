@@ -54,6 +54,10 @@ def _is_without_dropout(arguments: Mapping[str, Any]) -> bool:
     return not arguments["dropout_p"]
 
 
+def _is_without_storage(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments["use_input_stats"]) and arguments["running_mean"] is None
+
+
 _STATISTICS = ("running_mean", "running_var")
 
 _INSIDE: Mapping[Any, Inside] = {
@@ -61,6 +65,7 @@ _INSIDE: Mapping[Any, Inside] = {
     aten.layer_norm: Inside(norms.layer_norm, ("features",)),
     aten.rms_norm: Inside(norms.rms_norm, ("features",)),
     aten.group_norm: Inside(norms.group_norm, ("channels", "space")),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage),
     aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
     aten.softmax: Inside(classes.softmax, ("dim",)),
     aten.log_softmax: Inside(classes.log_softmax, ("dim",)),

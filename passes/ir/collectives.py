@@ -8,7 +8,8 @@
     take              Replicate  -> Shard             replicate
     reduce_scatter    Partial    -> Shard             replicate
     exchange          Shard(a)   -> Shard(b)          exchange back
-    keep_first        Replicate  -> Partial           identity
+    halo_exchange    Shard      -> overlapping parts  halo_add
+    take_runs        a rank's own elements, padded    put_runs
 
 They stand in graphs while these are rewritten and differentiated; a program runs the started-and-waited-for functions of
 ``passes.ir.communication`` in their place. They name a mesh dimension, not ranks, so that ranks with parts of one shape share a graph.
@@ -31,11 +32,15 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "exchange",
+    "halo_add",
+    "halo_exchange",
     "keep_first",
     "local_index",
+    "put_runs",
     "reduce_scatter",
     "replicate",
     "take",
+    "take_runs",
     "vary",
 ]
 
@@ -87,7 +92,27 @@ keep_first = _define("keep_first", "(Tensor x, str over) -> Tensor")
 local_index = _define("local_index", "(Tensor index, str over, int count, SymInt size, SymInt[] sizes, SymInt own) -> Tensor")
 """Indices into an axis of which each rank has a part, counted from where this rank's part begins."""
 
-COLLECTIVES = (all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index)
+_HALO = "(Tensor x, int dim, str over, int[] owned, str wanted, int own, int size, float fill) -> Tensor"
+
+halo_exchange = _define("halo_exchange", _HALO)
+"""The elements that a rank reads, whoever of the ranks along a mesh dimension has them (``passes.ir.runs``). ``owned``: how many each has;
+``wanted``: what each reads; ``own`` and ``size``: how many this rank has and reads; ``fill``: what padding holds."""
+
+halo_add = _define("halo_add", _HALO)
+"""Gradients of what each rank read, added where the elements lie."""
+
+_RUNS = "(Tensor x, int dim, str over, str wanted, int own, int size, float fill) -> Tensor"
+
+take_runs = _define("take_runs", _RUNS)
+"""Elements that a rank has itself, in the order in which it reads them, with padding: ``halo_exchange`` where nobody reads another's."""
+
+put_runs = _define("put_runs", _RUNS)
+"""Gradients of what a rank read of its own elements, added."""
+
+COLLECTIVES = (
+    all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index,
+    halo_exchange, halo_add, take_runs, put_runs,
+)  # fmt: skip
 """Every operator of this module."""
 
 
@@ -128,6 +153,14 @@ def _alike(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty_strided(x.shape, x.stride())
 
 
+def _halo(x: Tensor, dim: int, _over: str, _owned: Sequence[int], _wanted: str, _own: int, size: int, _fill: float) -> Tensor:
+    return _resized(x, dim, size)
+
+
+def _home(x: Tensor, dim: int, _over: str, _owned: Sequence[int], _wanted: str, own: int, _size: int, _fill: float) -> Tensor:
+    return _resized(x, dim, own)
+
+
 _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     all_reduce: _dense,
     vary: _alike,
@@ -137,6 +170,10 @@ _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     take: _part,
     reduce_scatter: _part,
     exchange: _exchanged,
+    halo_exchange: _halo,
+    halo_add: _home,
+    take_runs: lambda x, dim, _over, _wanted, _own, size, _fill: _resized(x, dim, size),
+    put_runs: lambda x, dim, _over, _wanted, own, _size, _fill: _resized(x, dim, own),
 }
 
 
@@ -168,6 +205,10 @@ _DUALS: Mapping[Any, Callable[..., Tensor]] = {
     take: replicate,
     reduce_scatter: replicate,
     exchange: _exchange_back,
+    halo_exchange: halo_add,
+    halo_add: halo_exchange,
+    take_runs: put_runs,
+    put_runs: take_runs,
 }
 
 

@@ -16,6 +16,8 @@ together; ``wait`` gives a list. For one tensor and two ranks (letters are piece
     all_gather       a          b           ->   ab         ab
     reduce_scatter   ab         cd          ->   a + c      b + d
     all_to_all       ab         cd          ->   ac         bd
+    halo_exchange    ab         cd          ->   abc        bcd         each reads one element of the other
+    halo_add         abc        def         ->   a, b+d     c+e, f      its gradient: elements go back to who has them, and are added
 
 Pieces may differ in size, and be empty: then ``sizes`` tells how large the piece of each rank of the group is, in the group's order.
 Programs do not change tensors that are communicated, before or after. The collectives of a group pair up in the order of their calls.
@@ -43,6 +45,8 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "draw_alike",
+    "halo_add",
+    "halo_exchange",
     "receive",
     "reduce_scatter",
     "send",
@@ -88,6 +92,27 @@ class Transport(Protocol):
         concat_sizes: Sizes | None = None,
     ) -> Any:
         """Start exchanging pieces with every rank of the group and return what ``wait`` takes."""
+
+    def halo_exchange(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+        fill: float = 0.0,
+    ) -> Any:
+        """Start fetching runs of elements from the ranks that have them and return what ``wait`` takes."""
+
+    def halo_add(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+    ) -> Any:
+        """Start giving gradients of fetched elements back to the ranks that have these and return what ``wait`` takes."""
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
         """Call a function that draws random numbers: every rank of the group gets the same."""
@@ -178,6 +203,32 @@ def all_to_all(
     return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
 
 
+def halo_exchange(
+    tensors: Sequence[Tensor],
+    dims: Sequence[int],
+    group: tuple[int, ...],
+    owned: Sequence[tuple[int, ...]],
+    wanted: Sequence[str],
+    fill: float = 0.0,
+) -> Any:
+    """Start fetching, of a dimension that lies over a group of ranks, the elements that each reads; ``wait`` gives the list.
+
+    Args:
+        dims: for each tensor, the dimension.
+        owned: for each, how many elements each rank of the group has.
+        wanted: for each, the runs of elements that each rank reads (``passes.ir.runs``): ``"_1 0:9|7:16 _1"``.
+        fill: what padding holds.
+    """
+    return current_transport().halo_exchange(tensors, dims, group, owned, wanted, fill)
+
+
+def halo_add(
+    tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], owned: Sequence[tuple[int, ...]], wanted: Sequence[str]
+) -> Any:
+    """Start giving gradients of what ``halo_exchange`` fetched back: every element's owner adds them; ``wait`` gives the list."""
+    return current_transport().halo_add(tensors, dims, group, owned, wanted)
+
+
 def draw_alike(function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
     """Call a function that draws random numbers: all ranks of a group call it alike, and get the numbers that one model draws.
 
@@ -191,7 +242,7 @@ def wait(pending: Any) -> Any:
     return current_transport().wait(pending)
 
 
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange, halo_add)
 """What goes between all ranks of a ``group``; the first argument is the tensors."""
 
 COMMUNICATION = (send, receive, *COLLECTIVES, wait)

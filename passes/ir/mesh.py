@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "STAGES", "STORED", "Mesh", "pipelines"]
+__all__ = ["ROWS", "STAGES", "STORED", "TILE", "TILES", "Mesh", "pipelines"]
 
 STAGES = ("pipeline", "model")
 """The mesh dimensions along which the graph itself is cut into stages; all others cut axes."""
@@ -24,6 +24,12 @@ ROWS = ("data", "fsdp", "zero1", "zero2")
 
 STORED = ("fsdp", "zero1", "zero2")
 """The mesh dimensions over which parameters are held in parts."""
+
+TILE = "tile"
+"""The mesh dimension of tiles whose grid the planner chooses."""
+
+TILES = ("tile0", "tile1", "tile2")
+"""The mesh dimensions of a grid of tiles: the outermost dimension of space that it cuts, the next, the last."""
 
 
 @dataclass(frozen=True)

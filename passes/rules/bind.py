@@ -12,6 +12,7 @@ import torch
 from passes.rules.call import Call, Operand, Shape
 from passes.rules.language import ANY_DIMENSION, Dim, Line, Term
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
+from passes.rules.windows import Reach, Window
 
 __all__ = ["MisfitError", "bind", "linear_sets", "quotient"]
 
@@ -25,16 +26,24 @@ class MisfitError(Exception):
     """The call is not as the line says; the text says where."""
 
 
-def bind(line: Line, call: Call) -> Loops:
+def bind(line: Line, call: Call, reaches: Mapping[str, Reach] | None = None) -> Loops:
     """The loops of a call.
+
+    Args:
+        reaches: what factors that slide over dimensions read.
 
     Raises:
         MisfitError: dimensions or sizes are not those of the line.
     """
-    operands = _operand_dimensions(line, call)
+    operands, slid = _without_windows(_operand_dimensions(line, call))
     results = _result_dimensions(line, call)
     known = {(name, 0): _given_size(call, argument) for name, argument in line.sizes.items()}
-    read = [(keys, operand.shape) for operand, keys, _ in operands if keys is not None]
+    places = {(operand, place) for operand, place, _ in slid}
+    read = [
+        (keys, tuple(1 if (operand.index, place) in places else size for place, size in enumerate(operand.shape)))
+        for operand, keys, _ in operands
+        if keys is not None
+    ]
     sizes = _solve(known, read, list(zip(results, call.results, strict=True)), line)
     kept = [key for key in sizes if sizes[key] != 1]
     numbers = {key: index for index, key in enumerate(kept)}
@@ -49,6 +58,7 @@ def bind(line: Line, call: Call) -> Loops:
         added=added,
         linear=linear_sets(line.linear, call, added),
         unread=frozenset(operand.index for operand, keys, _ in operands if keys is None),
+        windows=tuple(Window(operand, dimension, numbers.get(key), (reaches or {})[key[0]]) for operand, dimension, key in slid),
         localize=_localizer(line, numbers),
     )
 
@@ -64,6 +74,22 @@ def _operand_dimensions(line: Line, call: Call) -> list[tuple[Operand, list[tupl
         for term, operand in zip(line.operands, slots, strict=False)
         if operand is not None
     ]
+
+
+_Keys: TypeAlias = "list[tuple[Operand, list[tuple[_Key, ...]] | None, Term]]"
+
+
+def _without_windows(operands: _Keys) -> tuple[_Keys, list[tuple[int, int, _Key]]]:
+    """Dimensions that factors slide over have no factors of their own; which slide over which."""
+    slid: list[tuple[int, int, _Key]] = []
+    found: _Keys = []
+    for operand, keys, term in operands:
+        sliding = {name for dim in term.dims if dim.window for name in dim.names}
+        if keys is not None and sliding:
+            slid += [(operand.index, place, key) for place, each in enumerate(keys) for key in each if key[0] in sliding]
+            keys = [() if any(key[0] in sliding for key in each) else each for each in keys]  # noqa: PLW2901
+        found.append((operand, keys, term))
+    return found, slid
 
 
 def _result_dimensions(line: Line, call: Call) -> list[list[tuple[_Key, ...]]]:

@@ -7,7 +7,7 @@ from passes.rules.call import Call, Operand
 from passes.rules.language import ANY_DIMENSION
 from passes.rules.writing import dimension, numbered, write
 
-__all__ = ["attention", "convolution", "convolution_line", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
+__all__ = ["attention", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
 
 
 def matmul(call: Call) -> str:
@@ -89,25 +89,6 @@ def _mask_term(call: Call, heads: str) -> str:
         return ""
     rank = len(mask.shape)
     return " ".join([*(["batch*"] * (rank > 3 or (rank == 3 and not heads))), *([heads] * (rank > 2)), "queries"[: 9 * (rank > 1)], "keys"])
-
-
-_SPACE = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-
-
-def convolution_line(rank: int, *, transposed: bool = False) -> str:
-    """``(batch, channels, space*)`` with windows over so many dimensions of space."""
-    before, after = (" ".join(f"{name}{prime}!" for name in _SPACE[rank]) for prime in ("", "'"))
-    kernel = " ".join(f"kernel_{name}!" for name in _SPACE[rank])
-    weight = "(groups channels_in) channels_out" if transposed else "(groups channels_out) channels_in"
-    return (
-        f"batch* (groups channels_in) {before}, {weight} {kernel}, +(groups channels_out) -> batch* (groups channels_out) {after}"
-        "; groups = groups; linear input | weight"
-    )
-
-
-def convolution(call: Call) -> str:
-    """``aten.convolution``, whose arguments say which it is."""
-    return convolution_line(len(call.operand("weight").shape) - 2, transposed=bool(call["transposed"]))
 
 
 def layer_norm(call: Call) -> str:

@@ -12,6 +12,7 @@ alone describes all results. A term lists dimensions by the factor (the loop) th
     (outer inner)   one dimension made of several factors, outermost first
     1               a dimension of size one
     name!           cannot be cut
+    name~           of an operand: the factor, which the result has, slides over the dimension (``passes.rules.windows``)
     name:max        a factor in no result, over which the results of parts are combined by ``sum``, ``max``, ``min`` or ``mean``
     +term           added to the result
     ()              a term without dimensions, where it stands alone
@@ -44,7 +45,7 @@ __all__ = ["ANY_DIMENSION", "Dim", "Line", "RuleSyntaxError", "Term", "parse"]
 ANY_DIMENSION = "dim"
 """Factors of this name say nothing about what runs over them."""
 
-_TOKEN = re.compile(r"\s*(?P<token>->|\.\.\.|[A-Za-z][A-Za-z0-9_]*'*|[0-9]+|[-,+()*?!:;=|_.]|\S)")
+_TOKEN = re.compile(r"\s*(?P<token>->|\.\.\.|[A-Za-z][A-Za-z0-9_]*'*|[0-9]+|[-,+()*?!:;=|_.~]|\S)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*'*")
 
 
@@ -67,11 +68,13 @@ class Dim:
         names: its factors, outermost first; none for a dimension of size one.
         star: whether it stands for any number of dimensions.
         optional: whether a tensor may lack it.
+        window: whether its factor slides over it.
     """
 
     names: tuple[str, ...]
     star: bool = False
     optional: bool = False
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,8 @@ class _Reader:
             dims.append(self.dim())
             if dims[-1].star and sum(dim.star for dim in dims) > 1:
                 raise self.error("a term can have one '*' only", position)
-            if dims[-1].optional and not operand:
-                raise self.error("a result lacks no dimension: '?' is for operands", position)
+            if (dims[-1].optional or dims[-1].window) and not operand:
+                raise self.error("a result lacks no dimension, and has no windows: '?' and '~' are for operands", position)
         return Term(tuple(dims), added)
 
     def dim(self) -> Dim:
@@ -242,7 +245,8 @@ class _Reader:
             return Dim(tuple(names), optional=optional)
         star = self.tokens[self.next + 1][0] == "*"
         name = self.factor(star=star)
-        return Dim((name,), star, optional=self.accept("?"))
+        window = not star and self.accept("~")
+        return Dim((name,), star, optional=self.accept("?"), window=window)
 
     def factor(self, *, star: bool) -> str:
         position = self.tokens[self.next][1]

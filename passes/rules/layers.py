@@ -41,7 +41,7 @@ def instance_norm(call: Call) -> str:
 def embedding(call: Call) -> str:
     """Rows of a table. Gradients that are scaled by how often a row was looked up need all indices."""
     batch = "batch*!" if call.get("scale_grad_by_freq") else "batch*"
-    return f"vocab! width, {batch} -> {batch} width; linear weight"
+    return f"vocab! embedding, {batch} -> {batch} embedding; linear weight"
 
 
 def weight_norm(call: Call) -> str:

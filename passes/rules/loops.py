@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 
+from passes.rules.windows import Window
+
 __all__ = ["Dimension", "Factor", "LocalCall", "Loops", "Reduction", "Size"]
 
 Size: TypeAlias = "int | sympy.Expr"
@@ -56,12 +58,14 @@ class LocalCall:
         operands: shape of each tensor operand of the part.
         results: shape of each result of the part.
         factors: size of each factor of the part.
+        cut: the factors that are cut.
     """
 
     arguments: Mapping[str, Any]
     operands: tuple[tuple[Size, ...], ...]
     results: tuple[tuple[Size, ...], ...]
     factors: tuple[Size, ...]
+    cut: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Loops:
         results: for each tensor that it returns, its dimensions.
         added: operands that are added to the result (a bias): where a part gives a summed result, one part alone adds them.
         linear: sets of operands in each of which the results are linear (homogeneous of degree one, all operands of the set together).
+        windows: dimensions of operands over which a factor slides; no factor runs over them.
         unread: operands that only lend a type or a place (``new_zeros``): neither their numbers nor their sizes are read.
         localize: arguments that hold sizes -> what a part passes instead; None when a part passes the same arguments.
     """
@@ -85,4 +90,5 @@ class Loops:
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     unread: frozenset[int] = frozenset()
+    windows: tuple[Window, ...] = ()
     localize: Callable[[LocalCall], Mapping[str, Any]] | None = field(default=None, compare=False)

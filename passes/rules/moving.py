@@ -11,10 +11,12 @@ from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, Operand
 from passes.rules.language import parse
 from passes.rules.loops import LocalCall, Loops, Size
+from passes.rules.spatial import sliced
+from passes.rules.windows import STEP, Reach
 from passes.rules.writing import dimension, dimensions, numbered, write
 
 __all__ = [
-    "cat", "diagonal", "flipped", "meshgrid", "move", "narrow", "padded", "permute", "repeat", "repeat_interleave", "reverse", "select",
+    "cat", "diagonal", "meshgrid", "move", "narrow", "permute", "repeat", "repeat_interleave", "reverse", "select",
     "select_scatter", "slice_", "slice_scatter", "split", "squeeze", "stack", "swap", "unbind", "unfold", "unsqueeze", "with_localize",
 ]  # fmt: skip
 
@@ -114,9 +116,12 @@ def slice_(call: Call) -> str | Loops:
     known = isinstance(size, int) and all(isinstance(each, int) for each in (start, step, 0 if end is None else end))
     if known and 0 <= start < step and to_the_end and size % step == 0:
         return write([_with(rank, chosen, f"(dim{chosen} step!)")], [numbered(rank)], f"step = {step}", _LINEAR)
-    if known and step == 1:
-        return _piece(call, chosen, slice(start, end).indices(int(size))[:2], ("start", "end"))
-    return write([numbered(rank, {chosen: "!"})], [numbered(rank, {chosen: "'!"})], _LINEAR)
+    if not known or call.results[0][chosen] == 0:
+        return write([numbered(rank, {chosen: "!"})], [numbered(rank, {chosen: "'!"})], _LINEAR)
+    numbers = slice(start, end).indices(int(size))[:2]
+    if step == 1 and (piece := _piece(call, chosen, numbers, ("start", "end"))) is not None:
+        return piece
+    return sliced(call, chosen, numbers[0], step, lambda count: {"start": 0, "end": count})
 
 
 def narrow(call: Call) -> str | Loops:
@@ -126,17 +131,23 @@ def narrow(call: Call) -> str | Loops:
     if start == 0 and length == size[chosen]:
         text = write([numbered(len(size))], [numbered(len(size))], _LINEAR)
         return with_localize(text, call, lambda part: {"length": part.results[0][chosen]})
-    numbers = (start, length) if isinstance(start, int) and isinstance(length, int) and start >= 0 else (1, 1)
-    return _piece(call, chosen, numbers, ("start", "length"))
+    if not isinstance(start, int) or not isinstance(length, int) or start < 0 or length == 0:
+        return write([numbered(len(size), {chosen: "!"})], [numbered(len(size), {chosen: "'!"})], _LINEAR)
+    piece = _piece(call, chosen, (start, length), ("start", "length"))
+    return piece or sliced(call, chosen, start, 1, lambda count: {"start": 0, "length": count})
 
 
-def _piece(call: Call, chosen: int, numbers: tuple[int, int], names: tuple[str, str]) -> str | Loops:
+_MANY_BLOCKS = 8
+"""Of so many blocks, a piece is a number of elements rather than of blocks: an image without its border, not one of q, k and v."""
+
+
+def _piece(call: Call, chosen: int, numbers: tuple[int, int], names: tuple[str, str]) -> Loops | None:
     """Part of a dimension that two numbers describe: of blocks of their common divisor with the size it is a number of blocks."""
     source = call.operand("self")
     rank, size = len(source.shape), source.shape[chosen]
     block = math.gcd(size, *numbers) if isinstance(size, int) and call.results[0][chosen] != 0 else 1
-    if block == 1:
-        return write([numbered(rank, {chosen: "!"})], [numbered(rank, {chosen: "'!"})], _LINEAR)
+    if block == 1 or size // block > _MANY_BLOCKS:
+        return None
     name = f"dim{chosen}"
     before, after = (_with(rank, chosen, f"(pieces{prime}! {name})") for prime in ("", "'"))
     loops = bind(parse(write([before], [after], f"{name} = {block}", _LINEAR)), call)
@@ -286,28 +297,16 @@ def _repeat_unevenly(call: Call, source: Operand) -> str:
     return write([numbered(rank, {chosen: "!"}), repeats], [numbered(rank, {chosen: "'!"})], _LINEAR)
 
 
-def flipped(call: Call) -> str:
-    """Elements change places along dimensions (all of them, flattened, when none is named)."""
-    source = call.operand("self")
-    named = dimensions(source, call["dims"]) if call["dims"] or "shifts" in call.arguments else []
-    both = numbered(len(source.shape), dict.fromkeys(named, "!"))
-    return write([both], [both], _LINEAR)
-
-
-def padded(call: Call) -> str:
-    """The last dimensions grow or shrink where the padding is not zero."""
-    rank = len(call.operand("self").shape)
-    amounts = call["pad"] if "pad" in call.arguments else call["padding"]
-    changed = {rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
-    before, after = numbered(rank, dict.fromkeys(changed, "!")), numbered(rank, dict.fromkeys(changed, "'!"))
-    return write([before], [after], "linear self value" if "value" in call.arguments else _LINEAR)
-
-
-def unfold(call: Call) -> str:
+def unfold(call: Call) -> str | Loops:
     """Windows along a dimension."""
     rank = len(call.operand("self").shape)
     chosen = dimension(rank, call["dimension"])
-    return write([numbered(rank, {chosen: "!"})], [[*numbered(rank, {chosen: "'!"}), "window!"]], _LINEAR)
+    name, source = f"dim{chosen}", call.operand("self").shape[chosen]
+    window, step = call["size"], call["step"]
+    if not all(isinstance(number, int) for number in (source, window, step)):
+        return write([numbered(rank, {chosen: "!"})], [[*numbered(rank, {chosen: "'!"}), "window!"]], _LINEAR)
+    line = write([numbered(rank, {chosen: "~"})], [[*numbered(rank), "window!"]], _LINEAR)
+    return bind(parse(line), call, {name: Reach(step * STEP, step * STEP + window - 1, int(source))})
 
 
 def diagonal(call: Call) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from passes.ir.errors import VerificationError
+from passes.ir.runs import take_runs
 from passes.operators import bound_arguments, draws_random_numbers
 from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.table import loops_of
@@ -101,7 +102,12 @@ class _Prover:
 
     def prove(self) -> Proof:
         self.check_sizes()
-        factors = [index for index, factor in enumerate(self.loops.factors) if factor.reduction != "whole" and self.sizes[index] > 1]
+        written = {window.factor for window in self.loops.windows if window.reach.written}
+        factors = [
+            index
+            for index, factor in enumerate(self.loops.factors)
+            if factor.reduction != "whole" and self.sizes[index] > 1 and index not in written
+        ]
         for factor in factors:
             for parts in _partitions(self.sizes[factor]):
                 self.check_cut(factor, parts)
@@ -134,11 +140,21 @@ class _Prover:
                 _cut(tensor, dimensions, self.sizes, factor, start, size)
                 for tensor, dimensions in zip(self.operands, self.loops.operands, strict=True)
             ]
+            windows = [window for window in self.loops.windows if window.factor == factor]
+            for window in windows:
+                reads = window.reach.reads(start, start + size)
+                operands[window.operand] = take_runs(operands[window.operand], window.dimension, reads, window.reach.fill)
             if number and reduction is not None:
                 operands = [torch.zeros_like(each) if index in self.loops.added else each for index, each in enumerate(operands)]
             sizes = [size if index == factor else whole for index, whole in enumerate(self.sizes)]
             shapes = [tuple(math.prod(sizes[each] for each in dimension) for dimension in dimensions) for dimensions in self.loops.results]
-            made.append(self.run(operands, sizes, [torch.empty(shape) for shape in shapes]))
+            found = self.run(operands, sizes, [torch.empty(shape) for shape in shapes], frozenset({factor}))
+            for window in windows:
+                found = [
+                    _kept(each, dimensions, factor, window.reach.skipped(start), size)
+                    for each, dimensions in zip(found, self.loops.results, strict=True)
+                ]
+            made.append(found)
             for got, shape in zip(made[-1], shapes, strict=True):
                 if tuple(got.shape) != shape:
                     raise self.fail(f"{where}: a part has shape {tuple(got.shape)} instead of {shape}")
@@ -166,12 +182,13 @@ class _Prover:
         pairs = [(one[where], other[where]) for one, other, where in zip(got, expected, bounded, strict=True)]
         self.compare([one for one, _ in pairs], [other for _, other in pairs], f"linear in operands {operands}")
 
-    def run(self, operands: Sequence[Tensor], sizes: Sequence[int], results: Sequence[Tensor]) -> list[Tensor]:
+    def run(
+        self, operands: Sequence[Tensor], sizes: Sequence[int], results: Sequence[Tensor], cut: frozenset[int] = frozenset()
+    ) -> list[Tensor]:
         arguments = dict(self.arguments)
         if self.loops.localize is not None:
-            part = LocalCall(
-                self.arguments, tuple(tuple(each.shape) for each in operands), tuple(tuple(each.shape) for each in results), tuple(sizes)
-            )
+            parts, made = (tuple(tuple(each.shape) for each in tensors) for tensors in (operands, results))
+            part = LocalCall(self.arguments, parts, made, tuple(sizes), cut)
             arguments.update(self.loops.localize(part))
         remaining = iter([each.clone() for each in operands])
         given = {name: _replaced(value, remaining) for name, value in arguments.items()}
@@ -248,6 +265,12 @@ def _cut(tensor: Tensor, dimensions: Sequence[Dimension], sizes: Sequence[int], 
             for dimension, whole in zip(dimensions, tensor.shape, strict=True)
         ]
     )
+
+
+def _kept(result: Tensor, dimensions: Sequence[Dimension], factor: int, skipped: int, size: int) -> Tensor:
+    """The part's own results, without those before and behind them."""
+    (place,) = [index for index, each in enumerate(dimensions) if factor in each]
+    return result.narrow(place, skipped, size)
 
 
 def _joined(pieces: Sequence[Tensor], dimensions: Sequence[Dimension], sizes: Sequence[int], factor: int, parts: Sequence[int]) -> Tensor:

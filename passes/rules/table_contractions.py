@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 
-from passes.rules import contractions, layers
+from passes.rules import contractions, layers, spatial
 
 __all__ = ["CONTRACTIONS", "LAYERS", "LOSSES", "SPACE"]
 
 aten = torch.ops.aten
 
-_conv, _space = contractions.convolution_line, "batch* channels {0} -> batch* channels {1}{2}"
 
-
-def _resampled(rank: int, *clauses: str) -> str:
-    """``(batch, channels, space*)`` to another space."""
-    names = ("depth", "height", "width")[3 - rank :] if rank > 1 else ("length",)
-    before, after = (" ".join(f"{name}{prime}!" for name in names) for prime in ("", "'"))
-    return _space.format(before, after, "".join(f"; {clause}" for clause in clauses))
+def _whole(rank: int) -> str:
+    """``(batch, channels, space*)`` to another space, each result of all of it."""
+    before, after = (" ".join(f"{name}{prime}!" for name in spatial.space(rank)) for prime in ("", "'"))
+    return f"batch* channels {before} -> batch* channels {after}"
 
 
 CONTRACTIONS: Mapping[Any, list[Any]] = {
@@ -38,18 +35,18 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
     "+rows?, rows in, in -> rows; linear mat | vec": [aten.addmv],
     "+rows? columns?, rows, columns -> rows columns; linear vec1 | vec2": [aten.addr],
     "batch* left, batch* right, out left right, +out -> batch* out; linear input1 | input2 | weight": [aten.bilinear],
-    "batch* rows width!, batch* columns width! -> batch* rows columns": [aten.cdist],
+    "batch* rows features!, batch* columns features! -> batch* rows columns": [aten.cdist],
     contractions.inner: [aten.inner],
     contractions.tensordot: [aten.tensordot],
     contractions.einsum: [aten.einsum],
     contractions.attention: [aten.scaled_dot_product_attention],
-    _conv(1): [aten.conv1d],
-    _conv(2): [aten.conv2d],
-    _conv(3): [aten.conv3d],
-    _conv(1, transposed=True): [aten.conv_transpose1d],
-    _conv(2, transposed=True): [aten.conv_transpose2d],
-    _conv(3, transposed=True): [aten.conv_transpose3d],
-    contractions.convolution: [aten.convolution],
+    spatial.convolution(1): [aten.conv1d],
+    spatial.convolution(2): [aten.conv2d],
+    spatial.convolution(3): [aten.conv3d],
+    spatial.convolution(1, transposed=True): [aten.conv_transpose1d],
+    spatial.convolution(2, transposed=True): [aten.conv_transpose2d],
+    spatial.convolution(3, transposed=True): [aten.conv_transpose3d],
+    spatial.convolution_of_arguments: [aten.convolution],
 }
 """Rule -> operators."""
 
@@ -68,22 +65,28 @@ LAYERS: Mapping[Any, list[Any]] = {
 """Rule -> operators."""
 
 SPACE: Mapping[Any, list[Any]] = {
-    _resampled(1): [aten.adaptive_max_pool1d, aten.max_pool1d, aten.max_pool1d_with_indices],
-    _resampled(2): [
-        aten.adaptive_max_pool2d, aten.max_pool2d, aten.max_pool2d_with_indices,
-    ],
-    _resampled(3): [aten.adaptive_max_pool3d, aten.max_pool3d, aten.max_pool3d_with_indices],
-    _resampled(1, "linear self"): [aten.adaptive_avg_pool1d, aten.avg_pool1d],
-    _resampled(2, "linear self"): [aten.adaptive_avg_pool2d, aten.avg_pool2d],
-    _resampled(3, "linear self"): [aten.adaptive_avg_pool3d, aten.avg_pool3d],
-    _resampled(1, "linear input self"): [aten.upsample_linear1d, aten.upsample_nearest1d, aten._upsample_nearest_exact1d],  # noqa: SLF001
-    _resampled(2, "linear input self"): [
-        aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d,  # noqa: SLF001
-        aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa,  # noqa: SLF001
-    ],
-    _resampled(3, "linear input self"): [
-        aten.upsample_nearest3d, aten.upsample_trilinear3d, aten._upsample_nearest_exact3d,  # noqa: SLF001
-    ],
+    _whole(1): [aten.max_pool1d_with_indices, aten.adaptive_max_pool1d],
+    _whole(2): [aten.max_pool2d_with_indices, aten.adaptive_max_pool2d, aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa],  # noqa: SLF001
+    _whole(3): [aten.max_pool3d_with_indices, aten.adaptive_max_pool3d],
+    spatial.pool(1, "max"): [aten.max_pool1d],
+    spatial.pool(2, "max"): [aten.max_pool2d],
+    spatial.pool(3, "max"): [aten.max_pool3d],
+    spatial.pool(1, "avg"): [aten.avg_pool1d],
+    spatial.pool(2, "avg"): [aten.avg_pool2d],
+    spatial.pool(3, "avg"): [aten.avg_pool3d],
+    spatial.adaptive_pool(1): [aten.adaptive_avg_pool1d],
+    spatial.adaptive_pool(2): [aten.adaptive_avg_pool2d],
+    spatial.adaptive_pool(3): [aten.adaptive_avg_pool3d],
+    spatial.interpolate(1, "nearest"): [aten.upsample_nearest1d],
+    spatial.interpolate(2, "nearest"): [aten.upsample_nearest2d],
+    spatial.interpolate(3, "nearest"): [aten.upsample_nearest3d],
+    spatial.interpolate(1, "nearest_exact"): [aten._upsample_nearest_exact1d],  # noqa: SLF001
+    spatial.interpolate(2, "nearest_exact"): [aten._upsample_nearest_exact2d],  # noqa: SLF001
+    spatial.interpolate(3, "nearest_exact"): [aten._upsample_nearest_exact3d],  # noqa: SLF001
+    spatial.interpolate(1, "linear"): [aten.upsample_linear1d],
+    spatial.interpolate(2, "linear"): [aten.upsample_bilinear2d],
+    spatial.interpolate(3, "linear"): [aten.upsample_trilinear3d],
+    spatial.interpolate(2, "cubic"): [aten.upsample_bicubic2d],
     "batch* (channels up! across!) height width -> batch* channels (height up!) (width across!)"
     "; up = upscale_factor; across = upscale_factor; linear self": [aten.pixel_shuffle],
     "batch* channels (height down!) (width across!) -> batch* (channels down! across!) height width"

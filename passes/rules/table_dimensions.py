@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes.rules import indexing, moving, reductions, views
+from passes.rules import indexing, moving, reductions, spatial, views
 
 __all__ = ["ALONG", "INDEXING", "SHAPES"]
 
@@ -46,8 +46,9 @@ SHAPES: Mapping[Any, list[Any]] = {
     moving.unbind: [aten.unbind],
     moving.cat: [aten.cat, aten.concat, aten.concatenate],
     moving.stack: [aten.stack],
-    moving.flipped: [aten.flip, aten.roll],
-    moving.padded: [
+    spatial.flip: [aten.flip],
+    spatial.roll: [aten.roll],
+    spatial.padded_space: [
         aten.constant_pad_nd, aten.pad, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d,
         aten.replication_pad2d, aten.replication_pad3d,
     ],

@@ -1,0 +1,87 @@
+"""Which grid of tiles a number of ranks makes, and which axes its dimensions cut.
+
+4 tiles of an image of 512 x 512
+
+(4, 1)   ____   3 borders of 512 elements        (2, 2)   __ __   2 borders of 512 elements: this one
+         ____                                             __|__
+         ____                                               |
+         ____
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from passes.axes import Axes
+from passes.axis_names import space_axes
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import TILE, TILES, Mesh
+
+__all__ = ["tile_axes", "with_grid"]
+
+
+def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
+    """A mesh whose tiles make a grid: the one with the shortest borders, of the largest axes of space.
+
+    Raises:
+        ConfigError: there is no space to cut, or it is too small.
+    """
+    if TILE not in mesh.names:
+        return mesh
+    count = mesh.length(TILE)
+    sizes = [max(_size(axes, axis) for axis in each) for each in _space(axes).values()]
+    fitting = [grid for grid in _grids(count, len(sizes)) if all(length <= size for length, size in zip(grid, sizes, strict=True))]
+    if not fitting:
+        raise ConfigError(
+            f"space of {' x '.join(map(str, sizes))} cannot be cut into {count} tiles", remedy="use fewer tiles, or larger example inputs"
+        )
+    grid = min(fitting, key=lambda each: (_borders(each, sizes), each[::-1]))
+    dimensions: list[tuple[str, int]] = []
+    for name, length in mesh.dimensions:
+        of_grid = [(tile, each) for tile, each in zip(TILES, grid, strict=False) if each > 1]
+        dimensions += of_grid if name == TILE else [(name, length)]
+    return Mesh(tuple(dimensions))
+
+
+def tile_axes(axes: Axes, mesh: Mesh, dimension: str) -> tuple[int, ...]:
+    """The axes that one dimension of a grid cuts.
+
+    Raises:
+        ConfigError: space has fewer dimensions than the grid.
+    """
+    space = list(_space(axes).values())
+    place = TILES.index(dimension)
+    if place >= len(space):
+        grid = tuple(mesh.length(name) for name in TILES if name in mesh.names)
+        raise ConfigError(
+            f"a grid of tiles {grid} has {len(grid)} dimensions, the space of this model has {len(space)}",
+            remedy=f"pass {len(space)} numbers, or one",
+        )
+    return space[place]
+
+
+def _space(axes: Axes) -> dict[str, tuple[int, ...]]:
+    space = space_axes(axes)
+    if not space:
+        raise ConfigError("the model has no space that tiles could cut", remedy='mode "tile" is for models with convolutions or pooling')
+    return space
+
+
+def _size(axes: Axes, axis: int) -> int:
+    size = axes.sizes[axis]
+    return size if isinstance(size, int) else 1
+
+
+def _grids(count: int, rank: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product."""
+    if rank == 1:
+        yield (count,)
+        return
+    for length in (number for number in range(1, count + 1) if count % number == 0):
+        yield from ((length, *rest) for rest in _grids(count // length, rank - 1))
+
+
+def _borders(grid: tuple[int, ...], sizes: list[int]) -> int:
+    """How many elements lie along the borders between tiles."""
+    return sum((length - 1) * math.prod(size for other, size in enumerate(sizes) if other != index) for index, length in enumerate(grid))
