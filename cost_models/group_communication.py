@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from cost_models import communication
 from cost_models.hardware import Cluster, Level, Link
 
-__all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "slowest_link"]
+__all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "port", "slowest_link"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
 """What a group does together."""
@@ -96,7 +96,7 @@ def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list
         messages: sender and receiver.
         cluster: where they are.
     """
-    ports = [_port(one, other, cluster) for one, other in messages]
+    ports = [port(one, other, cluster) for one, other in messages]
     uses = Counter(ports)
     links = [cluster.link(one, other) for one, other in messages]
     return [replace(link, bandwidth=link.bandwidth / uses[port]) for link, port in zip(links, ports, strict=True)]
@@ -111,8 +111,8 @@ def _sorted(group: Group, cluster: Cluster) -> Group:
     return tuple(sorted(group, key=lambda rank: cluster.places[rank]))
 
 
-def _port(one: int, other: int, cluster: Cluster) -> _Port:
-    """What a message leaves through: (level, unit)."""
+def port(one: int, other: int, cluster: Cluster) -> _Port:
+    """What a message from one rank to another leaves through: the level of its link, and the device, or the node that shares it."""
     here, there = cluster.places[one], cluster.places[other]
     inner = 1
     for number, level in enumerate(_levels(cluster)):

@@ -132,6 +132,38 @@ class Lowering:
 
         return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
 
+    def representatives(
+        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm
+    ) -> tuple[tuple[Program, ...], dict[int, int]]:
+        """Programs to look at, not to run, of one pipeline for each kind of part: a training step, or a forward.
+
+        Stages that communicate are calls in them, so that they are as long as the schedule and no longer.
+
+        Returns:
+            The programs, and for each rank whose program stands for its own.
+        """
+        programs: list[Program] = []
+        first: dict[int, int] = {}
+        for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
+            if id(part) in first:
+                continue
+            first[id(part)] = number
+            devices = self._devices(number)
+            if differentiation is None:
+                emitted = emit_forward(self._stages(part, number), n_microbatches, devices, training=False)
+            else:
+                lowered = self._training(differentiation, part, number)
+                emitted = emit_train_step(lowered, self.schedule(n_microbatches), loss, devices)
+            if len(self._parts) > 1:
+                emitted = tuple(place_on_mesh(each, part, self._mesh, ranks, written_out=False) for each in emitted)
+            programs += emitted
+        of = {
+            rank: self._pipelines[first[id(part)]][place]
+            for part, ranks in zip(self._parts, self._pipelines, strict=True)
+            for place, rank in enumerate(ranks)
+        }
+        return tuple(programs), of
+
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
 

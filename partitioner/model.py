@@ -33,6 +33,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
+from partitioner.shown import LastStep, Shown, shown
 from partitioner.simulate import Assumptions, simulate
 from partitioner.state import State, check_values, load
 from passes.emit_programs import LossForm
@@ -41,7 +42,7 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.ir.program import Program
-from passes.lower import Differentiation, LoweredStages
+from passes.lower import LoweredStages
 from passes.verify import verify
 
 __all__ = ["PartitionedModel"]
@@ -80,7 +81,7 @@ class PartitionedModel(nn.Module):
         self._lowerings = lowerings
         self._assumed = assumed
         self._losses = Losses(runtime)
-        self._last_step: tuple[bool, Results, Differentiation, LossForm] | None = None
+        self._last_step: LastStep | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -206,19 +207,15 @@ class PartitionedModel(nn.Module):
         return self._shown()[1]
 
     def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
-        """The stages and programs that are looked at: of the last training step, before any of one that differentiates every result."""
-        count, lowering = self.lowering_for(self._plan.batch_size)
-        if not (self._graph.training and lowering.everything(frozenset()).outputs):
+        """The stages and programs that are looked at."""
+        found = self.looked_at()
+        lowering, differentiation, count = found.lowering, found.differentiation, found.n_microbatches
+        if differentiation is None:
             return lowering.stages, lowering.forward(count).programs
-        if self._last_step is None:
-            kinds = {output.combine for output in self._graph.outputs}
-            results: Results = "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
-            count, lowering = self.lowering_for(self._plan.batch_size, results=results)
-            differentiation, form = lowering.everything(frozenset()), LossForm()
-        else:
-            in_parts, results, differentiation, form = self._last_step
-            count, lowering = self.lowering_for(self._plan.batch_size, in_parts=in_parts, results=results)
-        return lowering.training(differentiation), lowering.train_step(differentiation, count, form).programs
+        return lowering.training(differentiation), lowering.train_step(differentiation, count, found.loss).programs
+
+    def looked_at(self) -> Shown:
+        return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)
 
     def verify(self) -> None:
         """Prove over all ranks that communication matches and cannot deadlock: of a training step, a forward and its backward.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
-from cost_models.simulator.simulate import simulate_programs
+from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
-from partitioner.lowering import Lowering
+from partitioner.shown import Shown
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
-from passes.ir.program import Program
 
 __all__ = ["Assumptions", "simulate", "simulate_plan"]
+
+_MOST_NODES = 100_000
+"""Programs that are written out with more nodes are simulated by representatives, their stages left as calls."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,8 @@ class _Simulated(Protocol):
     _plan: Plan
     _assumed: Assumptions
 
-    def programs(self) -> tuple[Program, ...]:
-        """One for each rank."""
-
-    def lowering_for(self, batch: int) -> tuple[int, Lowering]:
-        """How a batch of this size is served."""
+    def looked_at(self) -> Shown:
+        """Which programs are simulated."""
 
 
 def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulation:
@@ -53,19 +51,15 @@ def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulati
     Args:
         cluster: the machine; None: what the model was planned for.
     """
-    rows = self.lowering_for(self._plan.batch_size)[1].rows.count
-    return simulate_plan(self._plan, self.programs(), rows, self._assumed, cluster)
+    return simulate_plan(self._plan, self.looked_at(), self._assumed, cluster)
 
 
-def simulate_plan(
-    plan: Plan, programs: Sequence[Program], n_row_parts: int, assumed: Assumptions, cluster: Cluster | str | None
-) -> Simulation:
+def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Cluster | str | None) -> Simulation:
     """Simulate the programs of a plan.
 
     Args:
         plan: for the batch.
-        programs: one for each rank.
-        n_row_parts: into how many parts ranks cut the batch.
+        shown: its programs.
         assumed: what holds where nothing else is said.
         cluster: another machine, ``"h100:8x8"`` or a ``Cluster``.
 
@@ -76,7 +70,30 @@ def simulate_plan(
     if len(machine.devices) < plan.n_ranks:
         raise ConfigError(
             f"the plan has {plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",
-            remedy=f"pass a cluster of {Mesh(plan.mesh).size} devices or more",
+            remedy=f"pass a cluster of {plan.n_ranks} devices or more",
         )
-    cost_model = assumed.cost_model or Roofline()
-    return simulate_programs(programs, machine, cost_model, plan.batch_size, optimizer=assumed.optimizer, n_row_parts=n_row_parts)
+    lowering, count = shown.lowering, shown.n_microbatches
+    mesh = Mesh(plan.mesh)
+    if _n_nodes(shown, plan) > _MOST_NODES:
+        programs, of = lowering.representatives(shown.differentiation, count, shown.loss)
+    else:
+        differentiation = shown.differentiation
+        whole = lowering.forward(count) if differentiation is None else lowering.train_step(differentiation, count, shown.loss)
+        programs, of = whole.programs, {rank: rank for rank in range(mesh.size)}
+    return simulate_programs(
+        programs,
+        machine,
+        assumed.cost_model or Roofline(),
+        plan.batch_size,
+        optimizer=assumed.optimizer,
+        n_row_parts=lowering.rows.count,
+        representatives=Representatives(mesh, of),
+    )
+
+
+def _n_nodes(shown: Shown, plan: Plan) -> int:
+    """How many nodes all programs have together when stages are written out, about: every node forward and twice backward."""
+    if len(shown.lowering.pipelines) == 1:
+        return 0
+    forward = sum(len(stage.module.graph.nodes) for stage in shown.lowering.stages.stages)
+    return 3 * forward * shown.n_microbatches * (plan.n_ranks // shown.lowering.n_stage_ranks)

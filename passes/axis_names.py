@@ -47,6 +47,9 @@ _BY_ROLE = (
 
 _MADE, _CONTRACTED = {"out", "columns"}, {"in"}
 
+_APART = {"batch1", "batch2", "batch3"}
+"""What products of activations do for each entry apart: heads, in an attention that is written out."""
+
 
 def batch_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
     """The axes that hold the batch in the inputs."""
@@ -71,6 +74,12 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
 
 
 def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:
+    if {"rows", "columns"} <= roles.keys():  # compared with itself, in an attention that is written out
+        return "sequence"
+    if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys() and _APART & roles.keys():
+        return "heads"
+    if is_of_parameter and _CONTRACTED & roles.keys() and {"out", "columns"} <= roles.keys():
+        return "head"
     for role, name in _BY_ROLE:
         if role in roles and (name not in ("vocab", "channels") or is_of_parameter):
             return name

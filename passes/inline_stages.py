@@ -35,7 +35,7 @@ from passes.operators import draws
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
 
-__all__ = ["communicates", "inline_stages"]
+__all__ = ["communicates", "inline_stages", "written_out"]
 
 
 def communicates(module: nn.Module) -> bool:
@@ -44,13 +44,17 @@ def communicates(module: nn.Module) -> bool:
     return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
 
 
-def is_written_out(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a node calls a stage that communicates, or one whose gradients are summed over ranks as soon as each is there."""
+def is_written_out(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
+    """Whether a node calls a stage that communicates, or one whose gradients are summed over ranks as soon as each is there.
+
+    Args:
+        all_stages: False: the latter alone.
+    """
     if node.op != "call_module":
         return False
     stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
     is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
-    return isinstance(stage, StageCall) and (communicates(stage) or (is_backward and _is_summed(node)))
+    return isinstance(stage, StageCall) and ((all_stages and communicates(stage)) or (is_backward and _is_summed(node)))
 
 
 def _is_summed(node: fx.Node) -> bool:
@@ -58,24 +62,50 @@ def _is_summed(node: fx.Node) -> bool:
     return any(user.target is communication.all_reduce or (user.target is operator.getitem and _is_summed(user)) for user in node.users)
 
 
-def inline_stages(module: ProgramModule, mesh: Mesh, rank: int) -> ProgramModule:
+def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: bool = True) -> ProgramModule:
     """A program with the stages that communicate written out, and sends named by the ranks of the mesh that they go to.
 
     Args:
         mesh: whose dimensions the stages' collectives name.
         rank: whose program it is.
+        all_stages: False leaves stages as calls whose gradients are not summed at once.
     """
     sends = any(node.target is communication.send for node in module.graph.nodes)
-    if not sends and not any(is_written_out(node, module) for node in module.graph.nodes):
+    if not sends and not any(is_written_out(node, module, all_stages=all_stages) for node in module.graph.nodes):
         return module
-    return _Inliner(module, mesh, rank).run()
+    return _Inliner(module, mesh, rank, all_stages).run()
+
+
+def written_out(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
+    """One call of a stage that communicates as a program of its own: its placeholders are the stage's arguments.
+
+    Args:
+        section: the action that the call belongs to.
+        like: the program that calls it.
+        n_saved: how many of the arguments come in one tuple.
+    """
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    batch.meta["val"] = next(node.meta.get("val") for node in like.graph.nodes if node.target == "batch")
+    arguments = []
+    for node in [node for node in stage.graph.graph.nodes if node.op == "placeholder"][len(stage.bound_names) :]:
+        arguments.append(graph.placeholder(f"given_{node.name}"))
+        arguments[-1].meta["val"] = node.meta.get("val")
+    given: tuple[Any, ...] = (tuple(arguments[:n_saved]), *arguments[n_saved:]) if stage.takes_tuple else tuple(arguments)
+    call = graph.create_node("call_module", "stage", given, {}, name="call")
+    call.meta["section"] = Action(section.stage, section.kind, 0)
+    graph.output(call)
+    module = ProgramModule({"stage": stage}, graph, class_name="Call")
+    module.meta["batch_size"] = like.meta["batch_size"]
+    return inline_stages(module, mesh, rank)
 
 
 class _Inliner:
     """Copies a program node by node."""
 
-    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int) -> None:
+    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int, all_stages: bool) -> None:
         self.module = module
+        self.all_stages = all_stages
         self.mesh = mesh
         self.rank = rank
         self.graph = fx.Graph()
@@ -94,7 +124,7 @@ class _Inliner:
         for node in self.module.graph.nodes:
             self.like = node
             child = self.module.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(child, StageCall) and is_written_out(node, self.module):
+            if isinstance(child, StageCall) and is_written_out(node, self.module, all_stages=self.all_stages):
                 self.values[node] = self._inline(child, node)
                 continue
             arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)

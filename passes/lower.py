@@ -123,9 +123,14 @@ def values_requiring_gradient(stages: Sequence[StageGraph], differentiable: froz
                 if node.op == "placeholder":
                     value = node.meta["val"]
                     if isinstance(value, Tensor):
-                        value = contiguous_like(value) if node.name not in stage.bound else torch.empty_like(value)
+                        value = contiguous_like(value, stage.device) if node.name not in stage.bound else _on(value, stage.device)
                         value.requires_grad_(node.name in differentiable or node.name in requiring)
                     inputs.append(value)
             results = fx.Interpreter(stage.module).run(*inputs)
         requiring.update(name for name, result in zip(stage.outputs, results, strict=True) if getattr(result, "requires_grad", False))
     return frozenset(requiring)
+
+
+def _on(value: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor like another, where the stage runs: a model on the meta device is lowered for a real one."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)

@@ -49,6 +49,8 @@ def place_on_mesh(
     pipeline: Sequence[int],
     gradients: Gradients = "sum",
     results: Literal["global", "local"] = "global",
+    *,
+    written_out: bool = True,
 ) -> Program:
     """One rank's program among all of the mesh.
 
@@ -59,6 +61,8 @@ def place_on_mesh(
         pipeline: for each rank of the pipeline, the rank of the mesh.
         gradients: whether those of parameters are summed.
         results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
+        written_out: write out all stages that communicate; else those alone whose gradients are summed as soon as each is there, for a
+            program that is looked at and does not run.
     """
     writer = _Writer(program, graph, mesh, pipeline)
     writer.address()
@@ -70,7 +74,7 @@ def place_on_mesh(
     program.module.graph.lint()
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
-    module = inline_stages(program.module, mesh, rank)
+    module = inline_stages(program.module, mesh, rank, all_stages=written_out)
     bundle_collectives(module.graph)
     overlap_communication(module.graph)
     # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.

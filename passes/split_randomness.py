@@ -2,14 +2,14 @@
 
 Before:                                             After:
 
-    y = dropout(x, p)                                   mask = dropout_mask(shape of x, p)       drawn whole, alike on every rank
-                                                        y = x * mask                             cut; takes its part of the mask
+    y = dropout(x, p)                                   kept = dropout_mask(shape of x, p)       drawn whole, alike on every rank
+                                                        y = x * kept * (1 / (1 - p))             cut; takes its part of the mask
 
     y = attention(q, k, v, dropout_p=p)                 scores = softmax(q @ k.T * scale)
-                                                        y = scores * dropout_mask(...) @ v
+                                                        y = scores * dropout_mask(...) * (1 / (1 - p)) @ v
 
-The mask is what ``aten.dropout`` draws for ones of that shape: the very numbers of one device for the same seed. (Fused attention kernels
-of accelerators draw in an order of their own, which nothing else reproduces.)
+A backward keeps the mask, one byte an element. It is where ``aten.dropout`` of ones of that shape is not zero: the very numbers of one
+device for the same seed. (Fused attention kernels of accelerators draw in an order of their own, which nothing else reproduces.)
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ torch.library.define(
 )
 
 dropout_mask = torch.ops.partitioner.dropout_mask.default
-"""What dropout multiplies with: 0, or 1 / (1 - p)."""
+"""Which elements dropout keeps."""
 
 
 def _draw(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.dropout(torch.ones(size, dtype=dtype, device=device), p, train=True)
+    return torch.dropout(torch.ones(size, dtype=dtype, device=device), p, train=True) != 0
 
 
 def _shape(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001  the operator's own names
-    return torch.empty(size, dtype=dtype, device=device)
+    return torch.empty(size, dtype=torch.bool, device=device)
 
 
 torch.library.impl("partitioner::dropout_mask", "CompositeExplicitAutograd", _draw)
@@ -87,11 +87,13 @@ class _Emitter:
         node.meta["val"] = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
         return node
 
-    def mask(self, like: fx.Node, p: float) -> fx.Node:
-        """A mask of the shape of a value."""
+    def dropped(self, like: fx.Node, p: float, name: str) -> fx.Node:
+        """A value after dropout."""
         value = like.meta["val"]
         sizes = [emit_size(self.target, size_of(size), self.graph.batch, self._batch) for size in value.shape]  # type: ignore[arg-type]
-        return self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")
+        mask = self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")
+        kept = self.call(aten.mul.Tensor, like, mask, name=f"{self.node.name}_kept")
+        return self.call(aten.mul.Tensor, kept, 1.0 / (1.0 - p) if p < 1 else 0.0, name=name)
 
 
 def _value(node: fx.Node) -> Any:
@@ -108,7 +110,7 @@ def _writer(node: fx.Node) -> Callable[[_Emitter], fx.Node] | None:
 
 def _dropout(write: _Emitter) -> fx.Node:
     x = write.arguments["input"]
-    return write.call(aten.mul.Tensor, x, write.mask(x, write.arguments["p"]), name=write.node.name)
+    return write.dropped(x, write.arguments["p"], write.node.name)
 
 
 def _attention(write: _Emitter) -> fx.Node:
@@ -129,5 +131,5 @@ def _attention(write: _Emitter) -> fx.Node:
     elif mask is not None:
         scores = write.call(aten.add.Tensor, scores, mask)
     weights = write.call(aten.softmax.int, scores, -1)
-    weights = write.call(aten.mul.Tensor, weights, write.mask(weights, write.arguments["dropout_p"]))
+    weights = write.dropped(weights, write.arguments["dropout_p"], f"{write.node.name}_weights")
     return write.call(aten.matmul.default, weights, value, name=write.node.name)

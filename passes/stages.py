@@ -49,6 +49,7 @@ class StageGraph:
         values: values of earlier stages that it reads.
         outputs: values that later stages read or the model returns.
         has_batch: whether the size of the microbatch is an argument.
+        device: that its graph creates tensors on.
     """
 
     index: int
@@ -60,6 +61,7 @@ class StageGraph:
     values: tuple[str, ...]
     outputs: tuple[str, ...]
     has_batch: bool
+    device: torch.device
 
     @property
     def bound(self) -> tuple[str, ...]:
@@ -137,6 +139,7 @@ def _stage_graph(graph: ModelGraph, stages: Mapping[str, int], index: int, is_la
         values=values,
         outputs=outputs,
         has_batch="batch" in placeholders,
+        device=device,
     )
     module = _copy(graph, stage, needed, device)
     return StageGraph(**{**vars(stage), "module": module})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -15,18 +17,19 @@ from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.simulator.events import run_ranks
 from cost_models.simulator.links import passage_of
 from cost_models.simulator.read_program import RankWork
-from cost_models.simulator.simulate import simulate_programs
+from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
 from cost_models.simulator.steps import Step, Transfer
 from cost_models.work import Work
 from partitioner import partition
 from partitioner.schedules.catalog import find_schedule
+from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from tests.models.case import Case, mean_squared_error, real
 from tests.programs import programs
 
 WIDTH = 8
-DEVICE = Device("device", {"float32": 1e12}, 2**34, 1e11)
+DEVICE = Device("device", {"float32": 1e12}, 2**34, 1e11, launch_overhead=0.0)
 FREE = Link(0.0, float("inf"))
 
 
@@ -125,7 +128,7 @@ def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
     )
     assert runs[1].finish == pytest.approx(2.0)  # half of the bandwidth until it is over
     assert runs[2].finish == pytest.approx(4.0)  # the whole of it from then on
-    assert traffic == {(0, 1): 100, (0, 2): 300}
+    assert traffic == {(0, 1): {(0, 1): 100}, (0, 2): {(0, 2): 300}}
 
 
 def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
@@ -136,3 +139,35 @@ def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
         assert memory["parameters"] == memory.parameters
         assert 0 <= memory.peak_time <= found.step_time
         assert memory.alive[0].bytes == WIDTH * WIDTH * 8
+
+
+def test_representatives_stand_for_all_ranks() -> None:
+    """A mesh simulated rank by rank, written out, and by one pipeline whose stages are calls."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)))
+    mesh = {"data": 2, "pipeline": 2, "tensor": 2}
+    cluster = Cluster([DEVICE] * 8, Link(1e-6, 1e9))
+    x = torch.zeros(16, WIDTH)
+    pm = partition(model.to("meta"), 8, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
+    shown = pm._looked_at()
+    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+    whole, few = (
+        pm.simulate(),
+        simulate_programs(
+            programs, cluster, Roofline(), 16, optimizer="adamw", n_row_parts=2, representatives=Representatives(Mesh(pm.plan.mesh), of)
+        ),
+    )
+    assert len(programs) == 2
+    assert few.communication == whole.communication
+    assert few.step_time == pytest.approx(whole.step_time, rel=0.05)
+    assert few.peak_memory == pytest.approx(whole.peak_memory, rel=0.05)
+
+
+def test_timeline_is_a_trace_and_a_picture() -> None:
+    found = simulated("1F1B", 2, 4)
+    events = json.loads(found.timeline.to_json())["traceEvents"]
+    actions = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0 and event["pid"] == 0]
+    assert actions[:4] == ["0F0", "0F1", "0B0", "0F2"]
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(found.step_time * 1e6)
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", found.timeline.svg())
+    assert {"rank 0", "rank 1", "0F0", "1B3"} <= set(labels)

@@ -15,7 +15,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from cost_models.simulator.links import Passage
 from cost_models.simulator.read_program import RankWork
@@ -96,7 +96,11 @@ class _Underway:
         self.waiting: list[int] = []
 
 
-def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) -> tuple[dict[int, RankRun], dict[tuple[int, int], float]]:
+Traffic: TypeAlias = dict[tuple[int, ...], dict[tuple[int, int], float]]
+"""The ranks of transfers -> (source, destination) -> bytes that went there."""
+
+
+def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) -> tuple[dict[int, RankRun], Traffic]:
     """Run ranks to their ends.
 
     Args:
@@ -104,7 +108,7 @@ def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) 
         passage: how a transfer goes over the links.
 
     Returns:
-        What each rank did, and the bytes that went from rank to rank.
+        What each rank did, and what went from rank to rank.
 
     Raises:
         VerificationError: the ranks wait for each other in a circle.
@@ -117,7 +121,7 @@ def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) 
 class _Machine:
     def __init__(self, work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) -> None:
         self.runs = {each.rank: RankRun() for each in work}
-        self.traffic: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.traffic: Traffic = {}
         self._steps = {each.rank: each.steps for each in work}
         self._position = dict.fromkeys(self.runs, 0)
         self._passage = passage
@@ -196,8 +200,9 @@ class _Machine:
         transfer = next(iter(underway.parts.values()))
         underway.passage = self._passage(transfer)
         underway.begun, underway.remaining = time, underway.passage.seconds
+        traffic = self.traffic.setdefault(transfer.group, {})
         for pair, size in underway.passage.traffic.items():
-            self.traffic[pair] += size
+            traffic[pair] = traffic.get(pair, 0.0) + size
         self._at(time + underway.passage.latency, "flow", underway, underway.version)
 
     def _flow(self, underway: _Underway, time: float) -> None:

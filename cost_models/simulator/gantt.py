@@ -52,7 +52,7 @@ class Drawable(Protocol):
         """What it is."""
 
     @property
-    def n_ranks(self) -> int:
+    def ranks(self) -> Sequence[int]:
         """Devices."""
 
     @property
@@ -92,7 +92,7 @@ def draw(timelines: Sequence[Drawable]) -> str:
     Args:
         timelines: of equally many devices.
     """
-    n_rows = sum(timeline.n_ranks for timeline in timelines)
+    n_rows = sum(len(timeline.ranks) for timeline in timelines)
     row = _Row(22, 6, 18, 8) if n_rows <= 8 else _Row(14, 4, 10, 4) if n_rows <= 24 else _Row(8, 2.5, 0, 2)
     if not any(timeline.memory for timeline in timelines):
         row = _Row(row.compute, row.communication, 0, row.gap)
@@ -109,9 +109,9 @@ def draw(timelines: Sequence[Drawable]) -> str:
         *_axis(end, scale, height),
     ]
     place = 0
-    for rank in range(max(timeline.n_ranks for timeline in timelines)):
+    for rank in sorted({rank for timeline in timelines for rank in timeline.ranks}):
         for timeline in timelines:
-            if rank < timeline.n_ranks:
+            if rank in timeline.ranks:
                 top = _TOP + place * row.height
                 parts += _device(timeline, rank, row, top, scale, largest, label=_label(timelines, timeline, rank, row))
                 place += 1
@@ -169,8 +169,8 @@ def _device(timeline: Drawable, rank: int, row: _Row, top: float, scale: float, 
         x, wide = _LEFT + each.start * scale, (each.end - each.start) * scale
         title = f"<title>{escape(each.name)}: {format_bytes(each.bytes)}, {format_seconds(each.end - each.start)}</title>"
         yield _box("C", x, below, wide, row.communication - 1, title)
-    if row.memory and rank < len(timeline.memory):
-        yield from _memory(timeline.memory[rank], below + row.communication, row.memory, scale, largest)
+    if row.memory and timeline.memory:
+        yield from _memory(timeline.memory[list(timeline.ranks).index(rank)], below + row.communication, row.memory, scale, largest)
 
 
 def _box(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:

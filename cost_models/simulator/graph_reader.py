@@ -57,8 +57,13 @@ class GraphReader:
         self.made: list[Storage] = []
         self._gradients = _behind_views(gradients)
         self._last_use = _last_uses(graph)
+        self._fused = prices.fused_works(graph)
         self._new: dict[Hashable, Storage] = {}
         self._numbers: dict[int, Numbers] = {}
+
+    def mark_gradients(self, nodes: Iterable[fx.Node]) -> None:
+        """More nodes whose values become gradients of parameters."""
+        self._gradients |= _behind_views(nodes)
 
     # -- memory --------------------------------------------------------------------------------------------------------------------
 
@@ -128,6 +133,9 @@ class GraphReader:
         viewed = () if packet(node.target) in _MAY_COPY else viewed_arguments(node)
         fallback = next((leaf.storage for source in viewed for leaf in leaves_of(self.values[source])), None)
         self.values[node] = self.traced(node, node.meta["val"], {} if packet(node.target) in _COPIES else sources, fallback)
+        if node in self._fused:
+            dtype = next((leaf.dtype for leaf in leaves_of(self.values[node])), torch.float32)
+            return self.prices.seconds(self._fused[node].at(self.numbers(node)), dtype)
         return self.prices.operator(node, self.values, self.values[node], is_view=not self.made)
 
     def traced(self, node: fx.Node, fake: Any, sources: Mapping[Hashable, Storage] = _NO_SOURCES, fallback: Storage | None = None) -> Any:

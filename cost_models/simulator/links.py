@@ -9,25 +9,16 @@ Transfers that use one way at once share its bandwidth: two take twice as long. 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from cost_models import communication
 from cost_models.cost_model import CostModel
-from cost_models.hardware import Cluster, Level, Link
+from cost_models.group_communication import Collective, collective_time, port
+from cost_models.hardware import Cluster
 from cost_models.simulator.steps import Transfer
 
 __all__ = ["Passage", "passage_of"]
-
-_COLLECTIVES: Mapping[str, Callable[[Any, int, Link], Any]] = {
-    "all_reduce": communication.all_reduce,
-    "all_gather": communication.all_gather,
-    "reduce_scatter": communication.reduce_scatter,
-    "all_to_all": communication.all_to_all,
-    "halo_exchange": communication.halo_exchange,
-    "halo_add": communication.halo_exchange,
-}
 
 
 @dataclass(frozen=True)
@@ -56,15 +47,13 @@ def passage_of(transfer: Transfer, cluster: Cluster, cost_model: CostModel) -> P
         latency = cost_model.transfer_time(0, link)
         seconds = cost_model.transfer_time(size, link) - latency
         return Passage(latency, seconds, tuple(_ports(cluster, source, destination)), {(source, destination): size})
-    n_ranks = len(group)
-    if n_ranks == 1:
+    if len(group) == 1:
         return Passage(0.0, 0.0, (), {})
-    pairs = list(zip(group, (*group[1:], group[0]), strict=True))
-    link = min((cluster.link(*pair) for pair in pairs), key=lambda each: each.bandwidth)
-    formula = _COLLECTIVES[transfer.kind]
-    latency = float(formula(0, n_ranks, link))
-    ports = tuple(dict.fromkeys(port for pair in pairs for port in _ports(cluster, *pair)))
-    return Passage(latency, float(formula(size, n_ranks, link)) - latency, ports, dict(_traffic(transfer)))
+    kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
+    latency = collective_time(kind, 0, group, cluster)
+    pairs = zip(group, (*group[1:], group[0]), strict=True)
+    ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(cluster, *pair)))
+    return Passage(latency, collective_time(kind, size, group, cluster) - latency, ports, dict(_traffic(transfer)))
 
 
 def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
@@ -84,19 +73,8 @@ def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
 
 def _ports(cluster: Cluster, source: int, destination: int) -> Iterator[Any]:
     """The way out of one device and into another."""
-    level = _level(cluster, source, destination)
-    if level is None:
+    if isinstance(cluster.links, Mapping):
         yield (source, destination)
         return
-    yield ("out", level, source)
-    yield ("in", level, destination)
-
-
-def _level(cluster: Cluster, one: int, other: int) -> int | None:
-    """The level of links that joins two ranks; None: a link of their own."""
-    if isinstance(cluster.links, Link):
-        return 0
-    if isinstance(cluster.links, Mapping):
-        return None
-    levels: list[Level] = list(cluster.links)
-    return next(index for index, level in enumerate(levels) if one // level.size == other // level.size)
+    yield ("out", *port(source, destination, cluster))
+    yield ("in", *port(destination, source, cluster))

@@ -11,8 +11,9 @@ from torch._ops import OpOverload
 
 from cost_models.calls import Call
 from cost_models.cost_model import CostModel
+from cost_models.fusion import Fusion, fused
 from cost_models.hardware import Device
-from cost_models.node_work import call_work
+from cost_models.node_work import call_work, node_work
 from cost_models.simulator.values import Held, leaves_of
 from cost_models.sizes import TensorShape
 from cost_models.work import Work
@@ -28,9 +29,11 @@ class NodePrices:
     Args:
         device: where they run.
         cost_model: turns work into seconds.
+        fusion: which operators one kernel does together.
     """
 
-    def __init__(self, device: Device, cost_model: CostModel) -> None:
+    def __init__(self, device: Device, cost_model: CostModel, fusion: Fusion = "none") -> None:
+        self.fusion = fusion
         self._device = device
         self._cost_model = cost_model
         self._known: dict[Call, float] = {}
@@ -71,7 +74,13 @@ class NodePrices:
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
         """Of work; nothing that starts no kernel takes time."""
-        return self._cost_model.operation_time(work, self._device, dtype) if work.launches else 0.0
+        return self._cost_model.operation_time(work, self._device, dtype) if work.launches or work.bytes else 0.0
+
+    def fused_works(self, graph: fx.Graph) -> dict[fx.Node, Work]:
+        """What the operators of a graph do where some share a kernel, as formulas; empty where each is a kernel of its own."""
+        if self.fusion == "none":
+            return {}
+        return fused({node: node_work(node) for node in graph.nodes if node.op == "call_function"}, self.fusion)
 
 
 def _described(value: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -19,25 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from cost_models.simulator.collected import collected
+from cost_models.simulator.gradient_nodes import gradient_nodes, passed_on
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.stage_template import StageTemplate, read_stage
-from cost_models.simulator.steps import Step, Transfer
+from cost_models.simulator.steps import Step, Transfer, merged
 from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
 from cost_models.work import Work
+from passes.bundle import bundle_collectives
+from passes.inline_stages import communicates, written_out
 from passes.ir import communication, microbatch
+from passes.ir.mesh import Mesh
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
-from passes.ir.runs import from_text, length, segments
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.unsummed import AddUnsummed
+from passes.overlap import overlap_communication
+from passes.program_module import ProgramModule
 
 __all__ = ["RankWork", "read_program"]
-
-_PASS_GRADIENTS = frozenset(
-    {operator.getitem, operator.add, microbatch.add_gradients, microbatch.add_gradients_in_place, communication.wait}
-    | {communication.all_reduce, communication.reduce_scatter}
-)
-"""What stands between the computation of a gradient and its store."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,25 @@ class RankWork:
     trained: tuple[tuple[int, torch.dtype], ...]
 
 
-def read_program(program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate]) -> RankWork:
+def read_program(program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate], mesh: Mesh) -> RankWork:
     """Read a program.
 
     Args:
         batch: rows that the program is given.
         prices: what its nodes cost.
         templates: stages that were read already, on devices of this kind.
+        mesh: whose dimensions collectives name in stages that are not written out.
     """
-    reader = _ProgramReader(program, batch, prices, templates)
+    reader = _ProgramReader(program, batch, prices, templates, mesh)
     reader.run()
     return RankWork(program.rank, tuple(reader.steps), tuple(reader.stays), tuple(reader.trained.values()))
 
 
 class _ProgramReader(GraphReader):
-    def __init__(self, program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate]) -> None:
-        super().__init__(program.module.graph, prices, _gradient_nodes(program))
+    def __init__(self, program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate], mesh: Mesh) -> None:
+        super().__init__(program.module.graph, prices, gradient_nodes(program))
         self.program = program
+        self.mesh = mesh
         self.batch = batch
         self.sizes: tuple[int, ...] = (batch,)
         self.stays: list[Storage] = []
@@ -150,20 +152,45 @@ class _ProgramReader(GraphReader):
         self.steps.append(Step("compute", node.name, _section(node), seconds, made, self.end(node)))
 
     def _stage(self, node: fx.Node, module: StageCall, arguments: Sequence[Any]) -> None:
+        n_saved = len(arguments[0]) if module.takes_tuple else 0
         if module.takes_tuple:
             arguments = (*arguments[0], *arguments[1:])
         placeholders = [each for each in module.graph.graph.nodes if each.op == "placeholder"]
-        bound = [self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)]
-        section = node.meta.get("section")
-        kind = section.kind if isinstance(section, Action) else None
-        rows = self._rows_of_call(node, placeholders[len(bound) :], arguments)
+        n_bound = len(module.bound_names)
+        state = {name: self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)}
+        rows = self._rows_of_call(node, placeholders[n_bound:], arguments)
         key = (id(module.graph), rows)
         if key not in self._templates:
+            self._templates[key] = self._read(node, module, rows, n_saved)
+        steps, self.values[node] = self._templates[key].call(node.name, _section(node), arguments, state, self._next)
+        dropped = {id(storage): storage for storage in self.end(node)}
+        given = {id(storage) for storage in storages_of([*arguments])}
+        for step in steps:  # what the caller still holds is not dropped inside
+            step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
+        self.steps += [*steps, Step("compute", node.name, _section(node), dropped=list(dropped.values()))]
+
+    def _read(self, node: fx.Node, module: StageCall, rows: int, n_saved: int) -> StageTemplate:
+        """A stage that is called for the first time."""
+        section = node.meta.get("section")
+        if not communicates(module):
+            kind = section.kind if isinstance(section, Action) else None
             gives = kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-            self._templates[key] = read_stage(module, rows, self.prices, gives_gradients=gives)
-        steps, self.values[node] = self._templates[key].call(node.name, _section(node), (*bound, *arguments))
-        dropped = self.end(node)
-        self.steps += [*steps, Step("compute", node.name, _section(node), dropped=dropped)]
+            return read_stage(module, rows, self.prices, gives_gradients=gives)
+        assert isinstance(section, Action)
+        assert isinstance(self.program.module, ProgramModule)
+        written = written_out(module, section, self.program.module, self.mesh, self.program.rank, n_saved)
+        bundle_collectives(written.graph)
+        overlap_communication(written.graph)
+        program = Program(self.program.kind, self.program.rank, written, self.program.stages)
+        reader = _CallReader(program, rows, self.prices, self._templates, self.mesh, section, n_saved)
+        reader.run()
+        return reader.template()
+
+    def _next(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """The key of the next collective of a group: all its ranks count alike."""
+        number = self._started[group]
+        self._started[group] += 1
+        return group, number
 
     def _rows_of_call(self, node: fx.Node, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> int:
         """What the batch symbol of a stage's graph stands for: its own argument where it takes one."""
@@ -278,13 +305,11 @@ class _ProgramReader(GraphReader):
             results: list[Held] = list(tensors)
             size = 0
         else:
-            shapes, size = _collected(node.target, tensors, arguments[1:], keywords, group.index(self.program.rank))
+            shapes, size = collected(node.target, tensors, arguments[1:], keywords, group.index(self.program.rank))
             results = [self.tensor(node, shape, tensor.dtype, "communication") for shape, tensor in zip(shapes, tensors, strict=True)]
-        number = self._started[group]
-        self._started[group] += 1
         inputs = tuple(storages_of(list(tensors)))
         buffers = tuple(self.made)
-        transfer = Transfer(node.name, node.target.__name__, group, (group, number), size, inputs, buffers)
+        transfer = Transfer(node.name, node.target.__name__, group, self._next(group), size, inputs, buffers)
         self._pending[node] = transfer, results
         return transfer
 
@@ -308,69 +333,48 @@ class _ProgramReader(GraphReader):
         self.steps.append(Step("wait", node.name, _section(node), 0.0, made, self.end(node), transfer))
 
 
-def _collected(
-    function: Callable[..., Any], tensors: Sequence[Held], rest: Sequence[Any], keywords: Mapping[str, Any], place: int
-) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes that a collective gives, and how many bytes it has as ``cost_models.communication`` counts them."""
-    n_ranks = len(keywords["group"])
-    given = sum(tensor.bytes for tensor in tensors)
-    if function is communication.all_reduce:
-        return [tensor.shape for tensor in tensors], given
-    if function in (communication.halo_exchange, communication.halo_add):
-        return _halos(function, tensors, rest[0], keywords, place)
-    sizes = keywords.get("sizes") or [None] * len(tensors)
-    if function is communication.all_to_all:
-        splits = keywords.get("split_sizes") or sizes
-        joins = keywords.get("concat_sizes") or sizes
-        shapes = []
-        for tensor, split_dim, join_dim, split, join in zip(tensors, rest[0], rest[1], splits, joins, strict=True):
-            shape = list(tensor.shape)
-            shape[split_dim] = split[place] if split else shape[split_dim] // n_ranks
-            shape[join_dim] = sum(join) if join else shape[join_dim] * n_ranks
-            shapes.append(tuple(shape))
-        return shapes, given
-    shapes = []
-    for tensor, dim, pieces in zip(tensors, rest[0], sizes, strict=True):
-        whole = tensor.shape[dim] * n_ranks if function is communication.all_gather else tensor.shape[dim] // n_ranks
-        if pieces:
-            whole = sum(pieces) if function is communication.all_gather else pieces[place]
-        shapes.append((*tensor.shape[:dim], whole, *tensor.shape[dim + 1 :]))
-    if function is communication.reduce_scatter:
-        return shapes, given
-    results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
-    return shapes, sum(result.bytes for result in results)
+class _CallReader(_ProgramReader):
+    """Reads a stage that is written out as a program: what it is given lies in storages of the caller.
 
+    What a forward saved is dropped where it is last read, as it is in a program that is written out.
+    """
 
-def _halos(
-    function: Callable[..., Any], tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any], place: int
-) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes that a halo exchange gives, and the most bytes that one rank gives another."""
-    shapes, most = [], 0
-    for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
-        read = segments(tuple(owned), wanted)
-        size = length(from_text(wanted)[place]) if function is communication.halo_exchange else owned[place]
-        shapes.append((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
-        counts = [
-            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader
-        ]
-        most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
-    return shapes, most
+    def __init__(
+        self,
+        program: Program,
+        rows: int,
+        prices: NodePrices,
+        templates: dict[Any, StageTemplate],
+        mesh: Mesh,
+        section: Action,
+        n_saved: int,
+    ) -> None:
+        super().__init__(program, rows, prices, templates, mesh)
+        self._n_saved = n_saved
+        self._given: list[Storage | None] = []
+        returned: Any = self.graph.output_node().args[0]
+        if section.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and isinstance(returned[-1], tuple):
+            self.mark_gradients(passed_on(node for node in returned[-1] if isinstance(node, fx.Node)))
 
+    def template(self) -> StageTemplate:
+        """What was read."""
+        results = self.arguments(self.graph.output_node().args[0])
+        state = {name: held.storage for name, held in self._bound.items()}
+        return StageTemplate(tuple(merged(self.steps)), tuple(self._given), state, results)
 
-def _gradient_nodes(program: Program) -> set[fx.Node]:
-    """The nodes whose values become gradients of parameters."""
-    found: set[fx.Node] = set()
-    stack: list[fx.Node] = []
-    for node in program.module.graph.nodes:
-        if node.op == "call_module" and isinstance(program.module.get_submodule(str(node.target)), StoreGradients | AddUnsummed):
-            stack += node.all_input_nodes
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            if node.target in _PASS_GRADIENTS:
-                stack += node.all_input_nodes
-    return found
+    def _input(self, node: fx.Node) -> Any:
+        if node.target == "batch":
+            return self.batch
+        fake = node.meta.get("val")
+        if not isinstance(fake, Tensor):
+            self._given.append(None)
+            return self.traced(node, fake)
+        self.begin()
+        value = self.traced(node, fake)
+        is_saved = len(self._given) < self._n_saved
+        storage = Storage(node.name, value.storage.bytes if is_saved else 0, "activations", stays=not is_saved, holders=1)
+        self._given.append(storage)
+        return Held(storage, value.shape, value.dtype, value.key)
 
 
 def _section(node: fx.Node) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from cost_models.cost_model import CostModel
+from cost_models.fusion import Fusion
 from cost_models.hardware import Cluster, Device
 from cost_models.memory import optimizer_states
 from cost_models.simulator.events import RankRun, Slice, run_ranks
@@ -22,52 +24,107 @@ from cost_models.simulator.read_program import RankWork, read_program
 from cost_models.simulator.simulation import Simulation
 from cost_models.simulator.stage_template import StageTemplate
 from cost_models.simulator.timeline import Timeline
+from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 
-__all__ = ["simulate_programs"]
+__all__ = ["Representatives", "simulate_programs"]
+
+Group: TypeAlias = tuple[int, ...]
+Pair: TypeAlias = tuple[int, int]
 
 _FIRST_FORWARD = re.compile(r"(\d+)F0")
 
 
+@dataclass(frozen=True)
+class Representatives:
+    """Ranks that stand for others which do the same with other parts of the model.
+
+    Attributes:
+        mesh: of all ranks.
+        of: rank -> who stands for it.
+    """
+
+    mesh: Mesh
+    of: Mapping[int, int]
+
+    @staticmethod
+    def everybody(n_ranks: int) -> Representatives:
+        """Every rank for itself."""
+        return Representatives(Mesh((("rank", n_ranks),)), {rank: rank for rank in range(n_ranks)})
+
+
 def simulate_programs(
-    programs: Sequence[Program], cluster: Cluster, cost_model: CostModel, batch: int, *, optimizer: str = "none", n_row_parts: int = 1
+    programs: Sequence[Program],
+    cluster: Cluster,
+    cost_model: CostModel,
+    batch: int,
+    *,
+    optimizer: str = "none",
+    n_row_parts: int = 1,
+    representatives: Representatives | None = None,
+    fusion: Fusion = "none",
 ) -> Simulation:
     """Simulate one step.
 
     Args:
-        programs: one for each rank.
+        programs: one for each rank, or for each representative.
         cluster: the machine; its first devices are the ranks.
         cost_model: prices nodes and messages.
         batch: rows of the whole batch.
         optimizer: whose state every rank holds for the parameters that it trains.
         n_row_parts: into how many parts ranks cut the batch.
+        representatives: who stands for whom; None: every rank is simulated.
+        fusion: which operators one kernel does together, as compiled or hand-written code does.
     """
+    everybody = representatives or Representatives.everybody(len(programs))
     prices: dict[Device, NodePrices] = {}
     templates: dict[Device, dict[Any, StageTemplate]] = {}
     work = []
     for program in programs:
         device = cluster.devices[program.rank]
-        price = prices.setdefault(device, NodePrices(device, cost_model))
-        work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {})))
+        price = prices.setdefault(device, NodePrices(device, cost_model, fusion))
+        work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), everybody.mesh))
     runs, traffic = run_ranks(work, lambda transfer: passage_of(transfer, cluster, cost_model))
-    step_time = max(run.finish for run in runs.values())
-    step_time = max(step_time, max((each.end for run in runs.values() for each in run.transferred), default=0.0))
-    found = [memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer)) for each in work]
+    step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
+    found = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer)) for each in work}
+    busy = sum(runs[rank].busy for rank in everybody.of.values())
     return Simulation(
         step_time=step_time,
-        bubble_fraction=1 - sum(run.busy for run in runs.values()) / (len(runs) * step_time) if step_time else 0.0,
-        memory=tuple(memory for memory, _ in found),
-        communication={pair: round(size) for pair, size in sorted(traffic.items())},
+        bubble_fraction=1 - busy / (len(everybody.of) * step_time) if step_time else 0.0,
+        memory=tuple(found[everybody.of[rank]][0] for rank in sorted(everybody.of)),
+        communication=_traffic(traffic, everybody),
         timeline=Timeline(
             "simulated",
-            len(runs),
+            tuple(runs),
             tuple(each for run in runs.values() for each in _actions(run.computed)),
             tuple(each for run in runs.values() for each in sorted(run.transferred, key=lambda one: one.start)),
-            tuple(curve for _, curve in found),
+            tuple(curve for _, curve in found.values()),
         ),
         rows=batch,
         latency=_latency(runs),
     )
+
+
+def _traffic(traffic: Mapping[Group, Mapping[Pair, float]], everybody: Representatives) -> dict[Pair, int]:
+    """The bytes of all ranks from those of the representatives: what goes between some goes between those that they stand for."""
+    mesh = everybody.mesh
+    coordinates = {rank: mesh.coordinate(rank) for rank in everybody.of}
+    totals: dict[Pair, float] = {}
+    for group, sizes in traffic.items():
+        anchor = next(member for member in group if everybody.of[member] == member)
+        seen: set[frozenset[int]] = set()
+        for rank in (rank for rank, other in everybody.of.items() if other == anchor):
+            shift = {name: coordinates[rank][name] - coordinates[anchor][name] for name in mesh.names}
+            place = {
+                member: mesh.rank({name: (coordinates[member][name] + shift[name]) % size for name, size in mesh.dimensions})
+                for member in group
+            }
+            if frozenset(place.values()) not in seen:
+                seen.add(frozenset(place.values()))
+                for (source, destination), size in sizes.items():
+                    pair = place[source], place[destination]
+                    totals[pair] = totals.get(pair, 0.0) + size
+    return {pair: round(size) for pair, size in sorted(totals.items())}
 
 
 def _latency(runs: Mapping[int, RankRun]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
-from cost_models.simulator.steps import Step, merged
+from cost_models.simulator.steps import Step, Transfer, merged
 from cost_models.simulator.values import Held, Storage
 from passes.aliasing import memory_key
 from passes.ir.program import StageCall
@@ -25,25 +25,32 @@ class StageTemplate:
     """What a call of a stage does.
 
     Attributes:
-        steps: between its communication.
+        steps: of a call.
         given: for each argument, the storage that stands for the caller's; None for a number.
+        state: what stays with the rank that the call reads, by name, likewise.
         results: what it returns, in storages of its own and in those given.
     """
 
     steps: tuple[Step, ...]
     given: tuple[Storage | None, ...]
+    state: Mapping[str, Storage]
     results: Any
 
-    def call(self, name: str, section: str, arguments: Sequence[Any]) -> tuple[list[Step], Any]:
+    def call(
+        self, name: str, section: str, arguments: Sequence[Any], state: Mapping[str, Held], number: Callable[[tuple[int, ...]], Any]
+    ) -> tuple[list[Step], Any]:
         """The steps and the results of one call.
 
         Args:
-            arguments: what is bound, then what it is called with.
+            arguments: what it is called with.
+            state: what stays with the rank.
+            number: the key of the next collective of a group.
         """
-        places: dict[int, Storage] = {}
+        places: dict[int, Storage] = {id(storage): state[name].storage for name, storage in self.state.items()}
         for storage, argument in zip(self.given, arguments, strict=True):
             if storage is not None and isinstance(argument, Held):
                 places[id(storage)] = argument.storage
+        transfers: dict[int, Transfer] = {}
 
         def here(storage: Storage) -> Storage:
             found = places.get(id(storage))
@@ -51,24 +58,26 @@ class StageTemplate:
                 found = places[id(storage)] = Storage(f"{storage.name} of {name}", storage.bytes, storage.category)
             return found
 
-        steps = [
-            Step(
-                step.kind,
-                name,
-                section,
-                step.seconds,
-                [here(each) for each in step.made],
-                [here(each) for each in step.dropped],
-                rise=step.rise,
-            )
-            for step in self.steps
-        ]
+        def begun(transfer: Transfer) -> Transfer:
+            found = transfers.get(id(transfer))
+            if found is None:
+                inputs, buffers = tuple(map(here, transfer.inputs)), tuple(map(here, transfer.buffers))
+                key = number(transfer.group)
+                found = Transfer(transfer.name, transfer.kind, transfer.group, key, transfer.bytes, inputs, buffers)
+                transfers[id(transfer)] = found
+            return found
 
         def moved(value: Any) -> Any:
             if isinstance(value, Held):
                 return Held(here(value.storage), value.shape, value.dtype)
             return type(value)(moved(part) for part in value) if isinstance(value, tuple | list) else value
 
+        steps = []
+        for step in self.steps:
+            made, dropped = [here(each) for each in step.made], [here(each) for each in step.dropped]
+            transfer = begun(step.transfer) if step.transfer is not None else None
+            title = name if step.kind == "compute" else step.name
+            steps.append(Step(step.kind, title, section, step.seconds, made, dropped, transfer, step.rise))
         return steps, moved(self.results)
 
 
@@ -81,7 +90,9 @@ def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradien
     """
     reader = _StageReader(stage, rows, prices, gives_gradients=gives_gradients)
     results = reader.run()
-    return StageTemplate(tuple(merged(reader.steps)), tuple(reader.given), results)
+    n_bound = len(stage.bound_names)
+    state = {name: storage for name, storage in zip(stage.bound_names, reader.given, strict=False) if storage is not None}
+    return StageTemplate(tuple(merged(reader.steps)), tuple(reader.given[n_bound:]), state, results)
 
 
 class _StageReader(GraphReader):

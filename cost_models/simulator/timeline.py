@@ -27,14 +27,14 @@ class Timeline:
 
     Attributes:
         title: ``"simulated"``, ``"measured"``.
-        n_ranks: devices.
+        ranks: the devices that are shown; of many that do the same, one.
         computed: slices of computing: one for each action, as ``actions`` gathers nodes.
         communicated: slices of communication.
         memory: for each device bytes over time; empty where nobody looked.
     """
 
     title: str
-    n_ranks: int
+    ranks: tuple[int, ...]
     computed: tuple[Slice, ...]
     communicated: tuple[Slice, ...]
     memory: tuple[MemoryCurve, ...] = ()
@@ -67,25 +67,26 @@ class Timeline:
 
     def events(self, number: int = 0) -> Iterator[dict[str, Any]]:
         """Chrome trace events; ``number`` tells timelines in one file apart."""
-        for rank in range(self.n_ranks):
-            process = number * self.n_ranks + rank
+        shift = number * (max(self.ranks, default=0) + 1)
+        for rank in self.ranks:
+            process = shift + rank
             yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"rank {rank}, {self.title}"}}
             yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": rank * 2 + number}}
             for thread, name in ((0, "compute"), (1, "communication")):
                 yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
         for each in self.computed:
-            yield self._slice(number, 0, each, each.section or each.name)
+            yield self._slice(shift, 0, each, each.section or each.name)
         for each in self.communicated:
-            yield self._slice(number, 1, each, each.name)
-        for rank, curve in enumerate(self.memory):
+            yield self._slice(shift, 1, each, each.name)
+        for rank, curve in zip(self.ranks, self.memory, strict=False):
             for time, size in zip(curve.times, curve.bytes, strict=True):
-                yield {"ph": "C", "pid": number * self.n_ranks + rank, "ts": time * _MICRO, "name": "memory", "args": {"bytes": size}}
+                yield {"ph": "C", "pid": shift + rank, "ts": time * _MICRO, "name": "memory", "args": {"bytes": size}}
 
-    def _slice(self, number: int, thread: int, each: Slice, name: str) -> dict[str, Any]:
+    def _slice(self, shift: int, thread: int, each: Slice, name: str) -> dict[str, Any]:
         arguments = {"node": each.name, **({"bytes": each.bytes} if each.bytes else {})}
         return {
             "ph": "X",
-            "pid": number * self.n_ranks + each.rank,
+            "pid": shift + each.rank,
             "tid": thread,
             "ts": each.start * _MICRO,
             "dur": (each.end - each.start) * _MICRO,

@@ -1,0 +1,61 @@
+"""What a collective gives a rank, and its bytes as ``cost_models.communication`` counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cost_models.simulator.values import Held
+from passes.ir import communication
+from passes.ir.runs import from_text, length, segments
+
+__all__ = ["collected"]
+
+
+def collected(
+    function: Callable[..., Any], tensors: Sequence[Held], rest: Sequence[Any], keywords: Mapping[str, Any], place: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that a collective gives, and how many bytes it has as ``cost_models.communication`` counts them."""
+    n_ranks = len(keywords["group"])
+    given = sum(tensor.bytes for tensor in tensors)
+    if function is communication.all_reduce:
+        return [tensor.shape for tensor in tensors], given
+    if function in (communication.halo_exchange, communication.halo_add):
+        return _halos(function, tensors, rest[0], keywords, place)
+    sizes = keywords.get("sizes") or [None] * len(tensors)
+    if function is communication.all_to_all:
+        splits = keywords.get("split_sizes") or sizes
+        joins = keywords.get("concat_sizes") or sizes
+        shapes = []
+        for tensor, split_dim, join_dim, split, join in zip(tensors, rest[0], rest[1], splits, joins, strict=True):
+            shape = list(tensor.shape)
+            shape[split_dim] = split[place] if split else shape[split_dim] // n_ranks
+            shape[join_dim] = sum(join) if join else shape[join_dim] * n_ranks
+            shapes.append(tuple(shape))
+        return shapes, given
+    shapes = []
+    for tensor, dim, pieces in zip(tensors, rest[0], sizes, strict=True):
+        whole = tensor.shape[dim] * n_ranks if function is communication.all_gather else tensor.shape[dim] // n_ranks
+        if pieces:
+            whole = sum(pieces) if function is communication.all_gather else pieces[place]
+        shapes.append((*tensor.shape[:dim], whole, *tensor.shape[dim + 1 :]))
+    if function is communication.reduce_scatter:
+        return shapes, given
+    results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
+    return shapes, sum(result.bytes for result in results)
+
+
+def _halos(
+    function: Callable[..., Any], tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any], place: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that a halo exchange gives, and the most bytes that one rank gives another."""
+    shapes, most = [], 0
+    for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
+        read = segments(tuple(owned), wanted)
+        size = length(from_text(wanted)[place]) if function is communication.halo_exchange else owned[place]
+        shapes.append((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+        counts = [
+            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader
+        ]
+        most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
+    return shapes, most
