@@ -148,7 +148,7 @@ def test_representatives_stand_for_all_ranks() -> None:
     cluster = Cluster([DEVICE] * 8, Link(1e-6, 1e9))
     x = torch.zeros(16, WIDTH)
     pm = partition(model.to("meta"), 8, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
-    shown = pm._looked_at()
+    shown = pm.looked_at()
     programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
     whole, few = (
         pm.simulate(),
