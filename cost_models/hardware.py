@@ -6,14 +6,12 @@
     +--------+            +--------+        +--------+            +--------+
          +------------ between ---------------+
 
-Peaks are the maker's numbers; how much of them an operation of some size reaches is ``cost_models.efficiency``'s, how long messages take
-``cost_models.communication``'s.
+A device and a link are described in ``cost_models.devices``.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,120 +22,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
+from cost_models.devices import SAME_DEVICE, Device, Level, Link, check
+from cost_models.measurement.detect import detect
 from cost_models.units import parse_bytes
 from passes.ir.errors import ConfigError
 
 __all__ = ["Cluster", "Device", "Level", "Link"]
-
-
-def _check(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ConfigError(problem, remedy="correct the description of the cluster")
-
-
-_POSITIVE = ("memory_bytes", "memory_bandwidth", "processors", "cache_bandwidth", "store_bandwidth")
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator, or one CPU.
-
-    Attributes:
-        name: for reading.
-        peak_flops: FLOP/s by dtype name (``{"float32": 19.5e12}``). A dtype that is not named runs at the lowest rate named.
-        memory_bytes: what it holds.
-        memory_bandwidth: B/s.
-        launch_overhead: s of the host to start one operation, whatever its size.
-        compute_efficiency: the part of the peak that the inner loops of large matrix products reach.
-        bandwidth_efficiency: the part of the bandwidth that large copies reach.
-        asynchronous: whether the host starts operations ahead of the device, so that only operations shorter than a launch wait for it.
-        kernel_latency: s of the device that each kernel loses at its start and end.
-        processors: how many units work on a matrix product at the same time (streaming multiprocessors).
-        tiles: rows and columns of the result that one processor computes at once, for each kernel there is; none: any size is even.
-        cache_bandwidth: B/s at which all processors together read what they multiply; infinite where it limits nothing.
-        store_bandwidth: B/s at which all processors together write results.
-
-    Raises:
-        ConfigError: a number is not positive, or an efficiency is over 1.
-    """
-
-    name: str
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bytes: int
-    memory_bandwidth: float
-    launch_overhead: float = 5e-6
-    compute_efficiency: float = 0.6
-    bandwidth_efficiency: float = 0.8
-    asynchronous: bool = False
-    kernel_latency: float = 0.0
-    processors: int = 1
-    tiles: Sequence[tuple[int, int]] = ()
-    cache_bandwidth: float = math.inf
-    store_bandwidth: float = math.inf
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
-        object.__setattr__(self, "tiles", tuple((rows, columns) for rows, columns in self.tiles))
-        rates = {f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops.items()}
-        positive = {**rates, **{name: getattr(self, name) for name in _POSITIVE}}
-        for name, number in positive.items():
-            _check(number > 0, f"device {self.name!r}: {name} must be positive, got {number}")
-        _check(bool(self.peak_flops), f"device {self.name!r}: peak_flops names no dtype")
-        for name in ("launch_overhead", "kernel_latency"):
-            _check(getattr(self, name) >= 0, f"device {self.name!r}: {name} must not be negative, got {getattr(self, name)}")
-        _check(all(min(tile) > 0 for tile in self.tiles), f"device {self.name!r}: tiles must be positive, got {self.tiles}")
-        for name in ("compute_efficiency", "bandwidth_efficiency"):
-            _check(0 < getattr(self, name) <= 1, f"device {self.name!r}: {name} must lie in (0, 1], got {getattr(self, name)}")
-
-    def flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s that large matrix products of this dtype reach."""
-        name = str(dtype).removeprefix("torch.")
-        name = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-        return self.peak_flops.get(name, min(self.peak_flops.values())) * self.compute_efficiency
-
-    @property
-    def bandwidth(self) -> float:
-        """B/s that large copies reach."""
-        return self.memory_bandwidth * self.bandwidth_efficiency
-
-
-@dataclass(frozen=True)
-class Link:
-    """What joins two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time.
-
-    Attributes:
-        latency: s.
-        bandwidth: B/s one way that large messages reach.
-        name: for reading: ``"NVLink"``.
-    """
-
-    latency: float
-    bandwidth: float
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        _check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")
-        _check(self.bandwidth > 0, f"a link's bandwidth must be positive, got {self.bandwidth}")
-
-
-_SAME_DEVICE = Link(latency=0.0, bandwidth=float("inf"))
-
-
-@dataclass(frozen=True)
-class Level:
-    """Places a and b with ``a // size == b // size`` are joined by this link, unless a smaller level joins them already.
-
-    Attributes:
-        size: how many places it joins.
-        link: between any two of them.
-        shared: whether each unit of the next smaller level (a node) has one such link for all of its devices; else each device has its own.
-    """
-
-    size: int
-    link: Link
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,20 +50,20 @@ class Cluster:
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "places", tuple(self.places) or tuple(range(len(self.devices))))
-        _check(len(self.places) == len(self.devices), f"{len(self.devices)} devices have {len(self.places)} places")
-        _check(len(self.devices) > 0, "a cluster needs at least one device")
+        check(len(self.places) == len(self.devices), f"{len(self.devices)} devices have {len(self.places)} places")
+        check(len(self.devices) > 0, "a cluster needs at least one device")
         if isinstance(self.links, Mapping):
             object.__setattr__(self, "links", MappingProxyType(dict(self.links)))
         elif not isinstance(self.links, Link):
             levels = tuple(sorted(self.links, key=lambda level: level.size))
             reach = levels[-1].size if levels else 1
-            _check(reach > max(self.places), f"the links join {reach} devices, the cluster has {max(self.places) + 1}")
+            check(reach > max(self.places), f"the links join {reach} devices, the cluster has {max(self.places) + 1}")
             object.__setattr__(self, "links", levels)
 
     def link(self, one: int, other: int) -> Link:
         """The link between two ranks; raises ConfigError when there is none."""
         if one == other:
-            return _SAME_DEVICE
+            return SAME_DEVICE
         if isinstance(self.links, Link):
             return self.links
         here, there = self.places[one], self.places[other]
@@ -202,7 +92,7 @@ class Cluster:
         Raises:
             ConfigError: ``order`` does not name each rank once.
         """
-        _check(sorted(order) == list(range(len(self.devices))), f"{tuple(order)} does not name each of {len(self.devices)} ranks once")
+        check(sorted(order) == list(range(len(self.devices))), f"{tuple(order)} does not name each of {len(self.devices)} ranks once")
         return Cluster([self.devices[rank] for rank in order], self.links, [self.places[rank] for rank in order])
 
     @staticmethod
@@ -220,6 +110,21 @@ class Cluster:
         if match is None:
             raise ConfigError(f"{text!r} is not a cluster", remedy='write a device and how many, "h100:8x8": 8 nodes of 8 devices')
         return Cluster.preset(match[1], nodes=int(match[2] or 1), devices_per_node=int(match[3] or 1))
+
+    @staticmethod
+    def detect(n_devices: int | None = None, *, refresh: bool = False, progress: bool | None = None) -> Cluster:
+        """This machine, measured: peaks of matrix products, memory bandwidth, launches, and messages between two ranks.
+
+        Takes less than a minute the first time; later calls read what was found, as long as machine, threads and torch are the same.
+
+        Args:
+            n_devices: ranks that there may be; None: all accelerators, or one for each core.
+            refresh: measure again.
+            progress: whether to show what is measured; None: on a terminal alone.
+        """
+        found = detect(refresh=refresh, progress=progress)
+        count = n_devices or found.n_devices
+        return Cluster([found.device] * count, [Level(count, found.link)])
 
     @staticmethod
     def from_toml(path: str | Path) -> Cluster:
@@ -270,7 +175,7 @@ def _presets() -> Mapping[str, _Kind]:
 
 def _kind(name: str, fields: Mapping[str, Any]) -> _Kind:
     links = {key: _level(fields[key]) for key in ("inside", "between") if key in fields}
-    inside = links.get("inside", Level(1, _SAME_DEVICE))
+    inside = links.get("inside", Level(1, SAME_DEVICE))
     numbers = {key: value for key, value in fields.items() if key not in ("inside", "between", "memory")}
     return _Kind(Device(name=name, memory_bytes=parse_bytes(fields["memory"]), **numbers), inside, links.get("between", inside))
 
@@ -282,7 +187,7 @@ def _level(fields: Mapping[str, Any]) -> Level:
 
 
 def _uniform(kind: _Kind, nodes: int, devices_per_node: int) -> Cluster:
-    _check(nodes >= 1 and devices_per_node >= 1, f"a cluster needs at least one device, got {nodes} nodes of {devices_per_node}")
+    check(nodes >= 1 and devices_per_node >= 1, f"a cluster needs at least one device, got {nodes} nodes of {devices_per_node}")
     sizes = (devices_per_node, nodes * devices_per_node)
     levels = [replace(level, size=size) for level, size in zip((kind.inside, kind.between), sizes, strict=True)]
     return Cluster([kind.device] * (nodes * devices_per_node), levels)

@@ -1,0 +1,157 @@
+"""Cost models of a machine that is at hand: every operation timed, or the analytic model with rates fitted to some that were.
+
+    Roofline        from data sheets: for machines that are not here
+    MeasuredCosts   each distinct call is timed once and looked up after that
+    fitted(...)     a Calibrated model: rates for each family of operations, from measured calls; prices what was never measured
+
+All three are a ``CostModel``: ``partition(..., cost_model=MeasuredCosts("times.db"))``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cost_models.cost_model import Roofline
+from cost_models.devices import Device, Link
+from cost_models.measured.operations import measure_call
+from cost_models.measured.store import MeasurementStore
+from cost_models.node_work import call_work
+from cost_models.work import Family, Work
+
+__all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted"]
+
+
+class MeasuredCosts:
+    """Times of this machine.
+
+    A half of a backward that is no call of its own (the planner prices those) takes as much more or less than the roofline says as its
+    forward does. What cannot be timed is left to the roofline.
+
+    Args:
+        store: file of the times; ``":memory:"`` keeps none.
+        device: where operations are timed.
+    """
+
+    def __init__(self, store: str | Path = ":memory:", device: str | torch.device = "cpu") -> None:
+        self._device = torch.device(device)
+        self._store = MeasurementStore(store, machine_name(self._device))
+        self._roofline = Roofline()
+        self.samples: list[Sample] = []
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """Of the call, measured; a roofline for work that is none."""
+        analytic = self._roofline.operation_time(work, device, dtype)
+        if work.call is None:
+            return analytic
+        seconds = self._seconds(work, dtype)
+        if seconds is None:
+            return analytic
+        if work.half == "forward":
+            return seconds
+        return seconds * analytic / self._roofline.operation_time(call_work(work.call), device, dtype)
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        """``latency + bytes / bandwidth``: links are measured by ``Cluster.detect``."""
+        return self._roofline.transfer_time(size, link)
+
+    def _seconds(self, work: Work, dtype: torch.dtype) -> float | None:
+        call = work.call
+        assert call is not None
+        if call not in self._store:
+            self._store[call] = measure_call(call, self._device)
+        seconds = self._store[call]
+        if seconds is not None and work.half == "forward":
+            self.samples.append(Sample(work, dtype, seconds))
+        return seconds
+
+
+def machine_name(device: torch.device) -> str:
+    """What times depend on beside the call."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()}"
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured call.
+
+    Attributes:
+        work: what it does, in numbers.
+        dtype: what it computes in.
+        seconds: how long that took.
+    """
+
+    work: Work
+    dtype: torch.dtype
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a family of operations reaches: ``flops * per_flop + bytes * per_byte + launches * per_launch`` seconds."""
+
+    per_flop: float
+    per_byte: float
+    per_launch: float
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The analytic model with measured rates for each family of operations and dtype; a roofline for families that have none.
+
+    Attributes:
+        rates: (family, dtype) -> rates.
+    """
+
+    rates: Mapping[tuple[Family, torch.dtype], Rates] = field(hash=False)
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """By the rates of its family."""
+        rates = self.rates.get((work.family, dtype))
+        if rates is None:
+            return Roofline().operation_time(work, device, dtype)
+        return float(work.flops * rates.per_flop + work.bytes * rates.per_byte + work.launches * rates.per_launch)
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        """``latency + bytes / bandwidth``."""
+        return Roofline().transfer_time(size, link)
+
+
+def fitted(samples: Iterable[Sample]) -> Calibrated:
+    """Fit rates to measured calls: the least squares of relative errors with no rate below zero, for each family and dtype."""
+    groups: defaultdict[tuple[Family, torch.dtype], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.work.family, sample.dtype].append(sample)
+    return Calibrated({key: _fit(group) for key, group in groups.items()})
+
+
+def _fit(samples: list[Sample]) -> Rates:
+    rows = np.array([[each.work.flops, each.work.bytes, each.work.launches] for each in samples], dtype=np.float64)
+    seconds = np.array([each.seconds for each in samples])
+    scale = np.maximum(rows.max(axis=0), 1e-30)
+    found = _nonnegative_least_squares(rows / scale / seconds[:, None], np.ones(len(samples))) / scale
+    return Rates(float(found[0]), float(found[1]), float(found[2]))
+
+
+def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of few unknowns: the best of the least-squares solutions over all subsets of them that has no negative part."""
+    n = matrix.shape[1]
+    best, least = np.zeros(n), float(target @ target)
+    for subset in range(1, 2**n):
+        columns = [column for column in range(n) if subset >> column & 1]
+        part, *_ = np.linalg.lstsq(matrix[:, columns], target, rcond=None)
+        if (part < 0).any():
+            continue
+        rest = matrix[:, columns] @ part - target
+        if (error := float(rest @ rest)) < least * (1 - 1e-12):
+            best, least = np.zeros(n), error
+            best[columns] = part
+    return best

@@ -1,0 +1,1 @@
+"""What this machine reaches: its devices and the links between them, measured."""

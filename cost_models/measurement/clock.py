@@ -1,0 +1,42 @@
+"""How long a piece of work takes: the median of repeats, after warm-up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["median_seconds"]
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, *, repeats: int = 20, budget: float = 0.2) -> float:
+    """Median seconds of a call.
+
+    Args:
+        work: what is timed.
+        device: waited for before and after each call.
+        repeats: how often, at most; at least three times.
+        budget: seconds after which no further repeat starts.
+    """
+    for _ in range(2):
+        work()
+    wait = _wait_for(device)
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < repeats and (len(times) < 3 or time.perf_counter() - begin < budget):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    """Accelerators run behind the host; their clock is read when they have caught up."""
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.accelerator.synchronize(device)
