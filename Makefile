@@ -14,7 +14,7 @@ PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint format bench clean
+.PHONY: help demo test test-all test-gpu lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,11 @@ bench: $(INSTALLED) ## ours beside torch's pipelining, DTensor, DistributedDataP
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.data_parallel
+
+docs: $(INSTALLED) ## the pages as a site, in build/site
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,180 @@
+"""Write what of these pages comes from the code: the tables of docs/reference, and with --pictures the drawings of docs/pictures.
+
+python docs/generate.py
+python docs/generate.py --pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from net import factory
+
+import partitioner
+from cost_models.hardware import Cluster
+from cost_models.units import format_bytes
+from partitioner import Constraints, PartitionedModel, draw, draw_weight, partition
+from partitioner.reports.timetable import timetable
+from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from passes.rules.table import RULES, Rule
+
+DOCS = Path(__file__).parent
+
+
+def tables() -> dict[str, str]:
+    """File in docs/reference -> its text."""
+    return {
+        "api.md": api(),
+        "operations.md": operations(),
+        "passes.md": passes(),
+        "schedules.md": schedules(),
+        "machines.md": machines(),
+    }
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def page(title: str, lead: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", lead, *parts]) + "\n"
+
+
+def first_line(documented: object) -> str:
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+# -- what users call -------------------------------------------------------------------------------------------------------------------
+
+
+def api() -> str:
+    """Every public name, and every method of a partitioned model."""
+    names = [(f"`{name}`", first_line(getattr(partitioner, name))) for name in sorted(partitioner.__all__, key=str.lower)]
+    own = [
+        (name, member)
+        for name, member in vars(PartitionedModel).items()
+        if not name.startswith("_") and (callable(member) or isinstance(member, property))
+    ]
+    methods = [(f"`pm.{name}{'' if isinstance(member, property) else '()'}`", first_line(member)) for name, member in sorted(own)]
+    lead = "What `import partitioner` offers. `help(name)` in Python tells arguments, results and errors of each."
+    return page("Names", lead, table(("name", "what it is"), names), "## A partitioned model", table(("call", "gives"), methods))
+
+
+# -- operations ------------------------------------------------------------------------------------------------------------------------
+
+
+def operations() -> str:
+    """Every operation that may be cut, by its rule."""
+    by_rule: dict[str, list[str]] = {}
+    for operator, rule in RULES.items():
+        by_rule.setdefault(words_of(rule), []).append(str(operator).removeprefix("aten."))
+    rows = [(rule, ", ".join(f"`{name}`" for name in sorted(names))) for rule, names in by_rule.items()]
+    lead = (
+        f"{len(RULES)} operations of PyTorch, each with the loops that it is: terms for its operands, an arrow, terms for its results. "
+        "An axis of the same name is the same loop; one that is missing on the right is contracted. `passes/rules/language.py` explains "
+        "every mark, and a test cuts random operands of every line and compares. An operation that is not here is computed whole on every "
+        "rank of a mesh, and named in the notes of `pm.explain()`."
+    )
+    return page("Operations", lead, table(("loops", "operations"), rows))
+
+
+def words_of(rule: Rule) -> str:
+    """A line as it is; of a function, what it says of itself."""
+    return f"`{rule}`" if isinstance(rule, str) else first_line(rule).rstrip(".") or "by the call's arguments"
+
+
+# -- passes ----------------------------------------------------------------------------------------------------------------------------
+
+
+def passes() -> str:
+    """Every file of passes/, with its first line."""
+    parts = []
+    for folder, title in (
+        ("passes", "Rewrites and analyses"),
+        ("passes/ir", "The shared words"),
+        ("passes/rules", "What operations are"),
+        ("passes/inside", "Operations that reduce inside"),
+        ("passes/batch", "What becomes of the batch"),
+    ):
+        files = sorted((DOCS.parent / folder).glob("*.py"))
+        rows = [(f"`{file.name}`", first_line_of(file)) for file in files if file.name != "__init__.py"]
+        parts += [f"## {title}: `{folder}/`", table(("file", "what it does"), rows)]
+    return page("Passes", "A pass is a file: a graph in, a graph out. Its docstring shows a graph before and after.", *parts)
+
+
+def first_line_of(file: Path) -> str:
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+# -- schedules and machines ------------------------------------------------------------------------------------------------------------
+
+
+def schedules() -> str:
+    """Every schedule, drawn for four ranks and four microbatches."""
+    parts = []
+    for name, kind in SCHEDULES.items():
+        drawn = "\n".join(timetable(make_schedule(name, 4, 4), 150))
+        parts += [f"## {name}", f"{kind.source}.", f"```text\n{drawn}\n```"]
+    lead = "`partition(..., schedule=NAME)`. Stage, letter, microbatch, in the grammar of `torch.distributed.pipelining`."
+    return page("Schedules", lead, *parts)
+
+
+def machines() -> str:
+    """Every preset."""
+    rows = []
+    for name in tomllib.loads((DOCS.parent / "cost_models" / "presets.toml").read_text(encoding="utf-8")):
+        cluster = Cluster.preset(name, nodes=2, devices_per_node=2)
+        device = cluster.devices[0]
+        peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in device.peak_flops.items())
+        links = [f"{link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} us" for link in (cluster.link(0, 1), cluster.link(1, 2))]
+        rows.append((f"`{name}`", format_bytes(device.memory_bytes), f"{device.memory_bandwidth / 1e9:g} GB/s", peaks, *links))
+    lead = '`cluster="h100:8x8"`, or `Cluster.preset("h100", nodes=8, devices_per_node=8)`. `cost_models/presets.toml` names the sources.'
+    return page("Machines", lead, table(("preset", "memory", "bandwidth", "peak TFLOP/s", "inside a node", "between nodes"), rows))
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------------------------
+
+
+def pictures() -> dict[str, Callable[[], str]]:
+    """File in docs/pictures -> what draws it."""
+
+    def cut(devices: int, mode: str | Mapping[str, int], **options: Any) -> PartitionedModel:
+        model, args = factory(depth=4)
+        cluster = f"h100:1x{devices}"
+        return partition(model, devices=devices, mode=mode, example_inputs=args, cluster=cluster, progress=False, **options)
+
+    pipeline = {"schedule": "1F1B", "n_microbatches": 4}
+    sequence = Constraints(axes={"sequence": "tensor"})
+    return {
+        "pipeline.svg": lambda: draw(cut(4, "pipeline", **pipeline)).svg(),
+        "timeline.svg": lambda: str(cut(4, "pipeline", **pipeline).simulate().timeline.svg()),
+        "data.svg": lambda: draw(cut(2, "data")).svg(),
+        "fsdp.svg": lambda: draw(cut(2, "fsdp")).svg(),
+        "tensor.svg": lambda: draw(cut(2, "tensor")).svg(),
+        "sequence.svg": lambda: draw(cut(2, "tensor", constraints=sequence)).svg(),
+        "mesh.svg": lambda: draw(cut(4, {"pipeline": 2, "tensor": 2}, **pipeline)).svg(),
+        "weight.svg": lambda: draw_weight(cut(2, "tensor"), "blocks.0.qkv.weight").svg(),
+        "weight_fsdp.svg": lambda: draw_weight(cut(4, {"fsdp": 2, "tensor": 2}), "blocks.0.down.weight").svg(),
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    arguments.add_argument("--pictures", action="store_true", help="draw the pictures, too")
+    for name, text in tables().items():
+        (DOCS / "reference" / name).write_text(text, encoding="utf-8")
+    if arguments.parse_args().pictures:
+        for name, drawn in pictures().items():
+            (DOCS / "pictures" / name).write_text(drawn(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
