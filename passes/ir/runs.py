@@ -164,7 +164,7 @@ def take_runs(x: Tensor, dim: int, runs: Runs, fill: float) -> Tensor:
         fill: what padding holds.
     """
     if len(runs) == 1 and runs[0].step == 1:
-        return x.narrow(dim, runs[0].start, runs[0].count).contiguous()
+        return x.narrow(dim, runs[0].start, runs[0].count).clone(memory_format=torch.contiguous_format)
     return torch.cat([_taken(x, dim, run, fill) for run in runs], dim).contiguous()
 
 
