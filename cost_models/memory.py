@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
 from passes.ir.errors import ConfigError
 
-__all__ = ["OPTIMIZER_STATES", "optimizer_states"]
+__all__ = ["OPTIMIZER_STATES", "optimizer_states", "training_bytes"]
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
     {
@@ -42,3 +44,25 @@ def optimizer_states(optimizer: str) -> int:
             f"the state of optimizer {optimizer!r} is not known", remedy=f"did you mean {close[0]!r}? {remedy}" if close else remedy
         )
     return OPTIMIZER_STATES[optimizer]
+
+
+def training_bytes(size: int, dtype: torch.dtype, optimizer: str, *, mixed: bool = False) -> int:
+    """Bytes that the optimizer holds for a parameter, besides the parameter and its gradient.
+
+    Mixed precision keeps a float32 copy of a 16-bit parameter and its state in float32, and adds gradients up in float32 in the place of
+    16 bits (Micikevicius et al., "Mixed Precision Training", 2018; Megatron-LM): 18 bytes a parameter with Adam, all counted.
+
+    Args:
+        size: bytes of the parameter.
+        dtype: of the parameter.
+        optimizer: its name.
+        mixed: whether 16-bit parameters are trained so.
+
+    >>> training_bytes(2, torch.float16, "adamw", mixed=True), training_bytes(4, torch.float32, "adamw")
+    (14, 8)
+    """
+    states = optimizer_states(optimizer)
+    if not mixed or dtype.itemsize > 2:
+        return states * size
+    count = size // dtype.itemsize
+    return count * (4 * (states + 1) + (4 - dtype.itemsize))

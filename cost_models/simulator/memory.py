@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from cost_models.simulator.values import CATEGORIES, Storage
 __all__ = ["Alive", "DeviceMemory", "MemoryCurve", "memory_of"]
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+_ACTION = re.compile(r"\d+[FBIW]\d+")
 _SHOWN = 40
 """How many of the largest nodes that are alive at a peak are named."""
 
@@ -43,6 +46,7 @@ class DeviceMemory(Mapping[str, int]):
         peak_time: when the peak is, in seconds from the step's start.
         alive: the largest of what is alive then, largest first.
         highest: category -> the most that it alone holds, and when.
+        kept: the most activations that it holds between two actions: what is kept for backwards, without what actions need on their way.
     """
 
     parameters: int
@@ -53,6 +57,7 @@ class DeviceMemory(Mapping[str, int]):
     peak_time: float
     alive: tuple[Alive, ...]
     highest: Mapping[str, tuple[int, float]]
+    kept: int
 
     @property
     def peak(self) -> int:
@@ -102,6 +107,7 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
     at_peak, place, peak_time = tuple(level), -1, 0.0
     highest = [(size, 0.0) for size in level]
     times, sizes = [0.0], [total]
+    between = [(0.0, level[_INDEX["activations"]])]
     for index, (time, change) in enumerate(changes):
         if change.rise is not None:
             above = [here + more for here, more in zip(level, change.rise.bytes, strict=True)]
@@ -118,12 +124,27 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
         if sum(above) > peak:
             peak, at_peak, place, peak_time = sum(above), tuple(above), index, time
         _extend(times, sizes, time, total, sum(above))
+        if index + 1 == len(changes) or changes[index + 1][0] > time:
+            between.append((time, level[_INDEX["activations"]]))
     alive = _alive(changes[: place + 1], stays)
     named = dict(zip(CATEGORIES, at_peak, strict=True))
     return (
-        DeviceMemory(**named, peak_time=peak_time, alive=alive, highest=dict(zip(CATEGORIES, highest, strict=True))),
+        DeviceMemory(
+            **named, peak_time=peak_time, alive=alive, highest=dict(zip(CATEGORIES, highest, strict=True)), kept=_kept(run, between)
+        ),
         MemoryCurve(tuple(times), tuple(sizes)),
     )
+
+
+def _kept(run: RankRun, activations: Sequence[tuple[float, int]]) -> int:
+    """The most activations at an end of an action.
+
+    Args:
+        activations: when they change, and to how many bytes.
+    """
+    ends = sorted({each.section: each.end for each in run.computed if _ACTION.fullmatch(each.section)}.values())
+    times = [time for time, _ in activations]
+    return max((activations[bisect_right(times, end * (1 + 1e-12)) - 1][1] for end in ends), default=activations[0][1])
 
 
 def _in_order(run: RankRun) -> list[tuple[float, Change]]:

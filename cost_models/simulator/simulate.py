@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from cost_models.cost_model import CostModel
 from cost_models.fusion import Fusion
 from cost_models.hardware import Cluster, Device
-from cost_models.memory import optimizer_states
+from cost_models.memory import training_bytes
 from cost_models.simulator.events import RankRun, Slice, run_ranks
 from cost_models.simulator.links import passage_of
 from cost_models.simulator.memory import memory_of
@@ -63,6 +63,7 @@ def simulate_programs(
     n_row_parts: int = 1,
     representatives: Representatives | None = None,
     fusion: Fusion = "none",
+    mixed_precision: bool = False,
 ) -> Simulation:
     """Simulate one step.
 
@@ -75,6 +76,7 @@ def simulate_programs(
         n_row_parts: into how many parts ranks cut the batch.
         representatives: who stands for whom; None: every rank is simulated.
         fusion: which operators one kernel does together, as compiled or hand-written code does.
+        mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """
     everybody = representatives or Representatives.everybody(len(programs))
     prices: dict[Device, NodePrices] = {}
@@ -86,7 +88,7 @@ def simulate_programs(
         work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), everybody.mesh))
     runs, traffic = run_ranks(work, lambda transfer: passage_of(transfer, cluster, cost_model))
     step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
-    found = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer)) for each in work}
+    found = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer, mixed=mixed_precision)) for each in work}
     busy = sum(runs[rank].busy for rank in everybody.of.values())
     return Simulation(
         step_time=step_time,
@@ -139,9 +141,9 @@ def _latency(runs: Mapping[int, RankRun]) -> float:
     return ends[max(ends)] if ends else 0.0
 
 
-def _optimizer_bytes(work: RankWork, optimizer: str) -> int:
+def _optimizer_bytes(work: RankWork, optimizer: str, *, mixed: bool) -> int:
     """The optimizer's state for the parameters that a rank trains."""
-    return optimizer_states(optimizer) * sum(size for size, _ in work.trained)
+    return sum(training_bytes(size, dtype, optimizer, mixed=mixed) for size, dtype in work.trained)
 
 
 def _actions(slices: Sequence[Slice]) -> list[Slice]:

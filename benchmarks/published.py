@@ -1,0 +1,238 @@
+"""Predictions beside a published table: Megatron-LM on A100s (Korthikanti et al., arXiv 2205.05198, table 5 and figure 1).
+
+    python -m benchmarks.published            # every row; minutes: 96 blocks are traced, cut, differentiated and stepped through
+    python -m benchmarks.published --rows 22B --layers 8     # fewer blocks than the row has, for a quick look (not compared)
+
+A plain PyTorch GPT is traced on the meta device, partitioned as the row says, lowered to programs, and the programs are run on the clock
+of ``Cluster.preset("a100-80gb")``. Nothing is fitted to a row. What the prediction rests on, and where it comes from:
+
+    peaks, bandwidths, latencies, tiles     cost_models/presets.toml, each with its source
+    fusion="hand"                           the paper's implementation: softmax, bias-GELU and bias-dropout-add are fused kernels
+    18 bytes a parameter                    mixed precision with Adam: 2 + 4 (float32 gradient) + 4 (float32 parameter) + 8
+    34 bytes moved a parameter              the optimizer's step: reads gradient (twice: norm, update), parameter, two moments;
+                                            writes parameter, two moments, 16-bit parameter
+
+The published memory is that of the transformer layers of the first stage; embeddings are told apart. "kept" is what lies between a
+forward and its backward, which the paper's formula counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware import Cluster
+from cost_models.simulator.simulate import Representatives, simulate_programs
+from cost_models.simulator.simulation import Simulation
+from partitioner import Constraints, partition
+from passes.ir.mesh import Mesh
+
+__all__ = ["Gpt", "Predicted", "Row", "predict", "rows"]
+
+SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
+OPTIMIZER_TRAFFIC = 34
+"""Bytes that a step of Adam moves for each parameter; see the module."""
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    """A transformer block whose attention is written out: products, softmax, dropout."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.projection = nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, x: Tensor, future: Tensor) -> Tensor:
+        """Attention and a perceptron, each added to its input."""
+        batch, length, hidden = x.shape
+        fused = self.query_key_value(self.attention_norm(x)).view(batch, length, self.heads, 3, hidden // self.heads)
+        query, key, value = fused.permute(3, 0, 2, 1, 4).unbind(0)
+        scores = (query @ key.transpose(-2, -1)) / math.sqrt(hidden // self.heads)
+        weights = self.dropout(scores.masked_fill(future, -10000.0).softmax(-1))
+        x = x + self.dropout(self.projection((weights @ value).transpose(1, 2).reshape(batch, length, hidden)))
+        result: Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+        return result
+
+
+class Gpt(nn.Module):
+    """Tokens and the tokens that follow -> loss; the weight of the head is that of the embedding."""
+
+    def __init__(self, layers: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, hidden)
+        self.position = nn.Parameter(torch.empty(SEQUENCE, hidden))
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("future", torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1))
+
+    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
+        """The mean over all tokens."""
+        x = self.dropout(self.token(tokens) + self.position)
+        for block in self.blocks:
+            x = block(x, self.future)
+        logits = nn.functional.linear(self.norm(x), self.token.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of the table.
+
+    Attributes:
+        sizes: the columns that say what is run.
+        seconds: ``"full"`` and ``"seqsel"`` -> seconds of an iteration.
+        memory: GiB by what they are for.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one row's model comes to under one policy.
+
+    Attributes:
+        simulation: forward and backward.
+        update: seconds of the optimizer's step.
+        took: seconds that the prediction took.
+        layers: how many blocks there are, which the published bytes are of.
+    """
+
+    simulation: Simulation
+    update: float
+    took: float
+    layer_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """An iteration."""
+        return self.simulation.step_time + self.update
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, their gradients and the optimizer's state on the first device."""
+        return 9 * self.parameter_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """16-bit parameters on the first device."""
+        return self.simulation.memory[0].parameters
+
+
+def rows() -> list[Row]:
+    """The published table."""
+    table = json.loads(Path(__file__).with_suffix("").joinpath("megatron_a100.json").read_text(encoding="utf-8"))
+    words = ("name", "iteration_s", "memory_gib")
+    return [
+        Row(row["name"], {key: row[key] for key in row if key not in words}, row["iteration_s"], row["memory_gib"]) for row in table["rows"]
+    ]
+
+
+def predict(row: Row, policy: str) -> Predicted:
+    """Trace, partition, lower and simulate.
+
+    Args:
+        policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
+    """
+    started = time.perf_counter()
+    sizes = row.sizes
+    with torch.device("meta"):
+        model = Gpt(sizes["layers"], sizes["hidden"], sizes["heads"]).half()
+        tokens = torch.zeros(sizes["global_batch"], SEQUENCE, dtype=torch.int64)
+    tensor, pipeline, interleave = sizes["tensor"], sizes["pipeline"], sizes["interleave"]
+    cluster = Cluster.preset("a100-80gb", nodes=sizes["devices"] // 8, devices_per_node=8)
+    cut = dict.fromkeys(("heads", "ffn", "vocab", *(("sequence",) if policy == "seqsel" else ())), "tensor")
+    per_stage = sizes["layers"] // (pipeline * interleave)
+    stages = {f"blocks.{index * per_stage}": "beginning" for index in range(1, pipeline * interleave)}
+    pipelined: dict[str, Any] = {}
+    if pipeline > 1:
+        pipelined = {"schedule": "Interleaved1F1B", "stages_per_device": interleave}
+        pipelined["n_microbatches"] = sizes["global_batch"] // sizes["microbatch"]
+    pm = partition(
+        model,
+        sizes["devices"],
+        {"pipeline": pipeline, "tensor": tensor} if pipeline > 1 else {"tensor": tensor},
+        example_inputs=(tokens, tokens),
+        recompute="selective" if policy == "seqsel" else policy,
+        cluster=cluster,
+        memory_limit="1TiB",  # the plan is the row's, whatever it needs
+        constraints=Constraints(axes=cut, split_spec=stages or None),
+        progress=False,
+        **pipelined,
+    )
+    shown = pm.looked_at()
+    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+    simulation = simulate_programs(
+        programs,
+        cluster,
+        Roofline(),
+        sizes["global_batch"],
+        optimizer="adamw",
+        mixed_precision=True,
+        representatives=Representatives(Mesh(pm.plan.mesh), of),
+        fusion="hand",
+    )
+    device = cluster.devices[0]
+    most = max(memory.parameters for memory in simulation.memory)
+    update = OPTIMIZER_TRAFFIC * (most / 2) / device.bandwidth
+    layer_bytes = sum(
+        parameter.numel() * 2 // (tensor if parameter.dim() > 1 else 1) for block in model.blocks for parameter in block.parameters()
+    )
+    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // pipeline)
+
+
+def compare(row: Row) -> Iterator[tuple[str, float, float]]:
+    """(what, published, predicted) of a row."""
+    for policy in ("full", "seqsel", "none"):
+        found = predict(row, policy)
+        memory = found.simulation.memory[0]
+        print(f"# {row.name} {policy}: {found.took:.0f} s to predict; bubble {found.simulation.bubble_fraction:.1%}", flush=True)  # noqa: T201
+        if policy in row.seconds:
+            yield f"{row.name} iteration, {policy} [s]", row.seconds[policy], found.seconds
+        if policy == "full":
+            yield f"{row.name} state, layers alone [GiB]", row.memory["par_opt"], 9 * found.layer_bytes / GIB
+            yield f"{row.name} state, with embeddings [GiB]", row.memory["par_opt"], found.state_bytes / GIB
+        key = f"activations_{policy}"
+        if key in row.memory:
+            yield f"{row.name} activations kept, {policy} [GiB]", row.memory[key], memory.kept / GIB
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Predictions beside a published table.")
+    parser.add_argument("--rows", nargs="*", help="names of rows; all where nothing is said")
+    parser.add_argument("--layers", type=int, help="blocks in the place of the row's")
+    arguments = parser.parse_args()
+    chosen = [row for row in rows() if not arguments.rows or row.name in arguments.rows]
+    if arguments.layers:
+        chosen = [Row(row.name, {**row.sizes, "layers": arguments.layers}, row.seconds, row.memory) for row in chosen]
+    lines = [line for row in chosen for line in compare(row)]
+    print(f"{'':36} {'published':>9} {'predicted':>9}  error")  # noqa: T201
+    for what, published, predicted in lines:
+        print(f"{what:36} {published:9.2f} {predicted:9.2f}  {predicted / published - 1:+.1%}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
