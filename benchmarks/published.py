@@ -208,7 +208,7 @@ def compare(row: Row) -> Iterator[tuple[str, float, float]]:
     for policy in ("full", "seqsel", "none"):
         found = predict(row, policy)
         memory = found.simulation.memory[0]
-        print(f"# {row.name} {policy}: {found.took:.0f} s to predict; bubble {found.simulation.bubble_fraction:.1%}", flush=True)  # noqa: T201
+        print(f"# {row.name} {policy}: {found.took:.0f} s to predict; bubble {found.simulation.bubble_fraction:.1%}", flush=True)
         if policy in row.seconds:
             yield f"{row.name} iteration, {policy} [s]", row.seconds[policy], found.seconds
         if policy == "full":
@@ -229,9 +229,9 @@ def main() -> None:
     if arguments.layers:
         chosen = [Row(row.name, {**row.sizes, "layers": arguments.layers}, row.seconds, row.memory) for row in chosen]
     lines = [line for row in chosen for line in compare(row)]
-    print(f"{'':36} {'published':>9} {'predicted':>9}  error")  # noqa: T201
+    print(f"{'':36} {'published':>9} {'predicted':>9}  error")
     for what, published, predicted in lines:
-        print(f"{what:36} {published:9.2f} {predicted:9.2f}  {predicted / published - 1:+.1%}")  # noqa: T201
+        print(f"{what:36} {published:9.2f} {predicted:9.2f}  {predicted / published - 1:+.1%}")
 
 
 if __name__ == "__main__":

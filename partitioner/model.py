@@ -27,6 +27,7 @@ from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
 from partitioner.page.build import save_page
+from partitioner.record import record
 from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
@@ -248,7 +249,7 @@ class PartitionedModel(nn.Module):
         """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
         save_page(path, self.explained(), self._device_table(), self.simulate(cluster))
 
-    cost_formula, simulate = cost_formula, simulate
+    cost_formula, record, simulate = cost_formula, record, simulate
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]

@@ -27,6 +27,7 @@ from typing import Any
 from torch import fx
 
 from partitioner.runtime.bindings import quick_call
+from partitioner.runtime.recorder import active_recorder
 from passes.ir.communication import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
 
@@ -48,6 +49,7 @@ class Executable:
         self.program = program
         self.source = writer.generator()
         self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
+        self._recorded: Callable[..., Run] | None = None
 
     def start(self, transport: Transport, inputs: Mapping[str, Any]) -> Run:
         """The running program: a generator that yields what it waits for and returns the program's result.
@@ -55,7 +57,14 @@ class Executable:
         Args:
             inputs: a value for each placeholder of the program.
         """
-        return self._run(transport, *(inputs[name] for name in self.program.placeholders))
+        values = (inputs[name] for name in self.program.placeholders)
+        recorder = active_recorder(self.program.rank)
+        if recorder is None:
+            return self._run(transport, *values)
+        if self._recorded is None:
+            writer = _Writer(self.program.module, recorded=True)
+            self._recorded = writer.compile(writer.generator(), f"recorded program of rank {self.program.rank}")
+        return self._recorded(transport, *values, recorder)
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,16 @@ def compile_program(program: Program) -> Executable:
 
 
 class _Writer:
-    """Writes a graph as Python text, one line a node."""
+    """Writes a graph as Python text, one line a node.
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    Args:
+        module: whose graph it is.
+        recorded: tell a recorder where actions begin, and when transfers start and have been waited for.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, recorded: bool = False) -> None:
         self.module = module
+        self.recorded = recorded
         self.names: dict[str, Any] = {}
         self._last_use = _last_uses(module.graph)
         self._calls: dict[str, tuple[str, str]] = {}
@@ -101,13 +116,29 @@ class _Writer:
 
     def _lines(self, *first: str) -> list[str]:
         arguments = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
-        lines = [f"def run({', '.join([*first, *arguments])}):"]
+        lines = [f"def run({', '.join([*first, *arguments, *(['recorder'] if self.recorded else [])])}):"]
+        section = ""
         for node in self.module.graph.nodes:
             if node.op != "placeholder":
-                lines += [f"    {line}" for line in self._statement(node)]
+                if self.recorded and node.op != "output" and str(node.meta.get("section") or "") != section:
+                    section = str(node.meta.get("section") or "")
+                    lines.append(f"    recorder.begin({section!r})")
+                lines += [f"    {line}" for line in self._recorded(node, self._statement(node))]
                 dropped = self._last_use.get(node, [])
                 if dropped and node.op != "output":
                     lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
+        return lines
+
+    def _recorded(self, node: fx.Node, lines: list[str]) -> list[str]:
+        """A statement with what its recorder is told."""
+        if not self.recorded:
+            return lines
+        if node.op == "output":
+            return ["recorder.end()", *lines]
+        if node.target is wait:
+            return [f"recorder.wait({str(node.args[0])!r})", *lines, f"recorder.arrived({str(node.args[0])!r})"]
+        if node.target in COMMUNICATION:
+            return [f"recorder.start({node.name!r})", *lines]
         return lines
 
     def _statement(self, node: fx.Node) -> list[str]:
