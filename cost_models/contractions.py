@@ -41,7 +41,7 @@ def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Product
 
     def products(call: Call) -> Products:
         loops = call.loops
-        return () if loops is None else _contracted(_terms(call, loops, names, windowed=windowed), loops)
+        return () if loops is None else _contracted(*_terms(call, loops, names, windowed=windowed))
 
     return products
 
@@ -54,11 +54,12 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
         found: dict[str, Products] = dict.fromkeys(names, ())
         if loops is None:
             return found
-        terms, owner = _terms(call, loops, names, windowed=windowed), [name for name in names for _ in call.operand_indices(name)]
+        terms, sizes = _terms(call, loops, names, windowed=windowed)
+        owner = [name for name in names for _ in call.operand_indices(name)]
         for place, name in enumerate(owner):
             others = [term for index, term in enumerate(terms[:-1]) if index != place]
             if others:  # the gradient of a single operand is no product
-                found[name] += _contracted([terms[-1], *others, terms[place]], loops)
+                found[name] += _contracted([terms[-1], *others, terms[place]], sizes)
         return found
 
     return gradients
@@ -70,7 +71,8 @@ def attention(call: Call) -> Products:
     if loops is None:
         return ()
     query, key, value, scores, result = _attention_terms(call, loops)
-    return (_product(query, key, scores, loops), _product(scores, value, result, loops))
+    sizes = _sizes(loops)
+    return (_product(query, key, scores, sizes), _product(scores, value, result, sizes))
 
 
 def attention_gradients(call: Call) -> Products:
@@ -80,7 +82,7 @@ def attention_gradients(call: Call) -> Products:
         return ()
     query, key, value, scores, result = _attention_terms(call, loops)
     pairs = [(query, key, scores), (result, value, scores), (scores, key, query), (scores, query, key), (scores, result, value)]
-    return tuple(_product(one, other, kept, loops) for one, other, kept in pairs)
+    return tuple(_product(one, other, kept, _sizes(loops)) for one, other, kept in pairs)
 
 
 def _attention_terms(call: Call, loops: Loops) -> tuple[frozenset[int], ...]:
@@ -90,10 +92,15 @@ def _attention_terms(call: Call, loops: Loops) -> tuple[frozenset[int], ...]:
     return query, key, value, (query & result) | (key & value), result
 
 
-def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> list[frozenset[int]]:
+def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:
+    """The loops of operands and result, and how often each runs."""
     operands = [_factors(loops.operands[index]) for name in names for index in call.operand_indices(name)]
-    terms = [*operands, _factors(loops.results[0])]
-    return _unfolded(*terms, transposed=_is_transposed(call)) if windowed else terms
+    terms, sizes = [*operands, _factors(loops.results[0])], _sizes(loops)
+    return _unfolded(call, loops, names[0], *terms) if windowed else (terms, sizes)
+
+
+def _sizes(loops: Loops) -> Sequence[Size]:
+    return [factor.size for factor in loops.factors]
 
 
 def _factors(dimensions: Sequence[Dimension]) -> frozenset[int]:
@@ -104,31 +111,35 @@ def _is_transposed(call: Call) -> bool:
     return bool(call.arguments.get("transposed", "conv_transpose" in call.operator.name()))
 
 
-def _unfolded(source: frozenset[int], weight: frozenset[int], result: frozenset[int], *, transposed: bool) -> list[frozenset[int]]:
+def _unfolded(
+    call: Call, loops: Loops, name: str, source: frozenset[int], weight: frozenset[int], result: frozenset[int]
+) -> tuple[list[frozenset[int]], Sequence[Size]]:
     """A convolution's input by windows: the places of the result, and in each the kernel. Transposed: its result, by places of the input.
 
-    The loops that are the input's alone are the places before the kernel slides over them, the weight's alone are the kernel.
+    No loop runs over the dimensions of the input that the kernel slides over: those of the result do.
     """
-    kernel, before, after = weight - source - result, source - weight - result, result - source - weight
-    if transposed:
-        return [source, weight, (result - after) | before | kernel]
-    return [(source - before) | after | kernel, weight, result]
+    kernel, places = weight - source - result, result - source - weight
+    if not _is_transposed(call):
+        return [source | places | kernel, weight, result], _sizes(loops)
+    (operand,) = call.operand_indices(name)
+    slid = {window.factor: call.shape(name)[window.dimension] for window in loops.windows if window.operand == operand}
+    return [source | places, weight, result | kernel], [slid.get(factor, size) for factor, size in enumerate(_sizes(loops))]
 
 
-def _contracted(terms: Terms, loops: Loops) -> Products:
+def _contracted(terms: Terms, sizes: Sequence[Size]) -> Products:
     """All but the last term make the last one. Of several pairs those that sum nothing are products of elements."""
     current, found = terms[0], []
     for place, term in enumerate(terms[1:-1], start=1):
         later = terms[-1].union(*terms[place + 1 : -1])
         if len(terms) <= 3 or (current & term) - later:
-            found.append(_product(current, term, later, loops))
+            found.append(_product(current, term, later, sizes))
         current = (current | term) & later
     return tuple(found)
 
 
-def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], loops: Loops) -> Product:
+def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], sizes: Sequence[Size]) -> Product:
     def size(factors: frozenset[int]) -> Size:
-        return numel(loops.factors[factor].size for factor in sorted(factors))
+        return numel(sizes[factor] for factor in sorted(factors))
 
     both = one & other
     return Product(batch=size(both & kept), rows=size(one - other), columns=size(other - one), inner=size(both - kept))
