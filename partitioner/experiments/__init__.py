@@ -8,8 +8,9 @@ results.best(by="step_time")
 
 from __future__ import annotations
 
+from partitioner.experiments.report import write_report
 from partitioner.experiments.results import Results
 from partitioner.experiments.sampler import GridSampler, RandomSampler
 from partitioner.experiments.sweep import sweep
 
-__all__ = ["GridSampler", "RandomSampler", "Results", "sweep"]
+__all__ = ["GridSampler", "RandomSampler", "Results", "sweep", "write_report"]

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.units import format_bytes, format_seconds
+from partitioner.experiments.plots import PLOTS
 from partitioner.experiments.row import NUMBERS, Row
 from partitioner.reports.table import align
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["FORMATS", "Results", "cell", "columns_of"]
+__all__ = ["FORMATS", "Results", "cell", "columns_of", "heading"]
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "step_time": format_seconds,
@@ -51,6 +52,11 @@ def cell(row: Row, name: str) -> str:
     """A value of a row as text for a reader; what is not known is empty."""
     value = getattr(row, name)
     return "" if value is None else FORMATS[name](value) if name in FORMATS else str(value)
+
+
+def heading(name: str) -> str:
+    """What a reader is told a column is."""
+    return name.removeprefix("n_").replace("_", " ")
 
 
 def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -149,13 +155,25 @@ class Results:
         columns = {name: [row[name] for row in self.rows()] for name in _FACTS}
         parquet.write_table(arrow.table(columns), str(path))
 
+    def plot(self, name: str, **facts: Any) -> str:
+        """A picture as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
+
+        Args:
+            facts: draw these rows alone: ``plot("time", model="gpt", cluster="h100:8x8")``.
+
+        Raises:
+            ConfigError: there is no such picture.
+        """
+        if name not in PLOTS:
+            raise ConfigError(f"there is no plot {name!r}", remedy=f"choose one of {', '.join(PLOTS)}")
+        return PLOTS[name]([row for row in self.where(**facts).table if row.ok])
+
     def __str__(self) -> str:
         """A table of the placements that did not fail, fastest first, and a line on those that did."""
         done = sorted((row for row in self.table if row.ok), key=lambda row: (row.model, row.step_time or 0.0, row.key))
         names = columns_of(done)
         lines = align(
-            [tuple(name.replace("n_microbatches", "microbatches").replace("_", " ") for name in names)]
-            + [tuple(cell(row, name) for name in names) for row in done],
+            [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done],
             "".join("<" if name in _LEFT else ">" for name in names),
         )
         return "\n".join([*lines, "", self.summary()])

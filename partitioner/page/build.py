@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -14,6 +13,7 @@ from partitioner.drawing.held import cut_weights
 from partitioner.drawing.partition_diagram import partition_diagram
 from partitioner.drawing.svg import diagram_svg
 from partitioner.page.communication_matrix import matrix_html
+from partitioner.page.frame import framed, page_file, save_text, tiles_html
 from partitioner.page.mathml import formulas_html
 from partitioner.page.memory_bars import bars_html
 from partitioner.page.program_html import program_html
@@ -23,7 +23,6 @@ from partitioner.reports.devices import DeviceTable
 from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import notes_of, sections, summary
 from partitioner.reports.table import Table
-from passes.ir.errors import ConfigError
 
 __all__ = ["page_html", "save_page"]
 
@@ -42,12 +41,7 @@ def save_page(path: str | Path, explained: Explained, devices: DeviceTable, simu
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = page_html(explained, devices, simulation)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = f"the report cannot be written to {path}: {error.strerror}"
-        raise ConfigError(problem, remedy="name a file in a folder that is there") from error
+    save_text(path, page_html(explained, devices, simulation), "the report")
 
 
 def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation) -> str:
@@ -70,26 +64,9 @@ def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation
         ("Programs", _programs(explained)),
         ("Notes", _notes(explained)),
     )
-    shown = [(title, body) for title, body in parts if body]
-    links = "".join(f'<a href="#{title.lower()}">{title}</a>' for title, _ in shown)
-    bodies = "".join(f'<section id="{title.lower()}"><h2>{title}</h2>{body}</section>' for title, body in shown)
-    return (
-        f"{_head(devices.headline)}<body>\n"
-        f"<header><h1>{escape(explained.name)}</h1><p>{escape(devices.headline)}</p>{_tiles(simulation)}</header>\n"
-        f"<main><nav>{links}</nav>{bodies}</main>\n"
-        f"<footer>plan {explained.plan.hash}; {_FOOTER}</footer>\n<script>\n{_file('script.js')}</script>\n</body>\n</html>\n"
-    )
-
-
-def _head(title: str) -> str:
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>\n{_file("style.css")}</style>\n</head>\n'
-    )
-
-
-def _file(name: str) -> str:
-    return importlib.resources.files("partitioner.page").joinpath(name).read_text(encoding="utf-8")
+    header = f"<h1>{escape(explained.name)}</h1><p>{escape(devices.headline)}</p>{_tiles(simulation)}"
+    footer = f"plan {explained.plan.hash}; {_FOOTER}"
+    return framed(devices.headline, header, parts, footer, page_file("script.js"))
 
 
 def _tiles(simulation: Simulation) -> str:
@@ -101,7 +78,7 @@ def _tiles(simulation: Simulation) -> str:
         (format_bytes(sum(simulation.communication.values())), "sent in a step"),
         (f"{simulation.throughput:,.0f}", "rows a second"),
     )
-    return f'<div class="tiles">{"".join(f"<div class=tile><b>{number}</b><span>{words}</span></div>" for number, words in tiles)}</div>'
+    return tiles_html(tiles)
 
 
 def _plan(explained: Explained) -> str:
