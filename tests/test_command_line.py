@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from partitioner.command_line import main
+from partitioner.experiments.placement import Placement
+from partitioner.experiments.row import Row, failed_row
+from partitioner.experiments.store import Store
 from passes.ir.plan import Plan
 from tests.architecture.source_tree import ROOT
 
@@ -93,7 +96,18 @@ number = 3
 
 FAILING_LINE = FACTORIES.splitlines().index("    return 1 / 0") + 1
 
-COMMANDS = ("plan", "inspect", "check")
+SWEEP = """
+devices = [2, 4]
+modes = ["data", { pipeline = 2, data = -1 }]
+clusters = ["h100:1x4"]
+workers = 0
+
+[models]
+net = "net.py:factory"
+"""
+
+COMMANDS = ("plan", "inspect", "simulate", "check", "sweep", "report")
+OF_MODELS = ("plan", "inspect", "simulate", "check")
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to be in, with a file of factories that imports the one beside it."""
     (tmp_path / "net.py").write_text(FACTORIES)
     (tmp_path / "beside.py").write_text("WIDTH = 4\n")
+    (tmp_path / "sweep.toml").write_text(SWEEP)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "beside", raising=False)
@@ -140,7 +155,9 @@ def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_in_the_help_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = example_of(command, capsys)
-    assert example.startswith(f"{command} net.py:factory ")
+    assert example.startswith(f"{command} net.py:factory " if command in OF_MODELS else f"{command} ")
+    if command == "report":
+        keep_rows(Path("runs.db"))
     ran = Ran(example, capsys)
     assert (ran.code, ran.complaint) == (0, "")
     assert ran.printed
@@ -154,9 +171,19 @@ def test_the_help_fits_a_terminal(command: str, capsys: pytest.CaptureFixture[st
     assert any(line.startswith("exit code: ") for line in lines)
 
 
+def keep_rows(path: Path) -> None:
+    """A store with a placement that was planned and one that was not."""
+    store = Store(path)
+    placements = [Placement("net", devices, "data", "h100:1x4") for devices in (2, 4)]
+    good = Row("a", "net", 2, "data", "h100:1x4", "GPipe", 1, step_time=0.25, bubble_fraction=0.5, peak_memory=2**20, communication=512)
+    for row in (good, failed_row("b", placements[1], "there is no room\n  remedy: make some")):
+        store.add(row)
+    store.close()
+
+
 def documented() -> list[str]:
     """The command lines of the README and of the module."""
-    texts = [(ROOT / "README.md").read_text(), (ROOT / "partitioner/command_line.py").read_text().partition('"""\n\nfrom')[0]]
+    texts = [(ROOT / "README.md").read_text(), (ROOT / "partitioner/command_line/__init__.py").read_text()]
     return [line for text in texts for line in re.findall(r"^    partitioner (.*?)(?:  +#.*)?$", text, re.MULTILINE)]
 
 
@@ -166,6 +193,8 @@ def test_the_documents_name_every_command() -> None:
 
 @pytest.mark.parametrize("line", documented())
 def test_documented_command_lines_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if line.startswith("report"):
+        keep_rows(Path("runs.db"))
     ran = Ran(line, capsys)
     assert (ran.code, ran.complaint) == (0, "")
 
@@ -292,7 +321,7 @@ ERRORS = [
     ("net.py:branches --devices 2", "Branches cannot be traced"),
     ("net.py:factory --devices 0", "devices=0: there must be at least one device"),
     (
-        "net.py:factory --devices 99",
+        "net.py:factory --devices 99 --mode pipeline",
         "99 devices with 1 stage each: 99 stages, the model can be cut into 8\n  remedy: pass devices=8 or fewer\n",
     ),
     ("net.py:factory --devices 2 --mode sideways", "there is no mode 'sideways'"),

@@ -95,7 +95,7 @@ def efficiency_plot(rows: Sequence[Row]) -> str:
     one = min((_time(row) * fewest for row in rows if row.devices == fewest), default=0.0)
     lines = {name: _least(each, _devices, _time) for name, each in _families(rows).items()}
     return chart_svg(
-        f"Scaling efficiency, against the best on {fewest}",
+        f"Scaling efficiency, against the best on {fewest} devices",
         _counts("devices", (row.devices for row in rows)),
         Axis("of linear speed-up", lambda part: f"{part:.0%}", least=0.0),
         [
@@ -109,12 +109,11 @@ def memory_plot(rows: Sequence[Row]) -> str:
     """Peak memory against microbatches, on the most devices: the smallest placement of each family."""
     most = max((row.devices for row in rows), default=0)
     shown = [row for row in rows if row.devices == most]
-    lines = {name: _least(each, _microbatches, _memory) for name, each in _families(rows).items()}
-    lines = {name: _least((row for row in shown if family(row) == name), _microbatches, _memory) for name in lines}
+    lines = {name: _least((row for row in each if row.devices == most), _microbatches, _memory) for name, each in _families(rows).items()}
     return chart_svg(
-        f"Peak memory against microbatches, on {most}",
+        f"Peak memory against microbatches, on {most} devices",
         _counts("microbatches", (_microbatches(row) for row in shown)),
-        Axis("the fullest device holds", format_bytes, logarithmic=True),
+        Axis("the fullest device holds", format_bytes, logarithmic=True, binary=True),
         [
             Series(name, [(_microbatches(row), _memory(row), _told(row)) for row in each], colour)
             for colour, (name, each) in enumerate(lines.items())
@@ -138,9 +137,9 @@ def pareto_plot(rows: Sequence[Row]) -> str:
     series = [Series(name, each, colour, joined=False) for colour, (name, each) in enumerate(points.items())]
     edge = [(_time(row), _memory(row), "") for row in front]
     return chart_svg(
-        "Time and memory: nothing is faster and smaller than the front",
+        "Peak memory against step time",
         Axis("a step takes", format_seconds, logarithmic=True),
-        Axis("the fullest device holds", format_bytes, logarithmic=True),
+        Axis("the fullest device holds", format_bytes, logarithmic=True, binary=True),
         [Series("front", edge, _GREY, stepped=True, marked=False), *series],
     )
 

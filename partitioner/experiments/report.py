@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -75,10 +76,10 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def _best(rows: Sequence[Row]) -> str:
     """The fastest placement for each number of devices, of each model on each machine."""
-    lines = []
+    lines: list[Row] = []
     for group in _groups(rows).values():
-        for devices in sorted({row.devices for row in group}):
-            lines.append(min((row for row in group if row.devices == devices), key=lambda row: (row.step_time or 0.0, row.key)))
+        ordered = sorted(group, key=lambda row: (row.devices, row.step_time or 0.0, row.key))
+        lines += [next(each) for _, each in itertools.groupby(ordered, key=lambda row: row.devices)]
     return _html(lines, "fastest") if lines else ""
 
 
@@ -87,7 +88,7 @@ def _pictures(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for (model, cluster), group in _groups(rows).items():
         pictures = "".join(f'<div class="picture">{picture}</div>' for plot in PLOTS.values() if (picture := plot(group)))
         front = pareto_front(group)
-        told = f"{len(front)} of {len(group)} placements are on the front: no other is faster and smaller."
+        told = f"{len(front)} of {len(group)} placements are on the front: for each other, one of them is as fast and as small."
         found.append((f"{model} on {cluster}", f'<div class="pictures">{pictures}</div><p class="footnote">{escape(told)}</p>'))
     return found
 

@@ -50,6 +50,7 @@ class Axis:
         logarithmic: equal steps are equal factors.
         ticks: where to write values; empty: at round ones.
         least: the axis begins here at the latest; None: where values do.
+        binary: round values are powers of two, as of bytes.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Axis:
     logarithmic: bool = False
     ticks: Sequence[float] = ()
     least: float | None = None
+    binary: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ def chart_svg(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     up = _scale(y, [point[1] for each in series for point in each.points], _TOP + _PLOT, _TOP)
     legend = _legend(series)
     height = _TOP + _PLOT + 44 + legend.count("<g") * _LEGEND_LINE
+    size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-            f'role="img" aria-label="{escape(title)}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size} role="img" aria-label="{escape(title)}">',
             _STYLE,
             f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>',
             *_axes(x, y, across, up),
@@ -120,6 +122,7 @@ def chart_svg(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
     low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
+    assert low > 0 or not axis.logarithmic
     low = low if axis.least is None else min(low, axis.least)
     if axis.logarithmic:
         pad = 1.25 if not axis.ticks or low == high else 1.0
@@ -132,10 +135,13 @@ def _ticks(axis: Axis, scale: _Scale) -> list[float]:
     """Round values inside a scale: of a logarithmic one, as few of 1, 2 and 5 times powers of ten as the room asks for."""
     if axis.ticks:
         return list(axis.ticks)
+    if axis.binary and axis.logarithmic:
+        powers = [2.0**power for power in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
+        return powers[:: -(-len(powers) // (2 * _TICKS))] if len(powers) > 1 else [scale.low, scale.high]
     if axis.logarithmic:
-        powers = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+        tens = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
         for steps in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
-            found = [step * 10.0**power for power in powers for step in steps if scale.low <= step * 10.0**power <= scale.high]
+            found = [step * 10.0**power for power in tens for step in steps if scale.low <= step * 10.0**power <= scale.high]
             if len(found) >= 3:
                 return found[:: -(-len(found) // (2 * _TICKS))]
         return [scale.low, scale.high]
@@ -153,8 +159,8 @@ def _axes(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
         at = up(value)
         parts.append(f'<path class="grid" d="M{_LEFT},{at:.1f} H{right}"/>')
         parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{at + 3.5:.1f}">{escape(y.written(value))}</text>')
-    for value in _ticks(x, across):
-        parts.append(f'<text class="tick middle" x="{across(value):.1f}" y="{bottom + 16}">{escape(x.written(value))}</text>')
+    values = _ticks(x, across)
+    parts += [f'<text class="tick middle" x="{across(value):.1f}" y="{bottom + 16}">{escape(x.written(value))}</text>' for value in values]
     parts.append(f'<path class="axis" d="M{_LEFT},{bottom} H{right}"/>')
     parts.append(f'<text class="tick end" x="{right}" y="{bottom + 32}">{escape(x.label)}</text>')
     parts.append(f'<text class="tick" x="{_LEFT}" y="{_TOP - 8}">{escape(y.label)}</text>')
@@ -203,7 +209,8 @@ def _style() -> str:
     return f"""<style>
 .chart {{ --text: #1c1e21; --quiet: #6b7280; --rule: #e3e6ea; --ground: #ffffff; {colours(0)} }}
 @media (prefers-color-scheme: dark) {{ .chart {{ --text: #e6e8eb; --quiet: #9aa3ae; --rule: #2c3138; --ground: #16191d; {colours(1)} }} }}
-.chart text {{ font: 11px system-ui, sans-serif; fill: var(--quiet) }} .chart .title {{ fill: var(--text); font-size: 13px; font-weight: 600 }}
+.chart text {{ font: 11px system-ui, sans-serif; fill: var(--quiet) }}
+.chart .title {{ fill: var(--text); font-size: 13px; font-weight: 600 }}
 .chart .middle {{ text-anchor: middle }} .chart .end {{ text-anchor: end }}
 .chart .grid {{ stroke: var(--rule); fill: none }} .chart .axis {{ stroke: var(--quiet); fill: none }}
 .chart .line {{ fill: none; stroke-width: 1.8 }} .chart .mark {{ stroke: var(--ground); stroke-width: 1.2 }}
