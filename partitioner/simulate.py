@@ -14,7 +14,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
-__all__ = ["Assumptions", "simulate", "simulate_plan"]
+__all__ = ["Assumptions", "is_written_out", "simulate", "simulate_plan"]
 
 _MOST_NODES = 100_000
 """Programs that are written out with more nodes are simulated by representatives, their stages left as calls."""
@@ -74,7 +74,8 @@ def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Clust
         )
     lowering, count = shown.lowering, shown.n_microbatches
     mesh = Mesh(plan.mesh)
-    if _n_nodes(shown, plan) > _MOST_NODES:
+    nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
+    if not is_written_out(plan, nodes, count):
         programs, of = lowering.representatives(shown.differentiation, count, shown.loss)
     else:
         differentiation = shown.differentiation
@@ -91,9 +92,13 @@ def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Clust
     )
 
 
-def _n_nodes(shown: Shown, plan: Plan) -> int:
-    """How many nodes all programs have together when stages are written out, about: every node forward and twice backward."""
-    if len(shown.lowering.pipelines) == 1:
-        return 0
-    forward = sum(len(stage.module.graph.nodes) for stage in shown.lowering.stages.stages)
-    return 3 * forward * shown.n_microbatches * (plan.n_ranks // shown.lowering.n_stage_ranks)
+def is_written_out(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
+    """Whether the programs of a plan are short enough to be simulated with their stages written out.
+
+    Args:
+        plan: for a mesh; stages of a single pipeline are calls in any case.
+        n_forward_nodes: of all stages of a pipeline. Each is written out once forward and about twice backward for each microbatch.
+        n_microbatches: of a step.
+    """
+    n_pipelines = Mesh(plan.mesh).cutting.size
+    return n_pipelines == 1 or 3 * n_forward_nodes * n_microbatches * n_pipelines <= _MOST_NODES

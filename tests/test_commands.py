@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import shutil
@@ -159,7 +160,8 @@ def test_a_sweep_is_kept_resumed_and_reported(folder: Path, capsys: pytest.Captu
     told = printed("report runs.db --html out.html --csv rows.csv", capsys)
     assert told == "html written to out.html\ncsv written to rows.csv\n"
     assert "<h1>runs</h1>" in (folder / "out.html").read_text()
-    assert len((folder / "rows.csv").read_text().splitlines()) == 7
+    with (folder / "rows.csv").open(newline="") as file:
+        assert [row["key"] for row in csv.DictReader(file)] == [row.key for row in rows]
     assert printed("report runs.db", capsys).endswith("6 placements, 1 failed\n")
 
 

@@ -6,12 +6,13 @@ import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster
+from cost_models.simulator.simulate import simulate_programs
 from partitioner.constraints import Constraints
 from partitioner.experiments.lowered import Timed, is_uniform, lower_for_timing
 from partitioner.experiments.placement import Placement
 from partitioner.experiments.row import Row, failed_row
-from partitioner.experiments.simulated import predict
 from partitioner.experiments.subject import Subject
 from partitioner.meshes import resolve_mode
 from partitioner.planner.auto import plan_auto
@@ -90,7 +91,16 @@ class Evaluator:
         bench = self.bench
         subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
         plan = _planned(subject, cluster, placement, bench.assumptions)
-        predicted = predict(self._lower(subject, plan, cluster), plan, cluster, bench.assumptions.optimizer)
+        timed = self._lower(subject, plan, cluster)
+        simulation = simulate_programs(
+            timed.programs,
+            cluster,
+            Roofline(),
+            plan.batch_size,
+            optimizer=bench.assumptions.optimizer,
+            n_row_parts=timed.n_row_parts,
+            representatives=timed.representatives,
+        )
         return Row(
             key,
             placement.model,
@@ -101,10 +111,10 @@ class Evaluator:
             plan.n_microbatches,
             plan.recompute,
             plan.batch_size,
-            step_time=predicted.step_time,
-            bubble_fraction=predicted.bubble_fraction,
-            peak_memory=predicted.peak_memory,
-            communication=predicted.communication,
+            step_time=simulation.step_time,
+            bubble_fraction=simulation.bubble_fraction,
+            peak_memory=max(simulation.peak_memory),
+            communication=sum(simulation.communication.values()),
             planned_step_time=plan.step_time,
             bound_by=plan.bound_by,
             plan_hash=plan.hash,

@@ -13,16 +13,18 @@ time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from cost_models.hardware import Cluster, Level, Link
+from cost_models.simulator.simulate import Representatives
 from partitioner.experiments.subject import Subject
 from partitioner.rows import RowParts
 from partitioner.schedules.catalog import make_schedule
+from partitioner.simulate import is_written_out
 from partitioner.tracing.trace import trace
 from passes.cut_axes import CutModel, cut_by_plan
 from passes.emit_programs import LossForm, emit_forward, emit_train_step
@@ -45,12 +47,12 @@ class Timed:
 
     Attributes:
         programs: of some ranks.
-        counts: for each of them, how many ranks it stands for.
+        representatives: for whom each of them stands.
         n_row_parts: into how many parts ranks cut the batch.
     """
 
     programs: tuple[Program, ...]
-    counts: Mapping[int, int]
+    representatives: Representatives
     n_row_parts: int
 
 
@@ -72,16 +74,20 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
     device = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
     mesh = Mesh(plan.mesh)
+    ranks = pipelines(mesh)
+    standing = _standing(cut, each_rank=each_rank)
     programs: list[Program] = []
-    counts: dict[int, int] = {}
-    for number, count in _kinds(cut, each_rank=each_rank):
-        ranks = pipelines(mesh)[number]
+    for number in dict.fromkeys(standing):
         part = cut.parts[number]
-        for program in _emitted(part, plan, frozenset(trainable), [device] * len(ranks)):
-            placed = program if len(cut.parts) == 1 else place_on_mesh(program, part, mesh, ranks)
-            programs.append(placed)
-            counts[placed.rank] = count
-    return Timed(tuple(programs), counts, cut.parts[0].part.n_row_parts)
+        stages = cut_stages(part, plan, [device] * len(ranks[number]))
+        nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
+        written_out = is_written_out(plan, nodes, plan.n_microbatches)
+        emitted = _emitted(stages, plan, frozenset(trainable), [device] * len(ranks[number]))
+        if len(cut.parts) > 1:
+            emitted = tuple(place_on_mesh(each, part, mesh, ranks[number], written_out=written_out) for each in emitted)
+        programs += emitted
+    of = {rank: ranks[first][place] for first, pipeline in zip(standing, ranks, strict=True) for place, rank in enumerate(pipeline)}
+    return Timed(tuple(programs), Representatives(mesh, of), cut.parts[0].part.n_row_parts)
 
 
 def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
@@ -97,10 +103,9 @@ def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
     return with_totals(graph) if means and in_parts else graph
 
 
-def _emitted(part: ModelGraph, plan: Plan, trainable: frozenset[str], devices: Sequence[torch.device]) -> tuple[Program, ...]:
+def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """The programs of one pipeline."""
-    stages = cut_stages(part, plan, devices)
-    requiring = values_requiring_gradient(stages.stages, trainable) if part.training else frozenset()
+    requiring = values_requiring_gradient(stages.stages, trainable) if stages.graph.training else frozenset()
     outputs = frozenset(stages.returned) & requiring
     if not outputs:
         return emit_forward(stages, plan.n_microbatches, devices, training=False)
@@ -111,13 +116,10 @@ def _emitted(part: ModelGraph, plan: Plan, trainable: frozenset[str], devices: S
     return emit_train_step(lowered, schedule, LossForm(), devices)
 
 
-def _kinds(cut: CutModel, *, each_rank: bool) -> Iterator[tuple[int, int]]:
-    """The pipelines to lower, each with how many it stands for."""
+def _standing(cut: CutModel, *, each_rank: bool) -> list[int]:
+    """For each pipeline the one that stands for it: the first with the same part."""
     parts = [id(part) for part in cut.parts]
-    first: dict[int, int] = {}
-    for number, part in enumerate(parts):
-        first.setdefault(number if each_rank else part, number)
-    yield from ((number, 1 if each_rank else parts.count(parts[number])) for number in first.values())
+    return [number if each_rank else parts.index(part) for number, part in enumerate(parts)]
 
 
 def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:
