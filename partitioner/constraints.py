@@ -22,7 +22,7 @@ class Constraints:
             mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
-            ``{"sequence": "tensor"}`` is Megatron sequence parallelism.
+            ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism.
         pin: module or node name -> stage.
     """
 

@@ -28,18 +28,25 @@ class Losses:
         self._known: dict[Any, LossDependence] = {}
 
     def dependence(
-        self, lowering: Lowering, loss_fn: Callable[..., Tensor] | None, target: Any, wanted: frozenset[str], sizes: Sequence[int]
+        self,
+        lowering: Lowering,
+        loss_fn: Callable[..., Tensor] | None,
+        target: Any,
+        wanted: frozenset[str],
+        sizes: Sequence[int],
+        rows: int,
     ) -> LossDependence:
         """What a loss depends on. A rank that computes no loss may be without a target: the others tell it.
 
         Args:
-            target: for the rows of this rank.
+            target: for the rows of this rank, or for all where results are whole.
             wanted: inputs whose gradients are wanted.
-            sizes: rows of each microbatch.
+            sizes: rows of the target in each microbatch.
+            rows: that this rank computes in the first microbatch.
         """
         known, error = None, None
         try:
-            known = self._own(lowering, loss_fn, target, wanted, sizes)
+            known = self._own(lowering, loss_fn, target, wanted, sizes, rows)
         except Exception as raised:
             if target is not None or not lowering.collectors.isdisjoint(self._runtime.local_ranks):
                 raise
@@ -51,12 +58,18 @@ class Losses:
         return _dependence(told)
 
     def _own(
-        self, lowering: Lowering, loss_fn: Callable[..., Tensor] | None, target: Any, wanted: frozenset[str], sizes: Sequence[int]
+        self,
+        lowering: Lowering,
+        loss_fn: Callable[..., Tensor] | None,
+        target: Any,
+        wanted: frozenset[str],
+        sizes: Sequence[int],
+        rows: int,
     ) -> LossDependence:
         key = (loss_key(loss_fn), wanted)
         if key not in self._known:
             part = split_target(target, sizes)[0]
-            self._known[key] = loss_dependence(lowering.graph, lowering.requiring(wanted), loss_fn, part, sizes[0])
+            self._known[key] = loss_dependence(lowering.graph, lowering.requiring(wanted), loss_fn, part, rows)
         return self._known[key]
 
 

@@ -135,12 +135,14 @@ class PartitionedModel(nn.Module):
         count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
         check_target(target, lowering.rows, inputs.batch, count, results)
         wanted = inputs.requiring_gradient
-        local = inputs.batch if results == "whole" else inputs.batch // lowering.rows.count
+        local = inputs.batch // lowering.rows.count
+        sizes = microbatch_sizes(inputs.batch if results == "whole" else local, count)
         targets = {
             rank: target if results == "whole" else lowering.rows.of_target(target, inputs.batch, rank)
             for rank in self._runtime.local_ranks
         }
-        dependence = self._losses.dependence(lowering, loss_fn, targets[self._here], wanted, microbatch_sizes(local, count))
+        rows = microbatch_sizes(local, count)[0]
+        dependence = self._losses.dependence(lowering, loss_fn, targets[self._here], wanted, sizes, rows)
         outputs = dependence.outputs
         if dependence.own is not None:
             # The model's own loss: its graph knows better than a weight per row what each microbatch counts.

@@ -7,7 +7,8 @@
     vocab       rows of an embedding, classes of a cross-entropy
     ffn         made by one weight, contracted by another
     hidden      what normalisations run over, what embeddings give: the residual stream
-    channels, groups, height, width, depth, length, experts
+    experts     sets of weights, each for its own tokens
+    channels, groups, height, width, depth, length
 
 Axes of the same name (the ffn of every block) are numbered in the order of the graph: ``ffn[3]``.
 """
@@ -21,7 +22,10 @@ from passes.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["SPACE", "axes_named", "axis_names", "batch_axes", "shortened", "space_axes"]
+__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "shortened", "space_axes"]
+
+BATCH = "batch"
+"""The name of the rows of the inputs."""
 
 SPACE = ("depth", "height", "width")
 """Roles, and names, of the dimensions of an image or a volume."""
@@ -64,13 +68,33 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
     """The name of every axis, with its number."""
     batch = batch_axes(graph, axes)
     of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
+    experts = _expert_axes(graph, axes)
     counts: Counter[str] = Counter()
     names = []
     for axis, roles in enumerate(axes.roles):
-        name = "batch" if axis in batch else _name(roles, axis in of_parameters)
+        name = BATCH if axis in batch else "experts" if axis in experts else _name(roles, axis in of_parameters)
         names.append(f"{name}[{counts[name]}]")
         counts[name] += 1
     return tuple(names)
+
+
+def _expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
+    """The axes along which a weight has a matrix for each element, multiplied with what that element has of the activations.
+
+    Not the groups of a convolution, and not heads, which attention names.
+    """
+    found: set[int] = set()
+    for name, loops in axes.loops.items():
+        operands = axes.operands[name]
+        places = [place for place, operand in enumerate(operands) if operand.name in graph.parameters]
+        if len(operands) - len(places) != 1 or not any(factor.reduction == "sum" for factor in loops.factors):
+            continue
+        (activation,) = (place for place in range(len(operands)) if place not in places)
+        for factor in range(len(loops.factors)):
+            everywhere = (*(loops.operands[place] for place in (activation, *places)), *loops.results)
+            if places and all(any(factor in dimension for dimension in tensor) for tensor in everywhere):
+                found.update(axes.factors[name][factor])
+    return frozenset(axis for axis in found if not axes.roles[axis].keys() & {"groups", "heads"})
 
 
 def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:

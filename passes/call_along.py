@@ -102,3 +102,9 @@ class CallAlong:
             inside = inside_of(self.node, factor.name)
             return Partial() if inside is not None and inside.gives == "sum" else Replicate()
         return Partial(factor.reduction) if factor.reduction in ("max", "min") else Partial()
+
+    def comes_together(self, cut: Cut) -> bool:
+        """Whether a cut needs the whole of what lies in parts, or gives parts of a sum."""
+        needs = (self.need(cut, place) for place in range(len(self.operands)))
+        gathers = any(isinstance(lies, Shard) and not isinstance(need, Shard) for lies, need in zip(self.lying, needs, strict=True))
+        return gathers or isinstance(self.gives(cut, 0), Partial)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.axes import Axes
-from passes.axis_names import axes_named, axis_names
+from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
 from passes.ir.graph import ModelGraph, Part, Results
@@ -89,7 +89,7 @@ def cut_by_plan(
     names = axis_names(graph, axes)
     assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
     for name, dimension in plan.axes:
-        if rows or dimension not in ROWS:
+        if rows or dimension not in ROWS or not name.startswith(BATCH):
             assigned[dimension] += axes_named(name, names)
     cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
     over = tuple(name for name in mesh.names if name in STORED)

@@ -272,9 +272,16 @@ class _Walk:
         value = node.meta.get("val")
         return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
-    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, float, int]:
-        """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes."""
+    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, float, int]:
+        """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes.
+
+        Where rows are cut: the axis of a parameter that the call itself reads. For its sake what lies in parts is exchanged (tokens go to
+        their experts), and neither gathered nor summed.
+        """
         assert call.loops is not None
+        by_rows = self.mesh[index][0] in self.rows
+        together = by_rows and call.comes_together(cut)
+        of_parameter = self._reads_in_parts(call, cut) if by_rows else cut.axis in self.of_parameters
         moved = 0.0
         for place, operand in enumerate(call.operands):
             times = _moved(call.lying[place], call.need(cut, place), operand.name in self.graph.parameters)
@@ -282,7 +289,12 @@ class _Walk:
         reduction = call.loops.factors[cut.factor].reduction
         if reduction not in (None, "whole"):
             moved += 2 * self._bytes(call.node)
-        return cut.axis not in self.of_parameters, reduction == "whole", moved, self.assigned[index][cut.axis]
+        return together, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
+
+    def _reads_in_parts(self, call: CallAlong, cut: Cut) -> bool:
+        """Whether a cut reads a parameter in parts."""
+        needs = ((operand, call.need(cut, place)) for place, operand in enumerate(call.operands))
+        return any(operand.name in self.graph.parameters and isinstance(need, Shard) for operand, need in needs)
 
     def _use(self, node: fx.Node, layout: Layout) -> None:
         """Note that somebody reads a value so; a partial sum that is read otherwise is reduced, for all readers."""

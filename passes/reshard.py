@@ -110,13 +110,17 @@ class Resharder:
         return value.copies[layout]
 
     def _first_stop(self, layout: Layout, index: int, need: Layout) -> Placement:
-        """Where a shard goes first: straight to another shard if nothing else of the mesh cuts either axis, else to the whole."""
+        """Where a shard goes first: straight to another shard where that leaves the parts of both axes nested, else to the whole."""
         have, wanted = layout[index], need[index]
         if not isinstance(wanted, Shard):
             return wanted if isinstance(wanted, Varying) else Replicate()
-        others = {place.axis for other, place in enumerate((*layout, *need)) if isinstance(place, Shard) and other % len(layout) != index}
         assert isinstance(have, Shard)
-        return wanted if have.axis not in others and wanted.axis not in others and have.dimension != wanted.dimension else Replicate()
+        inside = (*layout[index + 1 :], *need[index + 1 :])
+        around = [(one, other) for one, other in zip(layout[:index], need[:index], strict=True) if one != other]
+        is_nested = not any(_cuts_axis(place, have.axis, wanted.axis) for place in inside) and not any(
+            _cuts_axis(place, wanted.axis) for pair in around for place in pair
+        )
+        return wanted if is_nested and have.dimension != wanted.dimension else Replicate()
 
     def _change(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> Layout:
         """One change over one mesh dimension, if it has not been made."""
@@ -169,7 +173,7 @@ class Resharder:
         outer, inner = self._around(value, layout, shard)
         is_outermost = outer == 1
         sizes = [product((part, inner)) for part in parts] if is_outermost else list(parts)
-        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else (sizes, sizes[place])
+        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else self._written(sizes, place)
         if is_outermost:
             return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
         shape = [size_of(size) for size in source.meta["val"].shape]
@@ -178,6 +182,11 @@ class Resharder:
         moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
         merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
         return self._reshape(moved, shape, shard.dimension, (merged,), name, like)
+
+    def _written(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:
+        """The sizes of all parts, and of one."""
+        written = [self._write_size(size) for size in sizes]
+        return written, written[place]
 
     def _reshape(
         self, source: fx.Node, shape: Sequence[Size], dimension: int, instead: Sequence[Size], name: str, like: fx.Node
@@ -209,7 +218,7 @@ class Resharder:
         concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, _kept(layout, have))]
         split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, _kept(layout, to))]
         even = len(set(concat)) == 1 and len(set(split)) == 1
-        sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (split, split[place], concat, concat[place])
+        sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (*self._written(split, place), *self._written(concat, place))
         return self._emit(exchange, (source, to.dimension, have.dimension, over, count, *sizes), {}, name, like)
 
 
@@ -223,6 +232,10 @@ def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
 def _kept(layout: Layout, shard: Shard) -> tuple[Shard | None, ...]:
     """The cuts of the dimension that a shard is in; an axis may occur in another, too."""
     return tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
+
+
+def _cuts_axis(place: Placement, *axes: int) -> bool:
+    return isinstance(place, Shard) and place.axis in axes
 
 
 def _is_recut(shard: Shard, layout: Layout, need: Layout) -> bool:

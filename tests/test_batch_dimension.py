@@ -85,6 +85,7 @@ KEPT: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "repeat": lambda x, y, w: (x.repeat(1, 2, 1), w.repeat(x.shape[0], 1, 1), x.repeat_interleave(2, 0), x.repeat_interleave(2, dim=1)),
     "select": lambda x, y, w: x[:, 0] + x[..., 1].sum(1, keepdim=True) + x.select(1, 2),
     "slice": lambda x, y, w: (x[:, 1:3], x[:, ::2], x[: x.shape[0]]),
+    "narrow": lambda x, y, w: x.narrow(1, 1, 2),
     "split": lambda x, y, w: (*x.split(3, dim=2), *x.chunk(2, dim=1), *x.split([1, 5], dim=-1), *x.tensor_split(2, dim=1)),
     "unbind": lambda x, y, w: x.unbind(1),
     "cat": lambda x, y, w: torch.cat([x, x + 1, w[:4].expand(x.shape[0], 4, 6)], dim=1),

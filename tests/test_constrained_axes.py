@@ -132,7 +132,7 @@ def test_one_axis_of_several_is_named_by_its_number() -> None:
         ({"heads": "pipeline"}, "pipeline", ("cuts the graph",)),
         ({"head_count": "tensor"}, "auto", ("no axis 'head_count'", "heads", "ffn")),
         ({"heads": "expert"}, "auto", ("'expert'", "the mesh has pipeline")),
-        ({"heads": "data"}, "data", ("cuts the batch alone",)),
+        ({"heads": "data"}, "data", ("cuts the batch, and experts beside it",)),
         ({"batch": "tensor"}, "tensor", ("any axis but the batch",)),
         ({"heads": "tensor"}, {"tensor": 8}, ("size 4", "8 parts")),
     ],

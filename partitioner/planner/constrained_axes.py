@@ -35,7 +35,10 @@ _SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "l
 _STYLES = {**dict.fromkeys(_KEPT, "kept"), **dict.fromkeys(_SUMMED, "summed"), "sequence_parallel": SEQUENCE}
 """transformers' words -> which dimension of a weight is cut. How inputs arrive and outputs leave (``_rep``, ``local_``) the layouts say."""
 
-_NAMED_FIRST = ("heads", "experts", "ffn", "vocab", "channels")
+EXPERTS = "experts"
+"""The axes that a mesh dimension of replicas may cut beside the batch: tokens then travel to the rank that holds their expert."""
+
+_NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
 """Where a dimension holds several axes (three, heads, head width), the axis that is meant."""
 
 
@@ -77,13 +80,14 @@ def constrained_axes(
     for name, where in (constraints.axes or {}).items():
         dimension = dimension_named(where)
         wanted = axes_named(name, names)
-        if (dimension in ROWS) != (set(wanted) <= batch):
-            kind = "the batch alone" if dimension in ROWS else "any axis but the batch"
+        is_routed = dimension in ROWS and all(names[axis].startswith(f"{EXPERTS}[") for axis in wanted)
+        if (dimension in ROWS) != (set(wanted) <= batch) and not is_routed:
+            kind = "the batch, and experts beside it" if dimension in ROWS else "any axis but the batch"
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: {dimension!r} cuts {kind}",
                 remedy=f"choose another of {', '.join(mesh.names)}, or leave it out",
             )
-        fitting = tuple(axis for axis in wanted if _fits(axes, axis, mesh.length(dimension)) or dimension in ROWS)
+        fitting = tuple(axis for axis in wanted if _fits(axes, axis, mesh.length(dimension)) or axis in batch)
         if not fitting:
             sizes = ", ".join(sorted({str(axes.sizes[axis]) for axis in wanted}))
             raise ConfigError(

@@ -140,7 +140,7 @@ class CuttableModel:
                 raise ConfigError(
                     f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
                 )
-            return found
+            return (*found, *(axis for axis in fixed[dimension] if axis not in found))
         if dimension in TILES:
             return tile_axes(axes, cutting, dimension)
         if dimension == "sequence":

@@ -65,6 +65,7 @@ _moving: dict[Callable[[Call], Role], list[Any]] = {
     views.repeat_interleave: [aten.repeat_interleave],
     views.select: [aten.select],
     views.slice_: [aten.slice],
+    views.narrow: [aten.narrow],
     views.split: [aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split],
     views.unbind: [aten.unbind],
     views.cat: [aten.cat, aten.concat],

@@ -12,8 +12,8 @@ from passes.batch.call import Call, Shape
 from passes.batch.role import Role, RowNumbers, Rows, Same
 
 __all__ = [
-    "broadcast", "cat", "expand", "flipped", "move", "new_last", "padded", "permute", "positions", "repeat", "repeat_interleave", "reshape",
-    "same_dimensions", "select", "select_scatter", "slice_", "split", "squeeze", "stack", "swap", "take", "unbind",
+    "broadcast", "cat", "expand", "flipped", "move", "narrow", "new_last", "padded", "permute", "positions", "repeat", "repeat_interleave",
+    "reshape", "same_dimensions", "select", "select_scatter", "slice_", "split", "squeeze", "stack", "swap", "take", "unbind",
     "unchanged", "unfold", "unsqueeze",
 ]  # fmt: skip
 
@@ -185,6 +185,13 @@ def slice_(call: Call) -> Role:
     if call["start"] in (None, 0) and call["step"] == 1 and call["end"] == call.shapes[source][call.dimension(source, call["dim"])]:
         return call.role(source)
     if call.depends_on_batch([call["start"], call["end"], call["step"]]):
+        return call.mixed
+    return _along_dim(call)
+
+
+def narrow(call: Call) -> Role:
+    """Part of a dimension, from a start and of a length."""
+    if call.depends_on_batch([call["start"], call["length"]]):
         return call.mixed
     return _along_dim(call)
 
