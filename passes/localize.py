@@ -15,6 +15,7 @@ Every change of layout is made once for all its readers. Shapes are checked: eac
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,7 @@ class _Localizer:
         if self.batch is None or self.extents.n_row_parts == 1 or any(node.name == "whole_batch" for node in self.target.nodes):
             return
         count = self.extents.n_row_parts
-        node = self.target.create_node("call_function", _multiply, (self.batch, count), {}, name="whole_batch")
+        node = self.target.create_node("call_function", operator.mul, (self.batch, count), {}, name="whole_batch")
         node.meta["val"] = self.batch.meta["val"] * count
         original = next(each for each in self.graph.graph.nodes if each.name == "batch")
         self.copies[original] = node
@@ -345,10 +346,6 @@ class _Localizer:
 
 def _shard(axis: int) -> Placement:
     return Shard(axis, 0)
-
-
-def _multiply(left: int, right: int) -> int:
-    return left * right
 
 
 def _value(node: fx.Node) -> Any:
