@@ -249,7 +249,7 @@ class PartitionedModel(nn.Module):
 
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
         """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
-        save_page(path, self.explained(), self._device_table(), self.simulate(cluster))
+        save_page(path, self.explained(), self._device_table(), self.simulate(cluster), self.cost_formula())
 
     cost_formula, record, simulate = cost_formula, record, simulate
 

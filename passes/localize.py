@@ -39,7 +39,7 @@ from passes.ir.layout import Placement, Shard
 from passes.layouts import Layouts
 from passes.operators import bound_arguments, packet
 from passes.provenance import place_of
-from passes.reshard import Resharder
+from passes.reshard import CHANGE, Change, Resharder
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.size_expression import emit_size, size_of
 from passes.slide import Slide, slides_of, space_of
@@ -221,6 +221,8 @@ class _Localizer:
                     assert slide.owned is not None
                     exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
                     self.halos[key] = self.emit(collectives.halo_exchange, exchanged, {}, name, node)
+                    layout = self.layouts.needs[node.name][place]
+                    self.halos[key].meta["custom"] = {CHANGE: Change(operands[place].name, layout, layout)}
             found[place] = self.halos[key]
         return found
 

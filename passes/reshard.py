@@ -49,7 +49,7 @@ class Change:
 
     Attributes:
         value: the node of the whole graph.
-        before, after: how it lay, and how it lies then; the gradient goes the other way.
+        before, after: how it lay, and how it lies then; the gradient goes the other way. Equal where windows read beyond a rank's part.
     """
 
     value: str

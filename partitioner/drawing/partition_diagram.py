@@ -207,7 +207,9 @@ class _Builder:
         kind: ArrowKind = "collective"
         for (source, target), several in by_pair.items():
             total = format_bytes(sum(moved.bytes for _, moved in several))
+            families = {what.partition(" ")[0].partition("_")[0] for what, _ in several}
             short = several[0][0].partition(" ")[0] if len(several) == 1 else f"{len(several)} kinds"
+            short = families.pop() if families == {"halo"} else short
             words = "\n".join(f"{what}: {moved.back} a step, {format_bytes(moved.bytes)}" for what, moved in several)
             is_first = all(arrow.target != source or arrow.kind != kind for arrow in found)
             found.append(Arrow(source, target, kind, f"{short} {total}" if is_first else "", words))

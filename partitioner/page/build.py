@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from cost_models.simulator.simulation import Simulation
+from cost_models.step_formula import StepFormula
 from cost_models.units import format_bytes, format_seconds
 from partitioner.drawing.blocks import blocks_svg
 from partitioner.drawing.held import cut_weights
@@ -35,22 +36,23 @@ _WEIGHTS = 4
 """Weights that are drawn: one for each way in which ranks hold them."""
 
 
-def save_page(path: str | Path, explained: Explained, devices: DeviceTable, simulation: Simulation) -> None:
+def save_page(path: str | Path, explained: Explained, devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> None:
     """Write the page; see ``page_html``.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    save_text(path, page_html(explained, devices, simulation), "the report")
+    save_text(path, page_html(explained, devices, simulation, formula), "the report")
 
 
-def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation) -> str:
+def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> str:
     """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
 
     Args:
         explained: the model.
         devices: a line for each rank.
         simulation: of a step.
+        formula: of a step.
     """
     parts = (
         ("Plan", _plan(explained)),
@@ -60,7 +62,7 @@ def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
         ("Memory", bars_html(simulation.memory)),
         ("Communication", _communication(explained, simulation)),
-        ("Formulas", formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch")),
+        ("Formulas", _formulas(explained, formula)),
         ("Programs", _programs(explained)),
         ("Notes", _notes(explained)),
     )
@@ -102,6 +104,15 @@ def _weights(explained: Explained) -> str:
 
 def _communication(explained: Explained, simulation: Simulation) -> str:
     return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(explained, ("COMMUNICATION",))
+
+
+def _formulas(explained: Explained, formula: StepFormula) -> str:
+    """Of a step, with what each symbol is; then of each stage."""
+    moved = {f"bytes that the slowest rank sends along {name}": size for name, size in formula.bytes_moved.items()}
+    step = {"step time (s)": formula.step_time, "memory of the fullest rank (bytes)": formula.memory, **moved}
+    symbols = str(formula).partition("\nwhere\n")[2]
+    stages = formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch")
+    return f"{formulas_html(step)}<pre>{escape(symbols)}</pre><h3>Stages</h3>{stages}"
 
 
 def _programs(explained: Explained) -> str:

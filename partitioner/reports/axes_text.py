@@ -94,7 +94,12 @@ class ValueLayouts:
         return self._text(name, _gradient(layout) if gradient else layout)
 
     def of_change(self, change: Change, *, gradient: bool) -> str:
-        """A change of layout: ``"[rows/data, ffn] -> [rows, ffn]"``; that of the gradient goes the other way."""
+        """A change of layout: ``"[rows/data, ffn] -> [rows, ffn]"``; that of the gradient goes the other way.
+
+        Where nothing changes, windows read beyond a rank's part, or give the gradient of that back.
+        """
+        if change.before == change.after:
+            return f"{self._text(change.value, change.before)} -> {'without' if gradient else 'with'} borders"
         before, after = (_gradient(change.after), _gradient(change.before)) if gradient else (change.before, change.after)
         return f"{self._text(change.value, before)} -> {self._text(change.value, after)}"
 
