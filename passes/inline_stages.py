@@ -156,18 +156,15 @@ class _Inliner:
     def _inline(self, stage: StageCall, call: fx.Node) -> Any:
         """The stage's results as the program's values: nodes, and tuples of nodes."""
         arguments = list(self._mapped(call.args, self.values))
+        placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
         if stage.takes_tuple:
             spread = arguments[0]
             if isinstance(spread, fx.Node):
-                count = (
-                    len([each for each in stage.graph.graph.nodes if each.op == "placeholder"])
-                    - len(stage.bound_names)
-                    - len(arguments)
-                    + 1
-                )
-                spread = [self._call(operator.getitem, (spread, index), f"{spread.name}_{index}") for index in range(count)]
+                count = len(placeholders) - len(stage.bound_names) - len(arguments) + 1
+                saved = placeholders[len(stage.bound_names) :][:count]
+                items = [self._call(operator.getitem, (spread, index), f"{spread.name}_{index}") for index in range(count)]
+                spread = [self._describe(item, node) for item, node in zip(items, saved, strict=True)]
             arguments = [*spread, *arguments[1:]]
-        placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
         state = dict(zip(placeholders, stage.bound_names, strict=False))
         values: dict[fx.Node, Any] = dict(zip(placeholders[len(state) :], arguments, strict=True))
         label = self._label(call)
