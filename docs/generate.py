@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt3 import LENGTH, SHAPES, STATE_BYTES
 from net import factory
 
 import partitioner
 from cost_models.hardware import Cluster
-from cost_models.units import format_bytes
+from cost_models.units import format_bytes, format_flops
 from partitioner import Constraints, PartitionedModel, draw, draw_weight, partition
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
@@ -35,6 +36,7 @@ def tables() -> dict[str, str]:
         "passes.md": passes(),
         "schedules.md": schedules(),
         "machines.md": machines(),
+        "gpt3.md": gpt3(),
     }
 
 
@@ -138,6 +140,36 @@ def machines() -> str:
         rows.append((f"`{name}`", format_bytes(device.memory_bytes), f"{device.memory_bandwidth / 1e9:g} GB/s", peaks, *links))
     lead = '`cluster="h100:8x8"`, or `Cluster.preset("h100", nodes=8, devices_per_node=8)`. `cost_models/presets.toml` names the sources.'
     return page("Machines", lead, table(("preset", "memory", "bandwidth", "peak TFLOP/s", "inside a node", "between nodes"), rows))
+
+
+# -- GPT-3 -----------------------------------------------------------------------------------------------------------------------------
+
+DEVICES = (1, 8, 64, 256, 1024)
+
+
+def gpt3() -> str:
+    """FLOPs of a token, and what each device holds when weights, gradients and optimizer state are cut over all of them."""
+    work = [
+        (
+            shape.name,
+            *(str(number) for number in (shape.layers, shape.width, shape.heads)),
+            f"{shape.parameters / 1e9:.3f} B",
+            *(format_flops(flops) for flops in (shape.weight_flops, shape.attention_flops, shape.weight_flops + shape.attention_flops)),
+        )
+        for shape in SHAPES
+    ]
+    memory = [(shape.name, *(format_bytes(shape.parameters * STATE_BYTES / count) for count in DEVICES)) for shape in SHAPES]
+    lead = (
+        f"The eight shapes of Brown et al., 2020, over sequences of {LENGTH} tokens. A token costs six FLOPs for each weight that"
+        " multiplies it, forward and backward, and attention over the whole sequence. Graphs of the models say the same."
+    )
+    state = (
+        f"Weights, gradients and the state of Adam, {STATE_BYTES} bytes a parameter in mixed precision, cut over all devices"
+        ' (`mode="fsdp"`). Activations come on top: `pm.simulate()` tells them.'
+    )
+    heading = ("model", "layers", "width", "heads", "parameters", "6N", "attention", "FLOPs a token")
+    held = ("model", *(f"{count:,} device{'s' if count > 1 else ''}" for count in DEVICES))
+    return page("GPT-3 in numbers", lead, table(heading, work), "## Memory of each device", state, table(held, memory))
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
         try:
             arguments = {name: _made_up(value, call, device, spread=spread) for name, value in call.values}
             with torch.no_grad():
-                return median_seconds(lambda given=arguments: call.operator(**given), device)  # type: ignore[misc]
+                return median_seconds(lambda given=arguments: call.operator(**given), device, among_others=True)  # type: ignore[misc]
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             continue
     return None
