@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from cost_models.cost_model import CostModel
@@ -18,6 +19,7 @@ from partitioner.model import PartitionedModel
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.progress import Progress
 from partitioner.rows import Inputs
 from partitioner.runtime import torchrun
@@ -25,6 +27,7 @@ from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
 from partitioner.simulate import Assumptions
 from partitioner.state import materialize
+from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
 from passes.cut_axes import cut_by_plan
 from passes.ir.errors import ConfigError
@@ -79,7 +82,8 @@ def partition(
         cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
         memory_limit: per device, bytes or ``"16GiB"``.
         optimizer: whose state the memory model counts.
-        precision: None, as the model is; other precisions come in a later version.
+        precision: None: as the model is. ``"bf16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
+            ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
             ``state_dict()``.
@@ -103,11 +107,13 @@ def partition(
     placement = resolve_devices(devices, world_size)
     hardware = _hardware(cluster, placement)
     mesh = resolve_mode(mode, len(placement.devices)) if plan is None else Mesh(plan.mesh)
-    _check_later(precision, batchnorm)
+    _check_batchnorm(batchnorm)
     local = _inputs(inputs, world_size)
+    model, dtype = converted_model(model, true_dtype(precision)), true_dtype(precision)
     steps = Progress("partition", 2 if plan is not None else 3, progress)
     with steps.step("tracing"):
-        graph = trace(model, example_inputs, example_kwargs, training)
+        example_inputs, example_kwargs = _converted_example(model, example_inputs, example_kwargs, dtype)
+        graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
     if plan is None:
         request = PlanRequest(
             mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
@@ -125,16 +131,14 @@ def partition(
         with steps.step("planning"):
             of_mesh = (graph, hardware, request, cost_model)
             plan = plan_auto(*of_mesh, steps.tell) if mesh is None else plan_mesh(*of_mesh, mesh)
-    elif plan.n_ranks != len(placement.devices):
-        raise ConfigError(
-            f"the plan is for {plan.n_ranks} devices and {len(placement.devices)} were given", remedy=f"pass devices={plan.n_ranks}"
-        )
+    _check_ranks(plan, len(placement.devices))
+    check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime
     runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
     runtime.agree("plan", plan.hash)
     with steps.step("lowering"):
         assumed = Assumptions(hardware, cost_model, optimizer)
-        return _lower(model, graph, plan, runtime, local, example_inputs, example_kwargs, assumed)
+        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
 
 
 def _lower(
@@ -143,6 +147,7 @@ def _lower(
     plan: Plan,
     runtime: Runtime,
     inputs: Inputs,
+    dtype: torch.dtype | None,
     example_inputs: tuple[Any, ...] | None,
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
@@ -161,14 +166,14 @@ def _lower(
 
     def lower_at(variant: Variant) -> Lowering:
         fixed = variant.batch_size not in (None, graph.batch_size)
-        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size) if fixed else graph
+        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size, graph.autocast) if fixed else graph
         if variant.in_parts:
             traced = with_totals(traced)
         stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
         variant_cut = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
         return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
 
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed)
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
@@ -177,11 +182,23 @@ def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
     return cluster or placement.cluster or hardware_of(placement.devices)
 
 
-def _check_later(precision: str | None, batchnorm: str) -> None:
-    if precision is not None:
-        raise ConfigError(
-            f"precision={precision!r} is not in this version", remedy="convert the model first: partition(model.bfloat16(), ...)"
-        )
+def _converted_example(
+    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...] | None, Mapping[str, Any] | None]:
+    """The example of a call in the precision that everything is converted to."""
+    if dtype is None:
+        return args, kwargs
+    given = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
+    found: tuple[tuple[Any, ...], Mapping[str, Any]] = converted_inputs(given, dtype)
+    return found
+
+
+def _check_ranks(plan: Plan, n_devices: int) -> None:
+    if plan.n_ranks != n_devices:
+        raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
+
+
+def _check_batchnorm(batchnorm: str) -> None:
     if batchnorm not in ("sync", "local"):
         raise ConfigError(f"there is no batchnorm={batchnorm!r}", remedy='choose "sync" or "local"')
 

@@ -11,14 +11,18 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partitioner.binding import BoundInputs, as_traced, given_inputs, missing_inputs, to_device, values_on
 from partitioner.lowering import Lowering
+from partitioner.precision import converted_inputs
 from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.runtime import Runtime
+from passes.ir.autocast import without_autocast
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch
 
@@ -36,13 +40,15 @@ class Calls:
         graph: of the model.
         runtime: runs programs.
         rows: what each process passes.
+        dtype: what floating-point inputs are converted to, if anything.
     """
 
-    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime, rows: RowParts) -> None:
+    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime, rows: RowParts, dtype: torch.dtype | None = None) -> None:
         self._signature = inspect.signature(original.forward)
         self._graph = graph
         self._runtime = runtime
         self._rows = rows
+        self.dtype = dtype
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """The tensors of one call, on which all ranks agree.
@@ -50,7 +56,8 @@ class Calls:
         Raises:
             ConfigError: they do not fit what was traced, or ranks differ in them.
         """
-        args, kwargs = as_traced(self._graph, self._signature, args, kwargs)
+        self._check_autocast()
+        args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         kind = "local batch size" if self._rows.inputs == "local" else "batch size"
         passed = self._runtime.agree(kind, given.batch)
@@ -85,7 +92,19 @@ class Calls:
                 **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
                 **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
-        return self._runtime.run(programs, given)
+        with without_autocast():  # casts are operations of the programs
+            return self._runtime.run(programs, given)
+
+    def _check_autocast(self) -> None:
+        """Raise ConfigError for a call inside an autocast that the programs were not traced in."""
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                dtype = torch.get_autocast_dtype(device_type)
+                if self._graph.autocast is None or self._graph.autocast.dtype != dtype:
+                    raise ConfigError(
+                        f"the call is inside torch.autocast({device_type!r}, {dtype}), which the model was not traced in",
+                        remedy='partition(model, ..., precision="bf16-mixed" or "16-mixed") computes as inside of one',
+                    )
 
     def differentiated(self, wanted: frozenset[str]) -> list[str]:
         """The inputs whose gradients are wanted, in the order in which programs return these."""

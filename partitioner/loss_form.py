@@ -89,7 +89,7 @@ def _dependence(
             tracked[output.node] = make(shape, dtype=value.dtype, device=_device(value, target), requires_grad=output.node in requiring)
         leaves.append(tracked[output.node])
     with torch.enable_grad():
-        loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), target, loss_fn)
+        loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), target, loss_fn, graph.autocast)
     own = next((name for name, tensor in tracked.items() if tensor is loss), None)
     roots = {name: tensor for name, tensor in tracked.items() if tensor.requires_grad}
     if not roots or not loss.requires_grad:

@@ -27,6 +27,7 @@ from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
 from partitioner.page.build import save_page
+from partitioner.precision import converted_inputs
 from partitioner.record import record
 from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
@@ -65,6 +66,7 @@ class PartitionedModel(nn.Module):
         state: State,
         lowerings: Lowerings,
         assumed: Assumptions,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.training = graph.training
@@ -77,7 +79,7 @@ class PartitionedModel(nn.Module):
         self._state = state
         self._freezing = Freezing(state.named_parameters())
         self._accumulation = Accumulation(state.named_parameters())
-        self._calls = Calls(original, graph, runtime, lowerings.rows)
+        self._calls = Calls(original, graph, runtime, lowerings.rows, dtype)
         self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
         self._assumed = assumed
@@ -241,7 +243,7 @@ class PartitionedModel(nn.Module):
         were. ``bool(report)`` says whether all is equal.
         """
         subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
-        return check(subject, args, kwargs)
+        return check(subject, *converted_inputs((args, kwargs), self._calls.dtype))
 
     def explain(self) -> str:
         """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
@@ -275,7 +277,9 @@ class PartitionedModel(nn.Module):
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
         lowerings = self._lowerings.with_microbatches(count)
-        twin = PartitionedModel(self._original[0], self._graph, plan, self._runtime, self._state, lowerings, self._assumed)
+        twin = PartitionedModel(
+            self._original[0], self._graph, plan, self._runtime, self._state, lowerings, self._assumed, self._calls.dtype
+        )
         twin._freezing = self._freezing
         return twin
 

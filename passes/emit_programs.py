@@ -192,7 +192,7 @@ def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[f
         leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
         tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
         constants = [output.constant for output in outputs]
-        return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated)
+        return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
 
     if not losses:
         emitter.targets = emitter.call(split_target, (emitter.inputs["target"], emitter.sizes()), "target_parts")

@@ -267,7 +267,7 @@ class _Localizer:
         def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
             return self.emit(function, args, kwargs, name, node)
 
-        return inside.write(InsideWriter(emit, self._size_node, cuts, given, factors, node.name))
+        return inside.on_part(InsideWriter(emit, self._size_node, cuts, given, factors, node.name))
 
     def _inner(self, node: fx.Node, cut: Cut) -> Size:
         """The size of what a factor holds inside the axis that is cut."""

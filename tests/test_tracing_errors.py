@@ -90,11 +90,6 @@ def checkpoints(x: Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
 
 
-def autocasts(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return x @ x.T
-
-
 def differentiates(x: Tensor) -> Any:
     return torch.func.grad(lambda y: (y**2).sum())(x)
 
@@ -121,7 +116,6 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     leaves_torch: ("outside of PyTorch", "PyTorch's own operations"),
     straight_through: (f"custom autograd function {__name__}.Rounded", "torch.library"),
     checkpoints: ("reentrant", "use_reentrant=False"),
-    autocasts: ("torch.autocast", ".to(dtype)"),
     differentiates: ("torch.func.grad", "outside of the model"),
     conditional: ("cond", "torch.where"),
     fails: ("RuntimeError", "call the model itself"),

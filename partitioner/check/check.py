@@ -179,7 +179,7 @@ class _Check:
         self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, rows, SEED)
         self.parts: list[Part] = []
         is_cut = Mesh(partitioned.plan.mesh).cutting.size > 1
-        self.roughest = _roughest(self.graph) if is_cut else None
+        self.roughest = _roughest(self.graph) if is_cut or self.graph.autocast is not None else None
 
     def run(self) -> None:
         """Compare results, buffers and gradients of a call and of a training step."""

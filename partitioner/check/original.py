@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from partitioner.binding import reorder_keywords
 from partitioner.check.dot_product import DotProduct
+from passes.ir.autocast import without_autocast
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import call_loss
@@ -108,7 +109,8 @@ def run_original(
     device = next((parameter.device for parameter in model.parameters()), None)
     call = fresh_call(graph, args, kwargs, device)
     torch.manual_seed(seed)
-    result = model(*call.args, **call.kwargs)
+    with without_autocast() if graph.autocast is None else graph.autocast.enabled():
+        result = model(*call.args, **call.kwargs)
     outputs = pytree.tree_leaves(result)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     objective = DotProduct(graph.outputs, outputs, batch)

@@ -28,7 +28,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
     module = fx.GraphModule(exported.program.graph_module, graph)
     batch = next(iter(graph.nodes)) if exported.batch is not None else None
     input_names = {renamed[name] for name in lifted.inputs if name is not None}
-    graph, notes = normalize(module, batch, exported.batch, tied, input_names, lifted.without_gradient)
+    graph, notes = normalize(module, batch, exported.batch, tied, input_names, lifted.without_gradient, exported.inputs.autocast)
     refuse_learned_constants(lifted)
     return ModelGraph(
         module=fx.GraphModule(nn.Module(), graph, type(model).__name__),
@@ -43,6 +43,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
         batch=exported.batch,
         batch_size=exported.layout.size,
         training=training,
+        autocast=exported.inputs.autocast,
         notes=(*exported.notes, *merged_parameters(model), *notes),
     )
 

@@ -22,6 +22,7 @@ from partitioner.tracing.caches import register_caches
 from partitioner.tracing.inputs import BatchLayout, ModelInputs
 from partitioner.tracing.preserved import preserved
 from partitioner.tracing.random_choices import DecidedRandomChoices
+from passes.ir.autocast import without_autocast
 
 __all__ = ["TRACING", "export"]
 
@@ -58,7 +59,7 @@ def export(
             TRACING,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            _without_autocast(),
+            without_autocast() if inputs.autocast is None else inputs.autocast.enabled(),
             _meta_autocast_as_cpu(),
             refuse_custom_functions(),
             DecidedRandomChoices(),
@@ -115,16 +116,6 @@ def _notes(kept: Sequence[str], questions: Sequence[str]) -> tuple[str, ...]:
         where = ", ".join(questions)
         notes.append(f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are")
     return tuple(notes)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Outside of any autocast that the caller is in: a graph means the same wherever it was traced."""
-    with contextlib.ExitStack() as stack:
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 @contextlib.contextmanager

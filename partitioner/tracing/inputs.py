@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from partitioner.tracing.trees import leaf_paths
+from passes.ir.autocast import Autocast
 from passes.ir.errors import ConfigError
 
 __all__ = ["BatchLayout", "ModelInputs", "flatten_inputs"]
@@ -25,11 +26,13 @@ class ModelInputs:
         leaves: in pytree order; tensors and anything else.
         names: for each leaf, its name as a user would say it: ``"input_ids"``, ``"args[0]"``, ``"mask['key']"``.
         tree: the structure of ``(args, kwargs)``.
+        autocast: the mixed precision around the call.
     """
 
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     tree: TreeSpec
+    autocast: Autocast | None = None
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -46,7 +49,7 @@ class ModelInputs:
         if not any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
             return self
         leaves = tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return ModelInputs(leaves, self.names, self.tree)
+        return replace(self, leaves=leaves)
 
     def layout(self, dimension: int) -> BatchLayout:
         """Where the batch may be, if it is in this dimension of the first tensor that has it; nowhere when there is none.
@@ -72,7 +75,7 @@ class ModelInputs:
             if leaf.shape[dimension] != size:
                 shape = [size if each == dimension else other for each, other in enumerate(leaf.shape)]
                 resized[index] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-        return ModelInputs(tuple(resized), self.names, self.tree)
+        return replace(self, leaves=tuple(resized))
 
 
 @dataclass(frozen=True)

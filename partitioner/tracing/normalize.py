@@ -9,9 +9,11 @@ from torch import fx
 
 from passes.batch_size import read_sizes_from_batch
 from passes.compute_outputs import compute_outputs
+from passes.explicit_casts import write_casts
 from passes.functionalize import functionalize
 from passes.inline_subgraphs import inline_subgraphs
 from passes.inline_vmap import inline_vmap
+from passes.ir.autocast import Autocast
 from passes.name_nodes import name_nodes
 from passes.number_paddings import number_paddings
 from passes.pin_squeezes import pin_squeezes
@@ -30,6 +32,7 @@ def normalize(
     tied: Mapping[str, str],
     inputs: Collection[str],
     without_gradient: Collection[str],
+    autocast: Autocast | None = None,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """The graph of a module, rewritten, and what the user should know.
 
@@ -39,10 +42,12 @@ def normalize(
         tied: placeholder to remove -> placeholder of the same tensor.
         inputs: placeholders of the model's inputs.
         without_gradient: placeholders that never require a gradient.
+        autocast: what it was traced in.
     """
     graph = module.graph
     pinned: tuple[fx.Node, ...] = ()
     tie_parameters(graph, tied)
+    write_casts(module, autocast)
     inline_vmap(module)
     inline_subgraphs(module, without_gradient)
     if batch is not None and symbol is not None:

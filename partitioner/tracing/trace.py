@@ -18,6 +18,7 @@ from partitioner.tracing.inputs import BatchLayout, ModelInputs, flatten_inputs
 from partitioner.tracing.outputs import with_outputs
 from partitioner.tracing.ties import refuse_overlaps
 from passes.batch.values import FittedValues, OpenValues, pair_nodes
+from passes.ir.autocast import Autocast
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph
 
@@ -30,6 +31,7 @@ def trace(
     example_kwargs: Mapping[str, Any] | None = None,
     training: bool | None = None,
     batch_size: int | None = None,
+    autocast: Autocast | None = None,
 ) -> ModelGraph:
     """Trace a model into one graph. The model is not changed, and tracing computes nothing.
 
@@ -38,6 +40,7 @@ def trace(
         example_kwargs: its keyword inputs. When both are None, inputs are found as ``find_example_inputs`` says.
         training: trace as ``model.train(training)`` would compute; None keeps the mode of every module.
         batch_size: trace for this batch size alone, even where the model allows any.
+        autocast: the mixed precision to trace in; what the caller is in does not matter.
 
     Raises:
         TraceError: the model cannot be made one graph.
@@ -48,6 +51,7 @@ def trace(
     if example_inputs is None and example_kwargs is None:
         example_inputs, example_kwargs = find_example_inputs(model)
     inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).moved_with(model)
+    inputs = dataclasses.replace(inputs, autocast=autocast)
     training = model.training if training is None else training
     with TRACING:
         if batch_size is not None:

@@ -29,6 +29,7 @@ class Inside:
         whole: arguments that are read whole by every rank alike, not on their way into cut work: stored statistics.
         allows: whether this call can be written so.
         by_place: whether it counts places along the factor: a part must then be a run of them.
+        single: whether half precision is made float32 inside, as torch's kernels do for what adds up many terms.
     """
 
     write: Callable[[InsideWriter], fx.Node]
@@ -37,6 +38,11 @@ class Inside:
     whole: tuple[str, ...] = ()
     allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
     by_place: bool = False
+    single: bool = False
+
+    def on_part(self, write: InsideWriter) -> fx.Node:
+        """Write it on a rank's part."""
+        return write.in_single_precision(self.write) if self.single else self.write(write)
 
 
 def _is_plain_lookup(arguments: Mapping[str, Any]) -> bool:
@@ -61,18 +67,20 @@ def _is_without_storage(arguments: Mapping[str, Any]) -> bool:
 _STATISTICS = ("running_mean", "running_var")
 
 _INSIDE: Mapping[Any, Inside] = {
-    aten.batch_norm: Inside(norms.batch_norm, ("batch", "space"), whole=_STATISTICS, allows=lambda arguments: bool(arguments["training"])),
-    aten.layer_norm: Inside(norms.layer_norm, ("features",)),
-    aten.rms_norm: Inside(norms.rms_norm, ("features",)),
-    aten.group_norm: Inside(norms.group_norm, ("channels", "space")),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage),
+    aten.batch_norm: Inside(
+        norms.batch_norm, ("batch", "space"), whole=_STATISTICS, allows=lambda arguments: bool(arguments["training"]), single=True
+    ),
+    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True),
+    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True),
+    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True),
     aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
-    aten.softmax: Inside(classes.softmax, ("dim",)),
-    aten.log_softmax: Inside(classes.log_softmax, ("dim",)),
-    aten._softmax: Inside(classes.softmax, ("dim",)),  # noqa: SLF001
-    aten._log_softmax: Inside(classes.log_softmax, ("dim",)),  # noqa: SLF001
+    aten.softmax: Inside(classes.softmax, ("dim",), single=True),
+    aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True),
+    aten._softmax: Inside(classes.softmax, ("dim",), single=True),  # noqa: SLF001
+    aten._log_softmax: Inside(classes.log_softmax, ("dim",), single=True),  # noqa: SLF001
     aten.scaled_dot_product_attention: Inside(attention.causal_attention, ("queries",), allows=_is_without_dropout, by_place=True),
-    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True),
+    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True, single=True),
 }
 """Operator -> how it is cut inside."""
 

@@ -66,6 +66,20 @@ class InsideWriter:
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
+    def in_single_precision(self, write: Callable[[InsideWriter], fx.Node]) -> fx.Node:
+        """Write with half-precision arguments made float32, and the result in their precision: as torch's kernels compute inside."""
+        source = self.arguments["input"] if "input" in self.arguments else self.arguments["self"]
+        dtype = source.meta["val"].dtype
+        if dtype not in _HALF:
+            return write(self)
+        arguments = {
+            name: self.call(aten.to.dtype, value, torch.float32) if name in _WIDENED and _is_half(value) else value
+            for name, value in self.arguments.items()
+        }
+        result = write(InsideWriter(self._emit, self._write_size, self.cuts, arguments, self.factors, self._name))
+        wanted = self.arguments.get("dtype") or dtype
+        return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
+
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, named after the operation."""
         return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
@@ -115,3 +129,12 @@ class InsideWriter:
     def count(self, *factors: str) -> Any:
         """How many elements the whole operation reduces over: the product of factors' sizes."""
         return self._write_size(product(self.factors[name] for name in factors))
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_WIDENED = ("input", "self", "weight", "bias")
+"""Arguments that are read; stored statistics are written, and stay what they are."""
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.meta["val"].dtype in _HALF

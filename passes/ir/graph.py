@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
+from passes.ir.autocast import Autocast
+
 __all__ = ["Combine", "Input", "ModelGraph", "Output", "Part", "Results", "Total"]
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
@@ -126,6 +128,7 @@ class ModelGraph:
         notes: what the user should know, one sentence each.
         microbatching: what changes when the batch is cut into microbatches, one sentence each (batch normalisation ...).
         totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
+        autocast: the mixed precision that the loss is computed in; casts inside the graph are operations of it.
         part: which part of the model this is, for a graph that ``passes.localize`` wrote.
     """
 
@@ -144,6 +147,7 @@ class ModelGraph:
     notes: tuple[str, ...]
     microbatching: tuple[str, ...] = ()
     totals: tuple[Total, ...] = ()
+    autocast: Autocast | None = None
     part: Part = Part()
 
     @property

@@ -12,6 +12,7 @@ The modules hold what stays with a rank from step to step (parameters, buffers, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.ir.autocast import Autocast
 from passes.ir.errors import ConfigError
 from passes.ir.unsummed import AddUnsummed, is_unsummed, keep_unsummed, mark_summed
 
@@ -134,6 +136,7 @@ class LossCall(nn.Module):
         tree: structure of the result.
         tracked: indices of the values that autograd would track.
         differentiated: indices of the values whose gradients the stages take.
+        autocast: the mixed precision that it is computed in.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class LossCall(nn.Module):
         tree: pytree.TreeSpec,
         tracked: Sequence[int],
         differentiated: Sequence[int],
+        autocast: Autocast | None = None,
     ) -> None:
         super().__init__()
         self.leaves = tuple(leaves)
@@ -150,6 +154,7 @@ class LossCall(nn.Module):
         self.tree = tree
         self.tracked = tuple(tracked)
         self.differentiated = tuple(differentiated)
+        self.autocast = autocast
 
     def forward(
         self, values: Sequence[Tensor], target: Any, loss_fn: Callable[..., Tensor] | None, weight: float | Tensor, rows: int
@@ -160,7 +165,7 @@ class LossCall(nn.Module):
             pairs = zip(self.leaves, self.constants, strict=True)
             leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
             result = pytree.tree_unflatten(leaves, self.tree)
-            loss = call_loss(result, target, loss_fn)
+            loss = call_loss(result, target, loss_fn, self.autocast)
             weighted = loss * weight
         if not self.tracked:
             return (weighted.detach(),)
@@ -186,13 +191,17 @@ def at_batch(constant: Any, batch: int) -> Any:
     return constant
 
 
-def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, autocast: Autocast | None = None) -> Tensor:
     """The loss: ``loss_fn(result, target)``, or what the model itself returns as one.
+
+    Args:
+        autocast: the mixed precision that it is computed in.
 
     Raises:
         ConfigError: the model returns no loss, or the loss is no single number.
     """
-    loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
+    with contextlib.nullcontext() if autocast is None else autocast.enabled():
+        loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"the loss is {shape}, not one number", remedy="reduce it: .mean() or .sum()")
