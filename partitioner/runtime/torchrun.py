@@ -19,7 +19,7 @@ from partitioner.runtime.connection import Connection
 from partitioner.runtime.distributed_collectives import as_bytes
 from partitioner.runtime.distributed_transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from partitioner.runtime.executor import ProgramSet, Run
-from passes.ir.backends import default_backend
+from passes.ir.backends import check_backend, default_backend
 from passes.ir.errors import ConfigError
 
 __all__ = ["TorchrunRuntime", "is_launched", "local_world_size", "world_size"]
@@ -186,6 +186,7 @@ def _connect(device: torch.device, timeout: timedelta | None) -> Connection:
 def _join(device: torch.device, timeout: timedelta | None) -> None:
     """See to the default process group."""
     backend = default_backend(device.type)
+    check_backend(backend, device.type, "send_receive")
     if not (dist.is_available() and dist.is_backend_available(backend)):
         raise ConfigError(f"this build of torch has no {backend}, which {device.type} needs", remedy="install another build of torch")
     if not dist.is_initialized():
