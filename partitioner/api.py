@@ -36,6 +36,7 @@ from passes.ir.mesh import STAGES, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
 from passes.stages import split_stages
+from passes.weights_digest import weights_digest
 
 __all__ = ["partition"]
 
@@ -131,7 +132,7 @@ def partition(
         with steps.step("planning"):
             of_mesh = (graph, hardware, request, cost_model)
             plan = plan_auto(*of_mesh, steps.tell) if mesh is None else plan_mesh(*of_mesh, mesh)
-    _check_ranks(plan, len(placement.devices))
+    _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime
     runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
@@ -193,7 +194,11 @@ def _converted_example(
     return found
 
 
-def _check_ranks(plan: Plan, n_devices: int) -> None:
+def _check_fits(plan: Plan, graph: ModelGraph, n_devices: int) -> None:
+    if plan.weights not in ("", weights_digest(graph)):
+        raise ConfigError(
+            "the plan was made for another model: names or shapes of parameters differ", remedy="leave plan=None, and one is made for this"
+        )
     if plan.n_ranks != n_devices:
         raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
 

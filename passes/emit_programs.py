@@ -211,6 +211,7 @@ def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[f
         emitter.value_gradients[name, microbatch, -1] = node
     if len(losses) == emitter.n_microbatches:
         emitter.values["loss", None] = emitter.call(total, (list(losses),), "loss_of_batch")
+        emitter.values["loss", None].meta["dtype"] = form.dtype
 
 
 def _loss_of_batch(emitter: StageEmitter, script: Script, losses: list[fx.Node]) -> fx.Node:

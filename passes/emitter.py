@@ -7,6 +7,7 @@ What nodes say of themselves beside fx's own ``meta``:
     "section"   the action that they belong to, or words: "gradients of parameters"
     "message"   on a receive, its wait and a send: what is communicated
     "reduces"   on an all_reduce: the parameters or the input whose gradients it sums
+    "dtype"     on the loss of the batch: in which it is told
     "bytes"     on a receive, a send and an all_reduce: how much, at the batch size that the model was traced with
 """
 

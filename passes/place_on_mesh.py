@@ -191,7 +191,7 @@ class _Writer:
         users = list(node.users)
         with self.nodes.inserting_after(node):
             started = self._call(node, all_reduce, ([node],), start, group=self.mesh.group(self.rank, self.part.rows))
-        started.meta["bytes"] = 4
+        started.meta["bytes"] = self._bytes_of_number(node)
         started.meta["reduces"] = (node.name,)
         with self.nodes.inserting_after(started):
             summed = self._call(node, wait, (started,), f"wait_{start}")
@@ -199,6 +199,11 @@ class _Writer:
             result = self._call(node, operator.getitem, (summed, 0), name)
         for user in users:
             user.replace_input_with(node, result)
+
+    def _bytes_of_number(self, node: fx.Node) -> int:
+        """Of the loss, or of a count that the model divides by."""
+        dtype = node.meta["dtype"] if "dtype" in node.meta else node.meta["val"].dtype
+        return int(dtype.itemsize)
 
     def sum_loss(self) -> None:
         """The loss of a rank's rows -> that of the batch."""

@@ -40,6 +40,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.split_backward import Recompute
+from passes.weights_digest import weights_digest
 
 __all__ = ["plan_auto"]
 
@@ -140,7 +141,7 @@ class _Search:
         if option.cut is not None:
             plan = cut_described(plan, option.cut, self._request)
         gap = max(0.0, 1 - self._bound / solution.step_time) if solution.step_time else 0.0
-        return dataclasses.replace(plan, gap=gap, notes=(*plan.notes, *self._notes()))
+        return dataclasses.replace(plan, gap=gap, notes=(*plan.notes, *self._notes()), weights=weights_digest(self._graph))
 
     def _add(self, bound: float, item: Mesh | _Option) -> None:
         if bound < np.inf:

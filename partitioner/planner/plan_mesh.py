@@ -24,6 +24,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import Plan
 from passes.provenance import module_path
+from passes.weights_digest import weights_digest
 
 __all__ = ["cut_described", "plan_mesh", "stages_mode"]
 
@@ -44,14 +45,14 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     """
     check_dimensions(request.constraints, mesh)
     if mesh.cutting.size == 1:
-        return make_plan(graph, cluster, request, cost_model)
+        return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
     model = CuttableModel(graph, request, differentiate=differentiates(graph, request))
     mesh = model.with_grid(mesh)
     cut = model.cut(mesh.cutting)
     check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
     problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, cost_model or Roofline())
-    return cut_described(plan_stages(problem), cut, request)
+    return dataclasses.replace(cut_described(plan_stages(problem), cut, request), weights=weights_digest(graph))
 
 
 def stages_mode(mesh: Mesh, request: PlanRequest) -> str:

@@ -65,6 +65,7 @@ class Plan:
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices: 0 is proved to be the best;
             None where the mesh was given.
+        weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -82,6 +83,7 @@ class Plan:
     axes: tuple[tuple[str, str], ...] = ()
     batchnorm: str = "sync"
     gap: float | None = None
+    weights: str = ""
 
     @property
     def n_ranks(self) -> int:
