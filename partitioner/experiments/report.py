@@ -38,7 +38,7 @@ def report_html(results: Results, title: str = "Placements") -> str:
     """
     if not results.table:
         raise ConfigError("there is nothing to report: the sweep has no rows", remedy="run the sweep first")
-    done = [row for row in results.table if row.ok]
+    done = sorted((row for row in results.table if row.ok), key=lambda row: row.key)
     header = f"<h1>{escape(title)}</h1><p>{escape(_headline(results))}</p>{_tiles(results)}"
     sections = [("Best", _best(done)), *_pictures(done), ("Placements", _table(done)), ("Failures", _failures(results.failures))]
     package = "partitioner.experiments"
