@@ -122,8 +122,8 @@ def test_results_draw_some_of_their_rows() -> None:
     [(values, logarithmic) for values in ([3.0], [1.0, 1.0], [1e-6, 4e3], [0.7, 0.71]) for logarithmic in (False, True)],
 )
 def test_everything_that_is_drawn_is_inside(values: list[float], logarithmic: bool) -> None:
-    axes = [Axis("value", lambda value: f"{value:g}", logarithmic=logarithmic) for _ in range(2)]
-    svg = chart_svg("title", *axes, [Series("one", [(value, value, "told") for value in values], 0)])
+    axis = Axis("value", lambda value: f"{value:g}", logarithmic=logarithmic)
+    svg = chart_svg("title", axis, axis, [Series("one", [(value, value, "told") for value in values], 0)])
     root = parsed(svg)
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
     places = [(float(text.attrib["x"]), float(text.attrib["y"])) for text in root.iter(f"{SVG}text")]

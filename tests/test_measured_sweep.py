@@ -1,0 +1,32 @@
+"""Placements of a sweep that really run, under torchrun on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from partitioner.experiments import sweep
+from partitioner.experiments.measure import check_measurable
+from passes.ir.errors import ConfigError
+from tests.sweep_models import perceptron
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_planned_is_run_once(tmp_path: Path) -> None:
+    store = tmp_path / "runs.db"
+    predicted = sweep({"net": perceptron}, 2, ["data", "pipeline"], "h100:1x2", store=store, workers=0)
+    measured = sweep({"net": perceptron}, 2, ["data", "pipeline"], "h100:1x2", store=store, workers=0, measure=True)
+    assert [row.reason for row in measured.table] == ["", ""]
+    assert [(row.key, row.step_time) for row in measured.table] == [(row.key, row.step_time) for row in predicted.table]
+    assert all(row.measured_step_time is not None and row.measured_step_time > 0 for row in measured.table)
+    again = sweep({"net": perceptron}, 2, ["data", "pipeline"], "h100:1x2", store=store, workers=0, measure=True)
+    assert again == measured
+
+
+def test_models_that_other_processes_cannot_make_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the model net cannot be made in other processes"):
+        check_measurable({"net": lambda: (None, ())})
+    check_measurable({"net": perceptron, "file": "net.py:factory"})
