@@ -152,7 +152,8 @@ class Lowering:
             if differentiation is None:
                 emitted = emit_forward(self._stages(part, number), n_microbatches, devices, training=False)
             else:
-                lowered = self._training(differentiation, part, number)
+                recompute = cast(Recompute, self.plan.recompute)
+                lowered = differentiate_stages(self._stages(part, number), differentiation, recompute, devices, share=True)
                 emitted = emit_train_step(lowered, self.schedule(n_microbatches), loss, devices)
             if len(self._parts) > 1:
                 emitted = tuple(place_on_mesh(each, part, self._mesh, ranks, written_out=False) for each in emitted)

@@ -6,12 +6,13 @@ once those have been differentiated. So None stays None from the loss back to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
+from passes.alike_stages import form_of, renamed
 from passes.differentiate import contiguous_like, differentiate, fake_mode
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
@@ -94,21 +95,40 @@ def cut_stages(graph: ModelGraph, plan: Plan, devices: Sequence[torch.device]) -
 
 
 def differentiate_stages(
-    lowered: LoweredStages, differentiation: Differentiation, recompute: Recompute, devices: Sequence[torch.device]
+    lowered: LoweredStages,
+    differentiation: Differentiation,
+    recompute: Recompute,
+    devices: Sequence[torch.device],
+    *,
+    share: bool = False,
 ) -> LoweredStages:
-    """Add the training graphs. ``devices``: for each rank, where it runs."""
+    """Add the training graphs.
+
+    Args:
+        devices: for each rank, where it runs.
+        share: whether stages that compute alike have one graph, whose names are those of one of them: enough to look at costs.
+    """
     differentiable = differentiation.parameters | differentiation.inputs
     requiring = values_requiring_gradient(lowered.stages, differentiable)
     given = set(differentiation.outputs)
     training: list[DifferentiatedStage] = []
+    known: dict[Hashable, tuple[StageGraph, DifferentiatedStage]] = {}
     for stage in reversed(lowered.stages):
+        wanted = frozenset(name for name in stage.bound + stage.arguments if name in differentiable or name in requiring)
+        form = form_of(stage, wanted, given & requiring) if share else stage.index
+        if form in known:
+            other, found = known[form]
+            training.insert(0, renamed(found, other, stage))
+            given.update(training[0].arguments_with_gradient)
+            continue
         joint = differentiate(
             stage,
-            differentiable=frozenset(name for name in stage.bound + stage.arguments if name in differentiable or name in requiring),
+            differentiable=wanted,
             outputs_with_gradient=frozenset(name for name in stage.outputs if name in given and name in requiring),
             device=devices[lowered.stage_rank[stage.index]],
         )
         training.insert(0, split_backward(joint, recompute))
+        known[form] = stage, training[0]
         given.update(training[0].arguments_with_gradient)
     return LoweredStages(lowered.graph, lowered.stages, lowered.stage_rank, tuple(training), differentiation, requiring)
 
@@ -116,7 +136,12 @@ def differentiate_stages(
 def values_requiring_gradient(stages: Sequence[StageGraph], differentiable: frozenset[str]) -> frozenset[str]:
     """Which values between stages autograd would track, found by running the stages on fake tensors."""
     requiring: set[str] = set()
+    known: dict[Hashable, tuple[bool, ...]] = {}
     for stage in stages:
+        form = form_of(stage, frozenset(name for name in stage.bound + stage.arguments if name in differentiable | requiring), ())
+        if form in known:
+            requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)
+            continue
         with fake_mode(stage.module.graph), torch.enable_grad():
             inputs = []
             for node in stage.module.graph.nodes:
@@ -127,7 +152,8 @@ def values_requiring_gradient(stages: Sequence[StageGraph], differentiable: froz
                         value.requires_grad_(node.name in differentiable or node.name in requiring)
                     inputs.append(value)
             results = fx.Interpreter(stage.module).run(*inputs)
-        requiring.update(name for name, result in zip(stage.outputs, results, strict=True) if getattr(result, "requires_grad", False))
+        known[form] = tuple(bool(getattr(result, "requires_grad", False)) for result in results)
+        requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)
     return frozenset(requiring)
 
 

@@ -128,7 +128,10 @@ class GraphReader:
         return fx.node.map_aggregate(arguments, lambda each: self.values[each] if isinstance(each, fx.Node) else each)
 
     def operator(self, node: fx.Node) -> float:
-        """An ATen operator."""
+        """An ATen operator. What nobody traced (the few that count the rows of a batch) is unknown, and free."""
+        if "val" not in node.meta:
+            self.values[node] = UNKNOWN
+            return 0.0
         sources = {leaf.key: leaf.storage for source in node.all_input_nodes for leaf in leaves_of(self.values[source])}
         viewed = () if packet(node.target) in _MAY_COPY else viewed_arguments(node)
         fallback = next((leaf.storage for source in viewed for leaf in leaves_of(self.values[source])), None)

@@ -157,9 +157,9 @@ class _ProgramReader(GraphReader):
             arguments = (*arguments[0], *arguments[1:])
         placeholders = [each for each in module.graph.graph.nodes if each.op == "placeholder"]
         n_bound = len(module.bound_names)
-        state = {name: self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)}
+        state = [self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)]
         rows = self._rows_of_call(node, placeholders[n_bound:], arguments)
-        key = (id(module.graph), rows)
+        key = (id(module.graph), rows, self.program.rank if communicates(module) else None)
         if key not in self._templates:
             self._templates[key] = self._read(node, module, rows, n_saved)
         steps, self.values[node] = self._templates[key].call(node.name, _section(node), arguments, state, self._next)
@@ -184,7 +184,7 @@ class _ProgramReader(GraphReader):
         program = Program(self.program.kind, self.program.rank, written, self.program.stages)
         reader = _CallReader(program, rows, self.prices, self._templates, self.mesh, section, n_saved)
         reader.run()
-        return reader.template()
+        return reader.template(module.bound_names)
 
     def _next(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """The key of the next collective of a group: all its ranks count alike."""
@@ -356,10 +356,10 @@ class _CallReader(_ProgramReader):
         if section.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and isinstance(returned[-1], tuple):
             self.mark_gradients(passed_on(node for node in returned[-1] if isinstance(node, fx.Node)))
 
-    def template(self) -> StageTemplate:
-        """What was read."""
+    def template(self, names: Sequence[str]) -> StageTemplate:
+        """What was read; ``names``: of what is bound, in order."""
         results = self.arguments(self.graph.output_node().args[0])
-        state = {name: held.storage for name, held in self._bound.items()}
+        state = {names.index(name): held.storage for name, held in self._bound.items()}
         return StageTemplate(tuple(merged(self.steps)), tuple(self._given), state, results)
 
     def _input(self, node: fx.Node) -> Any:

@@ -27,26 +27,26 @@ class StageTemplate:
     Attributes:
         steps: of a call.
         given: for each argument, the storage that stands for the caller's; None for a number.
-        state: what stays with the rank that the call reads, by name, likewise.
+        state: what stays with the rank that the call reads, by its place in ``bound_names``, likewise.
         results: what it returns, in storages of its own and in those given.
     """
 
     steps: tuple[Step, ...]
     given: tuple[Storage | None, ...]
-    state: Mapping[str, Storage]
+    state: Mapping[int, Storage]
     results: Any
 
     def call(
-        self, name: str, section: str, arguments: Sequence[Any], state: Mapping[str, Held], number: Callable[[tuple[int, ...]], Any]
+        self, name: str, section: str, arguments: Sequence[Any], state: Sequence[Held], number: Callable[[tuple[int, ...]], Any]
     ) -> tuple[list[Step], Any]:
         """The steps and the results of one call.
 
         Args:
             arguments: what it is called with.
-            state: what stays with the rank.
+            state: what stays with the rank, in the order of ``bound_names``.
             number: the key of the next collective of a group.
         """
-        places: dict[int, Storage] = {id(storage): state[name].storage for name, storage in self.state.items()}
+        places: dict[int, Storage] = {id(storage): state[place].storage for place, storage in self.state.items()}
         for storage, argument in zip(self.given, arguments, strict=True):
             if storage is not None and isinstance(argument, Held):
                 places[id(storage)] = argument.storage
@@ -91,7 +91,7 @@ def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradien
     reader = _StageReader(stage, rows, prices, gives_gradients=gives_gradients)
     results = reader.run()
     n_bound = len(stage.bound_names)
-    state = {name: storage for name, storage in zip(stage.bound_names, reader.given, strict=False) if storage is not None}
+    state = {place: storage for place, storage in enumerate(reader.given[:n_bound]) if storage is not None}
     return StageTemplate(tuple(merged(reader.steps)), tuple(reader.given[n_bound:]), state, results)
 
 

@@ -1,0 +1,127 @@
+"""Predicted memory beside that of a run: every storage that the operators of a training step make, for as long as it is there."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from partitioner import partition
+from partitioner.runtime import embedded
+from tests.models.gpt import VOCABULARY, Gpt
+
+ROWS, LENGTH, WIDTH = 16, 6, 48
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes that each rank holds of what operators make.
+
+    Attributes:
+        rank: who runs now.
+        peaks: rank -> the most bytes that it held.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+        self.peaks: defaultdict[int, int] = defaultdict(int)
+        self._held: defaultdict[int, int] = defaultdict(int)
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage(), before)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key = storage._cdata
+        if key in self._seen or key in before:
+            return
+        self._seen.add(key)
+        self._held[self.rank] += storage.nbytes()
+        self.peaks[self.rank] = max(self.peaks[self.rank], self._held[self.rank])
+        weakref.finalize(storage, self._free, key, self.rank, storage.nbytes())
+
+    def _free(self, key: int, rank: int, size: int) -> None:
+        self._seen.discard(key)
+        self._held[rank] -= size
+
+
+def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """For each rank, the most bytes that a step makes and holds. What one rank sends another is copied, as between devices."""
+    counter = Allocated()
+    advance, send = embedded._advance, embedded._EmbeddedTransport.send
+
+    def counted(rank: int, *rest: Any) -> None:
+        counter.rank = rank
+        advance(rank, *rest)
+
+    def copied(self: Any, tensor: Tensor, destination: int, tag: int) -> None:
+        counter.rank = destination
+        copy = tensor.clone()
+        counter.rank = self.rank
+        send(self, copy, destination, tag)
+
+    monkeypatch.setattr(embedded, "_advance", counted)
+    monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
+    with counter:
+        step()
+    return dict(counter.peaks)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt(WIDTH, 4, 4)
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, VOCABULARY))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
+    "one device": (gpt, 1, "model", {}),
+    "1F1B": (gpt, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 8}),
+    "GPipe, all recomputed": (gpt, 2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8, "recompute": "full"}),
+    "zero bubble": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 8}),
+    "interleaved": (gpt, 2, "pipeline", {"schedule": "Interleaved1F1B", "n_microbatches": 8}),
+    "data": (gpt, 2, "data", {}),
+    "tensor": (gpt, 2, "tensor", {}),
+    "mesh": (gpt, 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
+    "convolutions": (convolutions, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 4}),
+}
+FAST = ("1F1B", "tensor", "convolutions")
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_peak_is_that_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 %: gradients, activations, communication, and what operators need in between.
+
+    Without parameters gathered ahead (``"fsdp"``): one process makes room for them when they are waited for, devices when they start.
+    """
+    build, devices, mode, options = CASES[name]
+    x = torch.randint(VOCABULARY, (ROWS, LENGTH)) if build is gpt else torch.randn(ROWS, 3, 16, 16)
+    target = torch.randint(VOCABULARY, (ROWS, LENGTH) if build is gpt else (ROWS,))
+    pm = partition(build(), devices, mode, example_inputs=(x,), optimizer="adamw", progress=False, **options)
+
+    def step() -> None:
+        pm.train_step(x, target=target, loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()))
+
+    step()
+    for parameter in pm.parameters():
+        parameter.grad = None
+    found = measured(step, monkeypatch)
+    for rank, memory in enumerate(pm.simulate().memory):
+        given = x.nbytes if "input_1" in pm.programs()[rank].placeholders or "tokens" in pm.programs()[rank].placeholders else 0
+        assert memory.peak - memory.parameters - memory.optimizer == pytest.approx(found[rank] + given, rel=0.05)
