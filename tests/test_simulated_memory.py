@@ -29,7 +29,7 @@ class Allocated(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.rank = 0
         self.peaks: defaultdict[int, int] = defaultdict(int)
         self._held: defaultdict[int, int] = defaultdict(int)
