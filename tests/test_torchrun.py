@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,28 @@ def test_training_over_cut_axes(workers: Callable[[int], Workers], name: str, mo
 def test_calls_over_cut_axes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
     """Nothing is cut in stages, so ``backward()`` reaches all that it has to."""
     assert workers(2).values(meshes.mesh_call_difference, name, mode, timeout=120) == [None] * 2
+
+
+def test_training_over_tiles(workers: Callable[[int], Workers]) -> None:
+    assert workers(2).values(meshes.mesh_training_difference, "segmentation_of_volumes", "tile", timeout=170) == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "mode", "size"),
+    [
+        ("transposed_unet", "tile", 2),
+        ("dcgan_generator", "tile", 4),
+        ("residual_images", {"tile": (2, 2)}, 4),
+        ("segmentation_of_volumes", {"data": 2, "tile": 2}, 4),
+        ("transposed_unet_of_groups", {"pipeline": 2, "tile": 2}, 4),
+    ],
+)
+def test_models_over_tiles(workers: Callable[[int], Workers], name: str, mode: Any, size: int) -> None:
+    assert workers(size).values(meshes.mesh_training_difference, name, mode, timeout=300) == [None] * size
+    if "pipeline" not in mode:
+        assert workers(size).values(meshes.mesh_call_difference, name, mode, timeout=300) == [None] * size
 
 
 @pytest.mark.slow

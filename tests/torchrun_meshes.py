@@ -13,12 +13,14 @@ from torch import nn
 
 from partitioner import PartitionedModel
 from tests.models.case import Case, Instance
-from tests.models.zoo import case_named
+from tests.models.space import SPACE
+from tests.models.zoo import ZOO
 from tests.transparency import N_MICROBATCHES, Difference, compare_gradients, compare_values, first_difference, loss_of, make_partitioned
 
 __all__ = ["mesh_call_difference", "mesh_training_difference"]
 
-Mode = str | Mapping[str, int]
+Mode = str | Mapping[str, int | tuple[int, ...]]
+CASES = {case.name: case for case in (*ZOO, *SPACE)}
 
 
 def n_microbatches(mode: Mode) -> int:
@@ -28,13 +30,13 @@ def n_microbatches(mode: Mode) -> int:
 def mesh_training_difference(name: str, mode: Mode) -> str | None:
     """Loss, gradients and weights of three AdamW steps, on this rank, against the model in one piece."""
     devices = int(os.environ["WORLD_SIZE"])
-    difference = first_difference(case_named(name), devices=devices, mode=mode, n_microbatches=n_microbatches(mode))
+    difference = first_difference(CASES[name], devices=devices, mode=mode, n_microbatches=n_microbatches(mode))
     return None if difference is None else str(difference)
 
 
 def mesh_call_difference(name: str, mode: Mode) -> str | None:
     """A call and its ``backward()`` as of any module, clipped gradients, and weights that are read back and loaded."""
-    case = case_named(name)
+    case = CASES[name]
     instance, loaded = case.build(), case.build()
     devices = int(os.environ["WORLD_SIZE"])
     pm = make_partitioned(instance, devices=devices, mode=mode, n_microbatches=n_microbatches(mode))

@@ -1,0 +1,25 @@
+"""Tiles give the numbers of the whole: every windowed operation, in one, two and three dimensions, over grids of every kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.tile_operations import OPERATIONS, drawn
+from tests.tiles import first_difference_of_tiles
+
+DRAWS = 12
+"""Random calls of each operation; the first always runs."""
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # of even kernels, which is what they are for
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [pytest.param(name, seed, marks=(pytest.mark.slow,) if seed else ()) for name in OPERATIONS for seed in range(DRAWS)],
+)
+def test_operations(name: str, seed: int) -> None:
+    """The result, the gradient of the input and those of the parameters, in float64."""
+    model, x, grid = drawn(name, seed)
+    devices = grid if isinstance(grid, int) else math.prod(grid)
+    assert first_difference_of_tiles(model, x, devices, {"tile": grid}) == ""
