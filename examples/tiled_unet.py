@@ -1,4 +1,4 @@
-"""Train a U-Net on images in four tiles: every layer is cut in height and width, and no device ever holds a whole image.
+"""Train a U-Net on images in four tiles: every layer computes a quarter of its images on each device, height and width cut once.
 
     python examples/tiled_unet.py
 
