@@ -12,6 +12,7 @@ A union-find with refinement; linear in the graph for all practical purposes (Ta
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class Axes:
         """The axes of a node that gives one tensor."""
         (axes,) = self.tensors[node]
         return axes
+
+    @functools.cached_property
+    def of_calls(self) -> Mapping[str, frozenset[int]]:
+        """Call -> all axes that it loops over; absent where there is no rule."""
+        return {name: frozenset(axis for axes in factors for axis in axes) for name, factors in self.factors.items()}
 
 
 class _Axis:

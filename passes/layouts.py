@@ -30,7 +30,7 @@ from passes.operators import draws
 from passes.rules.loops import Loops
 from passes.size_expression import bytes_of
 
-__all__ = ["Cut", "Layouts", "assign_layouts", "rests_at"]
+__all__ = ["Cut", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,22 @@ class Layouts:
     varying: Mapping[str, frozenset[int]]
 
 
+class ValueBytes:
+    """Bytes of the values of a graph, each counted once for all walks."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self._graph = graph
+        self._counted: dict[fx.Node, int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        """At the batch size that the graph was traced with; of a call that gives several values, all together."""
+        if node not in self._counted:
+            value = node.meta["val"]
+            tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]
+            self._counted[node] = sum(bytes_of(tensor, self._graph.batch, self._graph.batch_size) for tensor in tensors)
+        return self._counted[node]
+
+
 def rests_at(placement: Placement) -> Placement:
     """A value that somebody used as Varying is still there as Replicate."""
     return Replicate() if isinstance(placement, Varying) else placement
@@ -68,6 +84,7 @@ def assign_layouts(
     *,
     results: Results = "rows",
     stored: Mapping[str, Layout] | None = None,
+    value_bytes: ValueBytes | None = None,
 ) -> Layouts:
     """Walk the graph.
 
@@ -78,8 +95,9 @@ def assign_layouts(
         rows: mesh dimensions over which inputs and results with a batch lie by rows; every other result is returned whole.
         results: in which form; to a loss of a rank's own rows, whole results are Varying.
         stored: how ranks hold parameters, buffers and constants, where that is decided; None: as their readers want.
+        value_bytes: of the graph, where it is walked often.
     """
-    walk = _Walk(graph, axes, mesh, assigned, rows, results, stored)
+    walk = _Walk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph))
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -88,6 +106,9 @@ def assign_layouts(
         else:
             walk.call(node)
     return walk.layouts()
+
+
+_WHOLE = Replicate()
 
 
 class _Walk:
@@ -102,7 +123,9 @@ class _Walk:
         rows: Sequence[str],
         form: Results,
         stored: Mapping[str, Layout] | None,
+        value_bytes: ValueBytes,
     ) -> None:
+        self.bytes = value_bytes
         self.graph = graph
         self.axes = axes
         self.mesh = mesh
@@ -176,8 +199,13 @@ class _Walk:
         cuts: list[Cut | None] = []
         needs: list[list[Placement]] = [[] for _ in operands]
         gives: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
+        own = self.axes.of_calls.get(node.name, frozenset())
         for index in range(len(self.mesh)):
             lying = tuple(self.lies[operand.name, 0][index] for operand in operands)
+            if own.isdisjoint(self.assigned[index]) and not any(isinstance(placement, Partial) for placement in lying):
+                self._call_alike(loops, lying, needs, gives)
+                cuts.append(None)
+                continue
             call = CallAlong(node, loops, tuple(operands), lying, self._slid(loops, operands, index))
             passing = self._passes_sum(call)
             cut = None if passing else self._cut(call, index)
@@ -193,6 +221,16 @@ class _Walk:
         self.results[node.name] = tuple(tuple(layout) for layout in gives)
         for place, layout in enumerate(gives):
             self.lies[node.name, place] = list(layout)
+
+    def _call_alike(
+        self, loops: Loops | None, lying: Sequence[Placement | None], needs: Sequence[list[Placement]], gives: Sequence[list[Placement]]
+    ) -> None:
+        """Along a mesh dimension that cuts nothing of a call, all ranks compute alike."""
+        unread = loops.unread if loops is not None else frozenset()
+        for place, layout in enumerate(needs):
+            layout.append((lying[place] if place in unread else None) or _WHOLE)
+        for layout in gives:
+            layout.append(_WHOLE)
 
     def _slid(self, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
         """How operands lie along the dimensions that windows slide over: in parts where they can be cut, else whole.
@@ -219,7 +257,7 @@ class _Walk:
         once = all(len(operand.users) == 1 for operand in summed)
         rest = all(isinstance(placement, Replicate | None) for place, placement in enumerate(call.lying) if place not in parts)
         alike = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
-        return once and rest and alike and self._bytes(call.node) <= max(self._bytes(operand) for operand in summed)
+        return once and rest and alike and self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
 
     def _cut(self, call: CallAlong, index: int) -> Cut | None:
         """The cheapest of the cuts that the assignment allows."""
@@ -285,10 +323,10 @@ class _Walk:
         moved = 0.0
         for place, operand in enumerate(call.operands):
             times = _moved(call.lying[place], call.need(cut, place), operand.name in self.graph.parameters)
-            moved += times * self._bytes(operand)
+            moved += times * self.bytes.of(operand)
         reduction = call.loops.factors[cut.factor].reduction
         if reduction not in (None, "whole"):
-            moved += 2 * self._bytes(call.node)
+            moved += 2 * self.bytes.of(call.node)
         return together, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
 
     def _reads_in_parts(self, call: CallAlong, cut: Cut) -> bool:
@@ -304,11 +342,6 @@ class _Walk:
         for index, (placement, need) in enumerate(zip(lies, layout, strict=True)):
             if placement is None or (isinstance(placement, Partial) and not isinstance(need, Partial)):
                 lies[index] = rests_at(need) if not (placement is None and isinstance(need, Partial)) else Replicate()
-
-    def _bytes(self, node: fx.Node) -> int:
-        value = node.meta["val"]
-        tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]
-        return sum(bytes_of(tensor, self.graph.batch, self.graph.batch_size) for tensor in tensors)
 
     # -- the result ----------------------------------------------------------------------------------------------------------------
 

@@ -20,10 +20,9 @@ from passes.axes import Axes, returned_values
 from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Replicate, Shard, Varying
-from passes.layouts import Layouts, assign_layouts
-from passes.size_expression import bytes_of
+from passes.layouts import Layouts, ValueBytes, assign_layouts
 
-__all__ = ["choose_axes", "contractions_of", "layout_cost"]
+__all__ = ["choose_axes", "contractions_of"]
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,17 @@ def choose_axes(
         fixed: axes that are cut whatever it costs.
         excluded: axes that are not: another mesh dimension cuts them.
     """
+    value_bytes = ValueBytes(graph)
+    contractions = contractions_of(axes)
 
     def layouts_of(chosen: Sequence[int]) -> Layouts:
-        return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, ())
+        return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, (), value_bytes=value_bytes)
 
     held = _held_by(layouts_of(fixed), fixed) if fixed else frozenset()
 
     def cost(chosen: Sequence[int]) -> float:
         layouts = layouts_of(chosen)
-        return layout_cost(graph, axes, layouts) if held <= _held_by(layouts, fixed) else math.inf
+        return _cost(graph, axes, layouts, contractions, value_bytes) if held <= _held_by(layouts, fixed) else math.inf
 
     candidates = _candidates(graph, axes, count, {*fixed, *excluded})
     found = _search(candidates, tuple(fixed), cost)
@@ -132,13 +133,12 @@ def _candidates(graph: ModelGraph, axes: Axes, count: int, decided: Collection[i
     return [_Candidate(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]
 
 
-def layout_cost(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
+def _cost(graph: ModelGraph, axes: Axes, layouts: Layouts, contractions: Mapping[str, float], value_bytes: ValueBytes) -> float:
     """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole."""
-    contractions = contractions_of(axes)
     work = sum(contractions.values())
     repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
     share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
-    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts)
+    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts, value_bytes)
 
 
 WORTH = 10
@@ -160,7 +160,7 @@ def _repeated_parameters(graph: ModelGraph, layouts: Layouts) -> float:
     return whole / max(sum(sizes.values()), 1)
 
 
-def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
+def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts, value_bytes: ValueBytes) -> float:
     """Bytes that changes of layout move, forward and backward; a message that moves nothing costs as much as ``MESSAGE`` bytes."""
     moved: dict[tuple[str, object], float] = {}
     for node in graph.graph.nodes:
@@ -168,10 +168,11 @@ def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts) -> float:
             continue
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
         for operand, needs in zip(operands, layouts.needs[node.name], strict=True):
-            size = bytes_of(operand.meta["val"], graph.batch, graph.batch_size)
             for have, need in zip(layouts.results[operand.name][0], needs, strict=True):
-                times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0)) if have != need else (0.0, 0)
-                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * size + messages * MESSAGE
+                if have is need or have == need:
+                    continue
+                times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
+                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * value_bytes.of(operand) + messages * MESSAGE
         for cut in layouts.cuts.get(node.name, ()):
             if cut is not None and axes.loops[node.name].factors[cut.factor].reduction == "whole":
                 moved[node.name, "inside"] = _MESSAGES_INSIDE * MESSAGE
