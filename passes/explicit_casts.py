@@ -13,6 +13,7 @@ recorded. Without autocast, on the cast arguments, it must give the same dtypes;
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,9 @@ def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
             continue
         if isinstance(node.target, HigherOrderOperator):
             for called in [argument for argument in node.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]:
-                inner = module.get_submodule(str(called.target))
-                assert isinstance(inner, fx.GraphModule)
-                _write(inner, _region(node) if node.target is _AUTOCAST else autocast)
+                inner = operator.attrgetter(str(called.target))(module)
+                if isinstance(inner, fx.GraphModule):  # and not what a function is called with
+                    _write(inner, _region(node) if node.target is _AUTOCAST else autocast)
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
         elif autocast is not None and isinstance(node.target, OpOverload):
