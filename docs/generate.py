@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpt3 import LENGTH, SHAPES, STATE_BYTES
 from net import factory
+from torch import nn
 
 import partitioner
 from cost_models.hardware import Cluster
@@ -183,6 +185,11 @@ def pictures() -> dict[str, Callable[[], str]]:
         cluster = f"h100:1x{devices}"
         return partition(model, devices=devices, mode=mode, example_inputs=args, cluster=cluster, progress=False, **options)
 
+    def tiled() -> PartitionedModel:
+        layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3))
+        image = torch.zeros(2, 3, 32, 32)
+        return partition(nn.Sequential(*layers), devices=4, mode={"tile": (2, 2)}, example_inputs=(image,), progress=False)
+
     pipeline = {"schedule": "1F1B", "n_microbatches": 4}
     sequence = Constraints(axes={"sequence": "tensor"})
     return {
@@ -192,6 +199,7 @@ def pictures() -> dict[str, Callable[[], str]]:
         "fsdp.svg": lambda: draw(cut(2, "fsdp")).svg(),
         "tensor.svg": lambda: draw(cut(2, "tensor")).svg(),
         "sequence.svg": lambda: draw(cut(2, "tensor", constraints=sequence)).svg(),
+        "tile.svg": lambda: draw(tiled()).svg(),
         "mesh.svg": lambda: draw(cut(4, {"pipeline": 2, "tensor": 2}, **pipeline)).svg(),
         "weight.svg": lambda: draw_weight(cut(2, "tensor"), "blocks.0.qkv.weight").svg(),
         "weight_fsdp.svg": lambda: draw_weight(cut(4, {"fsdp": 2, "tensor": 2}), "blocks.0.down.weight").svg(),

@@ -52,8 +52,18 @@ def beside_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     sys.modules.pop("net", None)
 
 
+LONG = {"cost-models", "field-guide", "modes", "sweeps"}
+"""Pages that partition many models."""
+
+RUN = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+    for page in PAGES
+    if "```python" in page.read_text(encoding="utf-8")
+]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUN)
 def test_what_a_page_shows_is_what_happens(page: Path, beside_the_model: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     blocks = fences(page.read_text(encoding="utf-8"))

@@ -26,10 +26,16 @@ from passes.blocks import Block
 from passes.ir.communication import send
 from tests.models.gpt import Gpt
 
+MADE: dict[str, PartitionedModel] = {}
 
-def gpt(mode: str | Mapping[str, int], devices: int, depth: int = 2) -> PartitionedModel:
-    tokens = torch.zeros(8, 6, dtype=torch.long)
-    return partition(Gpt(width=16, heads=4, depth=depth), devices=devices, mode=mode, example_inputs=(tokens,), progress=False)
+
+def gpt(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
+    """Two blocks, cut; made once for all tests, which only look."""
+    key = f"{mode} {devices}"
+    if key not in MADE:
+        tokens = torch.zeros(8, 6, dtype=torch.long)
+        MADE[key] = partition(Gpt(width=16, heads=4, depth=2), devices=devices, mode=mode, example_inputs=(tokens,), progress=False)
+    return MADE[key]
 
 
 # -- where boxes stand -----------------------------------------------------------------------------------------------------------------

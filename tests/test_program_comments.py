@@ -48,9 +48,16 @@ def comments(pm: PartitionedModel, rank: int, function: object) -> list[str]:
     return [node.meta["comment"] for node in pm.graph(rank).graph.nodes if node.target is function]
 
 
+MADE: dict[str, PartitionedModel] = {}
+
+
 def cut(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
-    tokens = torch.zeros(8, 6, dtype=torch.long)
-    return partition(Gpt(width=16, heads=4, depth=2), devices=devices, mode=mode, example_inputs=(tokens,), progress=False)
+    """Two blocks, cut; made once for all tests, which only look."""
+    key = f"{mode} {devices}"
+    if key not in MADE:
+        tokens = torch.zeros(8, 6, dtype=torch.long)
+        MADE[key] = partition(Gpt(width=16, heads=4, depth=2), devices=devices, mode=mode, example_inputs=(tokens,), progress=False)
+    return MADE[key]
 
 
 def test_a_sum_over_ranks_says_what_it_sums() -> None:
@@ -118,6 +125,16 @@ def rows(mesh: Mesh) -> int:
 def parts(layout: str, mesh: Mesh) -> int:
     """Into how many parts a layout that was told cuts a tensor."""
     return math.prod(mesh.length(name) for name in re.findall(r"/([a-z]+)", layout))
+
+
+def test_borders_say_whose_they_are() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
+    pm = partition(model, devices=2, mode="tile", example_inputs=(torch.zeros(1, 2, 16, 16),), progress=False)
+    (over,) = pm.plan.mesh
+    layout = f"[batch, channels, height/{over[0]}, width]"
+    told = [node.meta["comment"] for node in pm.graph(0).graph.nodes if "comment" in node.meta]
+    assert any(text.startswith(f"tanh {layout} -> with borders; 1, ") for text in told), told
+    assert any(text.startswith(f"gradient of tanh {layout} -> without borders; 1, ") for text in told), told
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
