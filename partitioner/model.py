@@ -305,6 +305,14 @@ class PartitionedModel(nn.Module):
         prefix = kwargs.get("prefix", "")
         return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
 
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """What this process holds, in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+
+        ``dcp.save(pm.sharded_state_dict())``; and, for any plan and number of processes, ``state = pm.sharded_state_dict()``,
+        ``dcp.load(state)``, ``pm.load_state_dict(state)``. A model in one piece loads the same checkpoint into its ``state_dict()``.
+        """
+        return dict(self._state.sharded())
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy in tensors under the original names, a full state dict or this process's part."""
         load(self._state, state_dict, complete=strict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from partitioner.block_tensor import BlockTensor
 from passes.blocks import Block
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -70,6 +71,9 @@ class State:
 
     def set(self, name: str, whole: Tensor) -> None:
         """Copy a tensor of the model into every copy and block of it here; one on the meta device becomes real."""
+        if isinstance(whole, BlockTensor):
+            self._set_blocks(name, whole)
+            return
         with torch.no_grad():
             for rank, tensors in self.by_rank.items():
                 placeholder = self._placeholder(name)
@@ -82,6 +86,23 @@ class State:
                     torch.utils.swap_tensors(held, nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part)
                 else:
                     held.copy_(block.take(whole))
+
+    def _set_blocks(self, name: str, given: BlockTensor) -> None:
+        """Copy blocks that lie as those here do: into the copies of ranks that none was loaded into."""
+        found = dict(given.blocks)
+        for block, copy in self.held(name):
+            if block not in found:
+                raise ConfigError(
+                    f"the blocks of {name} are those of another plan", remedy="load into pm.sharded_state_dict() of this model"
+                )
+            if found[block].data_ptr() != copy.data_ptr():
+                copy.detach().copy_(found[block])
+
+    def sharded(self) -> dict[str, BlockTensor]:
+        """What is held here, each tensor as its blocks, under the original names."""
+        check_values(self)
+        found = {name: {block: tensor.detach() for block, tensor in reversed(self.held(name))} for name in self.names}
+        return {name: BlockTensor(list(blocks.items())) for name, blocks in found.items() if blocks}
 
     def owned(self, name: str) -> list[tuple[str, Tensor]]:
         """The blocks of a tensor that this process speaks for, each with a key of its own: the lowest rank that holds one does."""
