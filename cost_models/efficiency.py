@@ -15,6 +15,7 @@ of reading its operands from the cache, and then the time to write it. Of the ke
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +34,7 @@ _PARTIAL_SUM_BYTES = 4
 """Parts of a sum are added in float32."""
 
 
+@lru_cache(maxsize=65536)
 def product_time(product: Product, device: Device, dtype: torch.dtype) -> float:
     """Seconds of arithmetic of a batch of products, whose sizes are numbers. A device without tiles has no quantisation."""
     rate = device.flops(dtype)

@@ -1,12 +1,12 @@
 """``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, proved by bounds.
 
-    best first, by bounds that nothing behind them can beat
+    most promising first; what cannot beat the best solution any more is left out
 
     mesh            what the whole model takes at least, on that many ranks        ->  cut its axes, price one rank's part
     candidate       what its stages take at least, whatever the cuts               ->  cut stages, run the schedule on the clock
     solution        seconds of a step
 
-The search ends when the best solution is as fast as every bound that is left: it is then the optimum of the space. Cut short, the lowest
+The search ends when nothing is left that could be faster: the best solution is then the optimum of the space. Cut short, the lowest
 bound that is left says how far from it the plan may be (Land, Doig, "An automatic method of solving discrete programming problems", 1960).
 Equal inputs are searched in equal order: nothing depends on the clock on the wall.
 """
@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
 from partitioner.planner.auto_space import allowed_shapes, candidates_of
+from partitioner.planner.axis_choice import Pace
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
@@ -31,7 +33,7 @@ from partitioner.planner.describe import compared, plan_words
 from partitioner.planner.infeasible import nothing_fits
 from partitioner.planner.make_plan import describe_plan, differentiates
 from partitioner.planner.mesh_bounds import MeshBounds
-from partitioner.planner.mesh_links import stages_length
+from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem, Solution
 from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
@@ -44,8 +46,29 @@ from passes.weights_digest import weights_digest
 
 __all__ = ["plan_auto"]
 
-_MOST_SOLUTIONS = 2000
-"""Candidates that are solved before the search ends without a proof."""
+_IDLE = {"GPipe": 0.1, "1F1B": 0.1, "ZBV": 0.2, "DualPipeV": 0.2, "ZB1P": 0.35}
+"""Schedule -> how much of the bubble of 1F1B it is likely to leave, beyond what its bounds tell; half for all others."""
+
+_MOST_ACTIONS = 100_000
+"""Forwards of stages that schedules on the clock have before the search ends without a proof."""
+
+_MOST_MESHES = 40
+"""Meshes that are planned before the search ends without a proof."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A mesh that is still to be cut, perhaps with the sequence beside its tensor dimension."""
+
+    mesh: Mesh
+    beside: bool
+    rows: int
+
+    @property
+    def idle(self) -> float:
+        """The share of the time that its ranks are likely to wait for each other: a guess that orders the search."""
+        stages = stages_length(self.mesh)
+        return 0.5 * (stages - 1) / max(1, min(self.rows // self.mesh.cutting.size, 8 * stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +79,11 @@ class _Option:
     cut: MeshCut | None
     policy: Recompute
     candidate: Candidate
+
+    @property
+    def idle(self) -> float:
+        """The share of the time that its ranks are likely to wait for each other, beyond what its bound tells."""
+        return _IDLE.get(self.candidate.schedule, 0.5) * (self.problem.n_places - 1) / self.candidate.n_microbatches
 
     @property
     def words(self) -> str:
@@ -96,18 +124,20 @@ class _Search:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None]
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model, self._tell = graph, cluster, request, cost_model, tell
-        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request))
+        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=_pace(graph, cluster))
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
-        self._open: list[tuple[float, int, Mesh | _Option]] = []
+        self._open: list[tuple[float, int, float, _Cut | _Option]] = []
         self._n_added = 0
         self._n_solved = 0
+        self._n_actions = 0
         self._solutions: list[tuple[_Option, Solution]] = []
         self._settled: set[tuple[int, Candidate]] = set()
         self._best: tuple[_Option, Solution] | None = None
         self._meshes: list[MeshProblem] = []
         self._refusals: list[ConfigError] = []
-        self._too_large: list[Mesh] = []
+        self._too_large: list[_Cut] = []
+        self._links = LinkTable(cluster)
         self._bound = 0.0
 
     def run(self) -> None:
@@ -115,22 +145,31 @@ class _Search:
         shapes = list(allowed_shapes(self._graph, self._cluster, self._request))
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
-        bounds = MeshBounds(self._model.whole, self._cluster, self._request, self._cost_model)
+        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model)
         for mesh in shapes:
-            bound = bounds.of(mesh)
-            self._add(bound, mesh)
-            if bound == np.inf:
-                self._too_large.append(mesh)
+            self._open_mesh(mesh, bounds)
         while self._open:
-            self._bound = self._open[0][0]
-            if self._best is not None and (self._bound >= self._best[1].step_time or self._n_solved >= _MOST_SOLUTIONS):
-                return
-            _, _, item = heapq.heappop(self._open)
-            if isinstance(item, Mesh):
+            if self._best is not None and (len(self._meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS):
+                break
+            _, _, bound, item = heapq.heappop(self._open)
+            if self._best is not None and bound >= self._best[1].step_time:
+                continue
+            if isinstance(item, _Cut):
                 self._expand(item)
             else:
                 self._solve(item)
-        self._bound = np.inf
+        self._bound = min((bound for _, _, bound, _ in self._open), default=np.inf)
+
+    def _open_mesh(self, mesh: Mesh, bounds: MeshBounds) -> None:
+        """Add a mesh, and the same with the sequence cut beside."""
+        try:
+            for beside in (False, True)[: 1 + self._model.can_cut_beside(mesh)]:
+                bound = bounds.of(mesh, beside=beside)
+                self._add(bound, _Cut(mesh, beside, self._graph.batch_size))
+                if bound == np.inf:
+                    self._too_large.append(_Cut(mesh, beside, self._graph.batch_size))
+        except ConfigError as refusal:
+            self._refusals.append(refusal)
 
     def plan(self) -> Plan:
         """The best plan that was found; raises when there is none."""
@@ -143,25 +182,25 @@ class _Search:
         gap = max(0.0, 1 - self._bound / solution.step_time) if solution.step_time else 0.0
         return dataclasses.replace(plan, gap=gap, notes=(*plan.notes, *self._notes()), weights=weights_digest(self._graph))
 
-    def _add(self, bound: float, item: Mesh | _Option) -> None:
+    def _add(self, bound: float, item: _Cut | _Option) -> None:
+        """Remember what is still to be tried: the most promising first, whatever is proved by then."""
         if bound < np.inf:
-            heapq.heappush(self._open, (bound, self._n_added, item))
+            heapq.heappush(self._open, (bound * (1 + item.idle), self._n_added, bound, item))
             self._n_added += 1
 
-    def _expand(self, mesh: Mesh) -> None:
+    def _expand(self, item: _Cut) -> None:
         """Cut the axes of a mesh, and add its candidates."""
+        mesh = item.mesh
         try:
-            cuts: Sequence[MeshCut | None] = self._model.cuts(mesh.cutting) if mesh.cutting.size > 1 else (None,)
-            for cut in cuts:
-                if cut is not None:
-                    check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
-                part = self._model.whole if cut is None else cut.part
-                stages = stages_length(mesh)
-                mode = "auto" if stages > 1 else "pipeline"
-                problem = MeshProblem(mesh, part, self._cluster, dataclasses.replace(self._request, mode=mode), self._cost_model)
-                self._meshes.append(problem)
-                for policy, candidate in candidates_of(problem):
-                    self._add(problem.bound(policy, candidate), _Option(problem, cut, policy, candidate))
+            cut = self._model.cut(mesh.cutting, beside=item.beside) if mesh.cutting.size > 1 else None
+            if cut is not None:
+                check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+            part = self._model.whole if cut is None else cut.part
+            request = dataclasses.replace(self._request, mode="auto" if stages_length(mesh) > 1 else "pipeline")
+            problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links)
+            self._meshes.append(problem)
+            for policy, candidate in candidates_of(problem):
+                self._add(problem.bound(policy, candidate), _Option(problem, cut, policy, candidate))
         except ConfigError as refusal:
             self._refusals.append(refusal)
 
@@ -171,6 +210,7 @@ class _Search:
         if key in self._settled:  # what is computed again only costs time, and less of it fits
             return
         self._n_solved += 1
+        self._n_actions += option.problem.n_places * option.candidate.stages_per_rank * option.candidate.n_microbatches
         try:
             solution = option.problem.solve(option.policy, option.candidate)
         except ConfigError as refusal:
@@ -199,9 +239,19 @@ class _Search:
 
     def _failure(self) -> PartitionError:
         """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""
-        for mesh in self._too_large:
-            self._expand(mesh)
+        for item in self._too_large:
+            self._expand(item)
         return nothing_fits(self._meshes, self._refusals)
+
+
+def _pace(graph: ModelGraph, cluster: Cluster) -> Pace | None:
+    """How fast neighbours in the cluster compute and talk."""
+    if len(cluster.devices) == 1:
+        return None
+    held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
+    dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
+    link = cluster.link(0, 1)
+    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency)
 
 
 _TIE = 1e-9

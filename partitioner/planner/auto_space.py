@@ -73,4 +73,15 @@ def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -
     rows = graph.batch_size
     most = _MOST_MICROBATCHES * n_places
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
-    return [count for count in counts if count <= most or count == rows]
+    allowed = [count for count in counts if count <= most or count == rows]
+    if len(allowed) <= _MOST_COUNTS:
+        return allowed
+    spread = [allowed[0]]
+    for count in allowed[1:]:
+        if count >= 2 * spread[-1] or count == rows:
+            spread.append(count)
+    return spread
+
+
+_MOST_COUNTS = 8
+"""Microbatch counts up to which all are tried; of more, each at least twice the one before."""

@@ -11,6 +11,7 @@ A chain of linear layers a - b - c - d is cut at b and at d: then every layer is
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Replicate, Shard, Varying
 from passes.layouts import Layouts, ValueBytes, assign_layouts
 
-__all__ = ["choose_axes", "contractions_of"]
+__all__ = ["Pace", "choose_axes", "contractions_of"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,29 @@ _BANNED = 2
 """How many of the widest candidates are tried without: what runs through everything (the residual stream) is what climbing stops at."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast ranks compute and talk: what makes bytes and work comparable.
+
+    Attributes:
+        flops: FLOP/s of a rank.
+        bandwidth: B/s between ranks.
+        latency: s of a message.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float
+
+
 def choose_axes(
-    graph: ModelGraph, axes: Axes, dimension: str, count: int, fixed: Sequence[int] = (), excluded: Collection[int] = ()
+    graph: ModelGraph,
+    axes: Axes,
+    dimension: str,
+    count: int,
+    fixed: Sequence[int] = (),
+    excluded: Collection[int] = (),
+    pace: Pace | None = None,
 ) -> tuple[int, ...]:
     """The axes that a mesh dimension of so many ranks cuts.
 
@@ -50,9 +72,10 @@ def choose_axes(
         dimension: its name.
         fixed: axes that are cut whatever it costs.
         excluded: axes that are not: another mesh dimension cuts them.
+        pace: of the ranks; None: work and parameters are worth a number of messages, whatever the batch.
     """
     value_bytes = ValueBytes(graph)
-    contractions = contractions_of(axes)
+    contractions = contractions_of(axes, 1 if pace is None else graph.batch_size)
 
     def layouts_of(chosen: Sequence[int]) -> Layouts:
         return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, (), value_bytes=value_bytes)
@@ -61,7 +84,8 @@ def choose_axes(
 
     def cost(chosen: Sequence[int]) -> float:
         layouts = layouts_of(chosen)
-        return _cost(graph, axes, layouts, contractions, value_bytes) if held <= _held_by(layouts, fixed) else math.inf
+        known = (contractions, value_bytes)
+        return _cost(graph, axes, layouts, *known, pace) if held <= _held_by(layouts, fixed) else math.inf
 
     candidates = _candidates(graph, axes, count, {*fixed, *excluded})
     found = _search(candidates, tuple(fixed), cost)
@@ -133,24 +157,35 @@ def _candidates(graph: ModelGraph, axes: Axes, count: int, decided: Collection[i
     return [_Candidate(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]
 
 
-def _cost(graph: ModelGraph, axes: Axes, layouts: Layouts, contractions: Mapping[str, float], value_bytes: ValueBytes) -> float:
-    """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole."""
+def _cost(
+    graph: ModelGraph, axes: Axes, layouts: Layouts, contractions: Mapping[str, float], value_bytes: ValueBytes, pace: Pace | None
+) -> float:
+    """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole.
+
+    At a known pace work counts as many bytes as are sent while it is done.
+    """
+    if pace is not None:
+        counts = [count for _, count in layouts.mesh]
+        parts = {name: math.prod(itertools.compress(counts, layouts.cuts.get(name, ()))) for name in contractions}
+        times = 6 if graph.training else 2
+        flops = sum(times * runs / parts[name] for name, runs in contractions.items())
+        return _moved_bytes(graph, axes, layouts, value_bytes, pace.latency * pace.bandwidth) + flops / pace.flops * pace.bandwidth
     work = sum(contractions.values())
     repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
     share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
-    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts, value_bytes)
+    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts, value_bytes, MESSAGE)
 
 
 WORTH = 10
 """How many messages it is worth to cut one contraction: a hundredth of a model of a hundred contractions, ten."""
 
 
-def contractions_of(axes: Axes) -> dict[str, float]:
-    """The calls that multiply and add, and how often."""
+def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
+    """The calls that multiply and add, and how often, for a batch of so many rows."""
     found = {}
     for name, loops in axes.loops.items():
         if len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors):
-            found[name] = math.prod(float(factor.size) if isinstance(factor.size, int) else 1.0 for factor in loops.factors)
+            found[name] = math.prod(float(factor.size) if isinstance(factor.size, int) else float(rows) for factor in loops.factors)
     return found
 
 
@@ -160,8 +195,8 @@ def _repeated_parameters(graph: ModelGraph, layouts: Layouts) -> float:
     return whole / max(sum(sizes.values()), 1)
 
 
-def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts, value_bytes: ValueBytes) -> float:
-    """Bytes that changes of layout move, forward and backward; a message that moves nothing costs as much as ``MESSAGE`` bytes."""
+def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts, value_bytes: ValueBytes, message: float) -> float:
+    """Bytes that changes of layout move, forward and backward; ``message``: what one costs that moves nothing."""
     moved: dict[tuple[str, object], float] = {}
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
@@ -172,10 +207,10 @@ def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts, value_bytes: V
                 if have is need or have == need:
                     continue
                 times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
-                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * value_bytes.of(operand) + messages * MESSAGE
+                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * value_bytes.of(operand) + messages * message
         for cut in layouts.cuts.get(node.name, ()):
             if cut is not None and axes.loops[node.name].factors[cut.factor].reduction == "whole":
-                moved[node.name, "inside"] = _MESSAGES_INSIDE * MESSAGE
+                moved[node.name, "inside"] = _MESSAGES_INSIDE * message
     return sum(moved.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.unit_prices import PriceList
+from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.graph import ModelGraph
 
@@ -45,7 +45,7 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
 
 
-def microbatch_counts(graph: ModelGraph, request: PlanRequest, prices: PriceList) -> list[int]:
+def microbatch_counts(graph: ModelGraph, request: PlanRequest, prices: Prices) -> list[int]:
     """The microbatch counts that the request leaves open, the most promising first.
 
     With R ranks, M microbatches and ``t(M)`` the time of the whole model for one microbatch on the fastest device, a balanced pipeline

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from partitioner.planner.axis_choice import choose_axes
+import numpy as np
+import sympy
+
+from partitioner.planner.axis_choice import Pace, choose_axes
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
-from partitioner.planner.model_part import ModelPart, axis_cut, cut_part, whole_part
+from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.tile_grid import tile_axes, with_grid
-from passes.axes import Axes
-from passes.axis_names import axes_named, axis_names, batch_axes
+from partitioner.planner.unfold import unfolding_of
+from passes.axes import Axes, find_axes
+from passes.axis_names import axes_named, axis_names, batch_axes, shortened
+from passes.cut_axes import AxisCut
+from passes.fold_repeats import Folded, fold_repeats
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 from passes.layouts import Layouts
 from passes.loss_totals import with_totals
-from passes.merge_axes import find_axes_to_cut
+from passes.merge_axes import find_axes_to_cut, merge_short_axes
+from passes.size_expression import bytes_of
 from passes.split_randomness import split_randomness
 
 __all__ = ["CuttableModel", "MeshCut"]
@@ -51,6 +58,22 @@ class MeshCut:
     layouts: Layouts
     beside: bool = False
 
+    def in_whole_model(self) -> tuple[tuple[str, str], ...]:
+        """What is cut as a plan says it: (axis of the whole model, mesh dimension)."""
+        of, cutting = self.part.of, self.part.cutting
+        axes, names, assigned = self.axes, self.names, self.assigned
+        if of.unfolding is not None:
+            by_rows = any(name in ROWS for name in cutting.names)
+            graph = split_randomness(with_totals(of.whole) if by_rows else of.whole)
+            whole = find_axes_to_cut(graph, cutting)
+            names = axis_names(graph, whole)
+            counterparts = _counterparts(axes, whole, of)
+            assigned = {
+                name: tuple(dict.fromkeys(found for axis in each for found in counterparts.get(axis, ())))
+                for name, each in assigned.items()
+            }
+        return tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names))
+
 
 class CuttableModel:
     """A model and what was found out about it.
@@ -59,19 +82,23 @@ class CuttableModel:
         graph: the model.
         request: what the user said.
         differentiate: whether there is a backward.
+        pace: of the ranks that cut axes of parameters; None: see ``choose_axes``.
     """
 
-    def __init__(self, graph: ModelGraph, request: PlanRequest, *, differentiate: bool) -> None:
-        self._graph, self._request, self._differentiate = graph, request, differentiate
-        self._graphs: dict[bool, tuple[ModelGraph, CutPoints]] = {}
+    def __init__(self, graph: ModelGraph, request: PlanRequest, *, differentiate: bool, pace: Pace | None = None) -> None:
+        self._request, self._differentiate, self._pace = request, differentiate, pace
+        self._whole = graph
+        self._folded = fold_repeats(graph)
+        self._graphs: dict[bool, PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._chosen: dict[object, tuple[int, ...]] = {}
         self._cuts: dict[tuple[Mesh, bool], MeshCut] = {}
+        self._of_two: dict[tuple[Mesh, bool], ModelPart] = {}
 
     @cached_property
     def whole(self) -> ModelPart:
         """The model for a mesh that cuts no axes."""
-        return whole_part(self._graph, differentiate=self._differentiate)
+        return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
 
     def cut(self, cutting: Mesh, *, beside: bool = False) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
@@ -81,15 +108,15 @@ class CuttableModel:
         """
         key = (cutting, beside)
         if key not in self._cuts:
-            graph, points = self._prepared(any(name in ROWS for name in cutting.names))
-            axes, names = self._find_axes(graph, cutting)
-            graph = _with_divisible_batch(graph, cutting)
+            of = self._prepared(any(name in ROWS for name in cutting.names))
+            axes, names = self._find_axes(of.graph, cutting)
+            graph = _with_divisible_batch(of.graph, cutting)
             fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
             assigned = {name: self._assigned(graph, axes, names, cutting, name, fixed) for name in cutting.names}
             if beside:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             cut = axis_cut(cutting, assigned, self._request.batchnorm)
-            part = cut_part(graph, axes, cut, points, differentiate=self._differentiate)
+            part = self._part(of, graph.batch_size, axes, cut, beside)
             assert part.layouts is not None
             self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside)
         return self._cuts[key]
@@ -98,30 +125,51 @@ class CuttableModel:
         """A mesh whose tiles, if it has any, make a grid."""
         if TILE not in mesh.names:
             return mesh
-        graph, _ = self._prepared(any(name in ROWS for name in mesh.names))
+        graph = self._prepared(any(name in ROWS for name in mesh.names)).graph
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
-    def cuts(self, cutting: Mesh) -> list[MeshCut]:
-        """All that there is to choose from: the cut, and the same with the sequence beside its tensor dimension."""
-        plain = self.cut(cutting)
-        if TENSOR not in cutting.names or "sequence" in cutting.names or not _sequence(plain.axes, plain.names, cutting, plain.assigned):
-            return [plain]
-        return [plain, self.cut(cutting, beside=True)]
+    def can_cut_beside(self, mesh: Mesh) -> bool:
+        """Whether the tensor dimension of a mesh may cut the sequence, too."""
+        if TENSOR not in mesh.names or "sequence" in mesh.names:
+            return False
+        plain = self.cut(Mesh(((TENSOR, 2),)))
+        return bool(_sequence(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
 
-    def _prepared(self, by_rows: bool) -> tuple[ModelGraph, CutPoints]:
-        """The graph as it is cut, and where stages of it may begin."""
+    def _part(self, of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, beside: bool) -> ModelPart:
+        """The part of a rank. Said in its own rows it is the same however many replicas there are, unless these exchange activations."""
+        alone = all(set(cut.assigned[name]) <= batch_axes(of.graph, axes) and name not in cut.stored for name in cut.rows)
+        if not cut.rows or not alone or of.graph.batch is None:
+            return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
+        fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
+        key = (fewest, beside)
+        if key not in self._of_two:
+            self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest), differentiate=self._differentiate)
+        part = self._of_two[key]
+        if any(each.dimension in cut.rows and isinstance(each.size, sympy.Expr) for each in part.exchanges):
+            return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
+        return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
+
+    def _prepared(self, by_rows: bool) -> PartGraph:
+        """The graph as it is cut."""
         if by_rows not in self._graphs:
-            graph = split_randomness(with_totals(self._graph) if by_rows else self._graph)
-            names = frozenset(node.name for node in self._graph.graph.nodes)
-            self._graphs[by_rows] = graph, find_cut_points(graph, names)
+            self._graphs[by_rows] = part_graph(
+                self._folded, self._whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph)
+            )
         return self._graphs[by_rows]
 
     def _find_axes(self, graph: ModelGraph, cutting: Mesh) -> tuple[Axes, tuple[str, ...]]:
-        key = _axes_key(cutting)
-        if key not in self._axes:
-            axes = find_axes_to_cut(graph, cutting)
-            self._axes[key] = axes, axis_names(graph, axes)
-        return self._axes[key]
+        """The axes, found once for all meshes that need the same short ones merged."""
+        by_rows, others = _axes_key(cutting)
+        if (by_rows, ()) not in self._axes:
+            plain = find_axes(graph.graph)
+            self._axes[by_rows, ()] = plain, axis_names(graph, plain)
+        if (by_rows, others) not in self._axes:
+            axes = self._axes[by_rows, ()][0]
+            for _, count in others:
+                axes = merge_short_axes(graph, axes, count)
+            same = axes is self._axes[by_rows, ()][0]
+            self._axes[by_rows, others] = self._axes[by_rows, ()] if same else (axes, axis_names(graph, axes))
+        return self._axes[by_rows, others]
 
     def _assigned(
         self,
@@ -153,15 +201,60 @@ class CuttableModel:
                 )
             return (*fixed[dimension], *rest)
         count = cutting.length(dimension)
-        key = (_axes_key(cutting), dimension, count, fixed[dimension], tuple(sorted(elsewhere)))
+        longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
+        key = (id(axes), dimension, longer, fixed[dimension], tuple(sorted(elsewhere)))
         if key not in self._chosen:
-            self._chosen[key] = choose_axes(graph, axes, dimension, count, fixed[dimension], elsewhere)
+            self._chosen[key] = choose_axes(graph, axes, dimension, count, fixed[dimension], elsewhere, self._pace)
         if not self._chosen[key]:
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",
                 remedy="use fewer devices for this mesh dimension, or another mode",
             )
         return self._chosen[key]
+
+
+def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[int, None]]:
+    """Axis of a folded graph -> the axes of the whole one that it stands for."""
+    found: dict[int, dict[int, None]] = {}
+    for node, tensors in folded.tensors.items():
+        for copy in of.copies(node):
+            for mine, theirs in zip(tensors, whole.tensors[copy], strict=True):
+                for one, other in zip(mine, theirs, strict=True):
+                    for axis, counterpart in zip(one, other, strict=False):
+                        found.setdefault(axis, {})[counterpart] = None
+    return found
+
+
+def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph]) -> PartGraph:
+    """A graph to cut parts from, written anew by ``prepare``; unfolded where the copies do not begin with units of their own."""
+    if folded.n_copies > 1:
+        graph = prepare(folded.graph)
+        points = _thinned(graph, folded)
+        unfolding = unfolding_of(points, folded.copies, folded.following)
+        if unfolding is not None:
+            return PartGraph(graph, points, whole, unfolding)
+    graph = prepare(whole)
+    return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
+
+
+def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
+    """The units of a folded graph; where copies are so many that cuts are plenty, only where least crosses inside of a copy."""
+    names = frozenset(node.name for node in folded.graph.graph.nodes)
+    points = find_cut_points(graph, names)
+    in_block = [index for index, unit in enumerate(points.units) if unit[0] in folded.copies]
+    if len(in_block) * folded.n_copies < _PLENTY:
+        return points
+    crossing = np.zeros(len(points.units))
+    nodes = {node.name: node for node in graph.graph.nodes}
+    for value in points.values:
+        size = bytes_of(nodes[value.node].meta["val"], graph.batch, graph.batch_size)
+        crossing[value.producer + 1 : value.readers[-1] + 1] += size
+    least = crossing[in_block].min()
+    return find_cut_points(graph, frozenset(unit[0] for unit, size in zip(points.units, crossing, strict=True) if size <= least * 1.01))
+
+
+_PLENTY = 60
+"""Units from which on cuts are considered only where least crosses."""
 
 
 def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class Exchange:
     Attributes:
         reader: the node that waits for it.
         size: bytes of the whole value, for one microbatch.
-        links: between the ranks.
+        dimension: the mesh dimension whose ranks talk.
         forward: what is done; None: nothing is sent.
         backward: the same for the backward.
         again: what the backward does besides: a parameter that is not kept whole is gathered once more.
@@ -51,20 +51,21 @@ class Exchange:
 
     reader: str
     size: Size
-    links: GroupLinks
+    dimension: str
     forward: Collective | None
     backward: Collective | None
     again: Collective | None = None
 
-    def seconds(self, size: float) -> tuple[float, float]:
-        """Forward and backward, for so many bytes."""
-        forward, backward, again = (self._of(kind, size) for kind in (self.forward, self.backward, self.again))
+    def seconds(self, size: float, links: GroupLinks) -> tuple[float, float]:
+        """Forward and backward, for so many bytes, on the links between the ranks."""
+        forward, backward, again = (_seconds(kind, size, links) for kind in (self.forward, self.backward, self.again))
         return forward, backward + again
 
-    def _of(self, kind: Collective | None, size: float) -> float:
-        if kind == "all_to_all":  # of what a rank holds
-            size /= self.links.n_ranks
-        return 0.0 if kind is None else self.links.seconds(kind, size)
+
+def _seconds(kind: Collective | None, size: float, links: GroupLinks) -> float:
+    if kind == "all_to_all":  # of what a rank holds
+        size /= links.n_ranks
+    return 0.0 if kind is None else links.seconds(kind, size)
 
 
 @dataclass(frozen=True)
@@ -95,26 +96,19 @@ _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | No
 """How a value lies and how it is read -> the collectives."""
 
 
-def find_exchanges(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, GroupLinks], flowing: frozenset[str]
-) -> list[Exchange]:
-    """Every collective of a microbatch.
-
-    Args:
-        links: mesh dimension -> the links between its ranks.
-        flowing: the nodes that have a gradient.
-    """
+def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
+    """Every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
     found: dict[object, Exchange] = {}
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
             continue
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
         for operand, need in zip(operands, layouts.needs[node.name], strict=True):
-            for key, exchange in _changes(operand, need, node.name, layouts, sizes, links, flowing):
+            for key, exchange in _changes(operand, need, node.name, layouts, sizes, flowing):
                 found.setdefault(key, exchange)
-        for key, exchange in _halos(node, graph, axes, layouts, sizes, links, flowing):
+        for key, exchange in _halos(node, graph, axes, layouts, sizes, flowing):
             found.setdefault(key, exchange)
-        for key, exchange in _inside(node, axes, layouts, sizes, links, flowing):
+        for key, exchange in _inside(node, axes, layouts, sizes, flowing):
             found.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
     return [Exchange(**{**vars(each), "reader": last}) if each.reader == "output" else each for each in found.values()]
@@ -126,7 +120,6 @@ def _changes(
     reader: str,
     layouts: Layouts,
     sizes: PartSizes,
-    links: Mapping[str, GroupLinks],
     flowing: frozenset[str],
 ) -> Iterator[tuple[object, Exchange]]:
     """What brings one operand into the layout that a call reads it in."""
@@ -141,7 +134,7 @@ def _changes(
         if forward is not None or backward is not None:
             size = sizes.whole_along(operand, need if isinstance(wanted, Shard) else have, index)
             key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
-            yield key, Exchange(reader, size, links[name], forward, backward, again)
+            yield key, Exchange(reader, size, name, forward, backward, again)
 
 
 def _halos(
@@ -150,7 +143,6 @@ def _halos(
     axes: Axes,
     layouts: Layouts,
     sizes: PartSizes,
-    links: Mapping[str, GroupLinks],
     flowing: frozenset[str],
 ) -> Iterator[tuple[object, Exchange]]:
     """What windows of a call read of neighbours: priced as the most that one rank gives another."""
@@ -168,12 +160,10 @@ def _halos(
         (part,) = sizes.operands(node)[operand]
         backward: Collective | None = "halo_exchange" if operand.name in flowing else None
         key = (operand.name, slide.over, slide.window.dimension, slide.wanted)
-        yield key, Exchange(node.name, part.bytes * most / max(slide.owned), links[slide.over], "halo_exchange", backward)
+        yield key, Exchange(node.name, part.bytes * most / max(slide.owned), slide.over, "halo_exchange", backward)
 
 
-def _inside(
-    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, links: Mapping[str, GroupLinks], flowing: frozenset[str]
-) -> Iterator[tuple[object, Exchange]]:
+def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
     """What a call sends that reduces over what is cut: statistics, one number for each element of the other loops, twice each way."""
     for index, ((name, _), cut) in enumerate(zip(layouts.mesh, layouts.cuts.get(node.name, ()), strict=False)):
         if cut is None or axes.loops[node.name].factors[cut.factor].reduction != "whole" or not isinstance(node.meta["val"], Tensor):
@@ -184,7 +174,7 @@ def _inside(
         size = sizes.whole_along(node, layouts.results[node.name][0], index) / whole
         backward: Collective | None = "all_reduce" if node.name in flowing else None
         for place in range(_STATISTICS):
-            yield (node.name, index, place), Exchange(node.name, size, links[name], "all_reduce", backward)
+            yield (node.name, index, place), Exchange(node.name, size, name, "all_reduce", backward)
 
 
 _STATISTICS = 2

@@ -17,7 +17,7 @@ from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbat
 from partitioner.planner.describe import bound_by, next_best
 from partitioner.planner.infeasible import why_infeasible
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
-from partitioner.planner.model_part import whole_part
+from partitioner.planner.model_part import unfolded, whole_part
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
@@ -46,7 +46,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
     """
     request.check(graph)
-    part = whole_part(graph, differentiate=differentiates(graph, request))
+    part = whole_part(unfolded(graph), differentiate=differentiates(graph, request))
     mesh = Mesh((("pipeline", len(request.devices)),))
     return plan_stages(MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline()))
 

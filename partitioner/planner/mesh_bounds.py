@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from cost_models.cost_model import CostModel
+from cost_models.formulas import Numbers
 from cost_models.hardware import Cluster
-from partitioner.planner.mesh_links import dimension_links, stages_length
-from partitioner.planner.model_part import ModelPart
+from partitioner.planner.cuttable_model import CuttableModel
+from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.unit_prices import PriceList
 from passes.axes import Axes, find_axes
 from passes.ir.mesh import ROWS, Mesh
 
@@ -26,38 +26,60 @@ class MeshBounds:
     """Bounds of meshes on one cluster.
 
     Args:
-        whole: the model.
+        model: the model.
         cluster: the hardware.
         request: what was asked for.
         cost_model: prices work. A part of some work may take no less than its share of the time beyond what it costs to start it.
     """
 
-    def __init__(self, whole: ModelPart, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
-        self._cluster, self._whole = cluster, whole
+    def __init__(self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+        whole = model.whole
+        self._cluster, self._whole, self._model = cluster, whole, model
+        self._links = LinkTable(cluster)
         kinds = tuple(dict.fromkeys(cluster.devices))
-        prices = PriceList(whole.graph, whole.cost, whole.points, kinds, cost_model, request.optimizer)
-        self._seconds = prices.at(whole.graph.batch_size).units.time.min(axis=1)
+        prices = whole.prices(kinds, cost_model, request.optimizer)
+        self._seconds = prices.times(whole.batch_size).min(axis=1)
         self._starts = prices.starting().min(axis=1)
-        self._fixed = sum(item.amount for item in prices.at(whole.graph.batch_size).fixed)
+        self._fixed = prices.fixed_bytes
         self._limit = sum(memory_limits(cluster, request))
-        trained = [name for name in whole.graph.parameters if name in whole.cost.gradients]
-        self._sizes = {name: float(prices.held_bytes(name)) for name in trained}
-        axes = find_axes(whole.graph.graph)
-        self._longest = {name: _longest_axis(axes, name) for name in trained}
+        axes = find_axes(whole.of.graph.graph)
+        trained = [name for name in whole.of.graph.parameters if name in whole.cost.gradients]
+        every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
+        self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
+        self._longest = dict(every)
 
-    def of(self, mesh: Mesh) -> float:
-        """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices."""
+    def of(self, mesh: Mesh, *, beside: bool = False) -> float:
+        """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
+
+        What ranks exchange that cut the same axes is told by two of them: the sizes are those of whole values, and more ranks take
+        longer. Microbatches send no less in more messages.
+
+        Raises:
+            ConfigError: the mesh cannot cut the model.
+        """
         stages, parts = stages_length(mesh), mesh.cutting.size
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
         if self._fixed * (rows if kind == "data" else 1) > self._limit:
             return float("inf")
         work = float(np.maximum(self._seconds / parts, self._starts).sum()) / stages
         sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
-        return (work + sending) * (1 - _ROUNDING)
+        inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in ROWS))
+        exchanging = self._exchanging(inner, mesh, -(-self._whole.batch_size // rows), beside=beside) / stages if inner.dimensions else 0.0
+        return (work + exchanging + sending) * (1 - _ROUNDING)
+
+    def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, *, beside: bool) -> float:
+        """Seconds that a rank's part of all stages exchanges with the ranks beside it."""
+        part = self._model.cut(inner, beside=beside).part
+        links = self._links.of(mesh)
+        numbers, seconds = Numbers(rows), 0.0
+        for exchange in part.exchanges:
+            size = numbers[exchange.size] * (rows / self._whole.batch_size if part.of.graph.batch is None else 1.0)
+            seconds += sum(exchange.seconds(size, links[exchange.dimension])) * len(part.of.copies(exchange.reader))
+        return seconds
 
     def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:
         """Seconds that replicas send at least, when so many other ranks share the parameters equally."""
-        links = dimension_links(mesh, self._cluster)[kind]
+        links = self._links.of(mesh)[kind]
         if kind == "data":
             return links.seconds("all_reduce", sum(self._sizes.values()) / others)
         gathered = [size for name, size in self._sizes.items() if self._longest[name] >= rows]

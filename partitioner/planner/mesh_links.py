@@ -16,19 +16,33 @@ from cost_models.group_communication import GroupLinks, group_links
 from cost_models.hardware import Cluster, Device, Link
 from passes.ir.mesh import STAGES, Mesh, pipelines
 
-__all__ = ["dimension_links", "places_of", "stages_length"]
+__all__ = ["LinkTable", "places_of", "stages_length"]
 
 _WORST = Link(0.0, float("inf"))
 
 
-def dimension_links(mesh: Mesh, cluster: Cluster) -> dict[str, GroupLinks]:
-    """For each dimension that cuts axes, the links of the group along it whose slowest link is the slowest; all groups talk at once."""
-    strides, found = _strides(mesh), {}
-    for name, count in mesh.cutting.dimensions:
-        groups = _groups(mesh.size, strides[name], count)
-        slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
-        found[name] = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
-    return found
+class LinkTable:
+    """The links of mesh dimensions on one cluster, each worked out once.
+
+    Args:
+        cluster: of all ranks.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[int, int], GroupLinks] = {}
+
+    def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
+        """For each dimension that cuts axes, the links of the group along it that is slowest; all groups talk at once."""
+        strides = _strides(mesh)
+        return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
+
+    def _along(self, size: int, stride: int, count: int) -> GroupLinks:
+        if (stride, count) not in self._known:
+            groups, cluster = _groups(size, stride, count), self._cluster
+            slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
+            self._known[stride, count] = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
+        return self._known[stride, count]
 
 
 def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:

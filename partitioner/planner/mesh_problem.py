@@ -15,12 +15,11 @@ import numpy as np
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.candidates import Candidate
-from partitioner.planner.mesh_links import dimension_links, places_of
+from partitioner.planner.mesh_links import LinkTable, places_of
 from partitioner.planner.model_part import ModelPart
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import StagedModel, stage_model, summed_bytes
-from partitioner.planner.unit_prices import PriceList
 from passes.ir.mesh import Mesh, pipelines
 from passes.split_backward import Recompute
 
@@ -56,17 +55,25 @@ class MeshProblem:
         cluster: of all ranks.
         request: what was asked for, its mode that of the stages.
         cost_model: prices work and messages.
+        links: of the cluster, where they are known already.
     """
 
-    def __init__(self, mesh: Mesh, part: ModelPart, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        part: ModelPart,
+        cluster: Cluster,
+        request: PlanRequest,
+        cost_model: CostModel,
+        links: LinkTable | None = None,
+    ) -> None:
         self.mesh, self.part, self.cost_model = mesh, part, cost_model
         self.devices = request.devices
-        self.links = dimension_links(mesh, cluster)
+        self.links = (links or LinkTable(cluster)).of(mesh)
         self.places = places_of(mesh, cluster)
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
-        self._exchanges = part.exchanges(self.links)
         self._problems: dict[Recompute, PipelineProblems] = {}
 
     @property
@@ -94,7 +101,7 @@ class MeshProblem:
         """The stages to be cut, under a recomputation policy."""
         if policy not in self._problems:
             part, request = self.part, self.request
-            prices = PriceList(part.graph, part.cost, part.points, self.kinds, self.cost_model, request.optimizer, policy, self._exchanges)
+            prices = part.prices(self.kinds, self.cost_model, request.optimizer, policy, self.links)
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
         return self._problems[policy]
 
@@ -109,11 +116,9 @@ class MeshProblem:
         for M microbatches on R ranks, W the time of all stages: the right side is reached when all those terms are equal.
         """
         problems = self.problems(policy)
-        prices = problems.prices.at(problems.rows(candidate))
-        limit = max(problems.limits())
-        if sum(item.amount for item in prices.fixed) > limit * self.n_places:
+        if problems.prices.fixed_bytes > max(problems.limits()) * self.n_places:
             return np.inf
-        seconds = prices.units.time.min(axis=1)
+        seconds = problems.prices.times(problems.rows(candidate)).min(axis=1)
         whole, largest, count = float(seconds.sum()), float(seconds.max()), candidate.n_microbatches
         step = max(whole, count * max(whole / self.n_places, largest))
         if candidate.stages_per_rank == 1 and candidate.schedule in _IN_ONE_PIECE:

@@ -9,7 +9,7 @@ inside is a choice where links differ. ``"zero2"`` lies as ``"zero1"`` does and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from passes.ir.mesh import Mesh
 
@@ -20,6 +20,9 @@ ROW_KINDS = ("data", "zero1", "fsdp")
 
 INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
 """What may be cut beside rows and stages, outermost first."""
+
+_MANY = 64
+"""Devices above which only the commonest dimensions are combined: data or fsdp, pipeline, tensor."""
 
 
 def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Mesh]:
@@ -34,8 +37,9 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     for rows, stages, inner in _factors(n_devices, 3):
         if batch_size % rows:
             continue
-        for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
-            for within in _inner(inner):
+        kinds, inners = (ROW_KINDS, INNER) if n_devices <= _MANY else (("data", "fsdp"), INNER[:1])
+        for kind in kinds if rows > 1 else kinds[:1]:
+            for within in _inner(inner, inners):
                 outer = [(kind, rows), ("pipeline", stages)]
                 for order in itertools.permutations(outer) if levels else (outer,):
                     dimensions = tuple((name, size) for name, size in (*order, *within) if size > 1)
@@ -43,12 +47,12 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     yield from sorted(found, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
 
 
-def _inner(count: int) -> Iterator[tuple[tuple[str, int], ...]]:
+def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:
     """The ways to cut axes of the model over so many ranks."""
     if count == 1:
         yield ()
         return
-    for names in INNER:
+    for names in inners:
         for sizes in _factors(count, len(names)):
             if 1 not in sizes:
                 yield tuple(zip(names, sizes, strict=True))

@@ -9,21 +9,55 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 
+from cost_models.cost_model import CostModel
 from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
+from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
 from partitioner.planner.part_sizes import PartSizes
+from partitioner.planner.stage_problem import Floats
+from partitioner.planner.unfold import RepeatedPrices, Unfolding
+from partitioner.planner.unit_prices import PriceList, Prices
 from passes.axes import Axes
 from passes.cut_axes import AxisCut, layouts_of_cut
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
+from passes.split_backward import Recompute
 
-__all__ = ["ModelPart", "axis_cut", "cut_part", "whole_part"]
+__all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "unfolded", "whole_part"]
+
+
+@dataclass(frozen=True, eq=False)
+class PartGraph:
+    """A graph that parts are cut from.
+
+    Attributes:
+        graph: of the model, repeated blocks folded.
+        points: its units.
+        whole: of the model.
+        unfolding: how the units repeat; None where nothing is folded.
+    """
+
+    graph: ModelGraph
+    points: CutPoints
+    whole: ModelGraph
+    unfolding: Unfolding | None = None
+
+    @property
+    def all_points(self) -> CutPoints:
+        """The units of the whole model."""
+        return self.points if self.unfolding is None else self.unfolding.points
+
+    def copies(self, name: str) -> tuple[str, ...]:
+        """The nodes that a node of the folded graph stands for."""
+        return (name,) if self.unfolding is None else self.unfolding.copies.get(name, (name,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,59 +65,96 @@ class ModelPart:
     """One rank's part of a model, over all stages.
 
     Attributes:
-        graph: the whole model's, with the batch that one rank has of it.
-        points: where stages may be cut.
+        of: the graph that it is a part of.
+        batch_size: rows that one rank has.
         cost: the prices of the part.
         cutting: the mesh dimensions that cut axes.
         sums: the gradients that are summed once a step.
         layouts: how every value lies; None where nothing is cut.
         axes: of the graph; None where nothing is cut.
         sizes: of the part; None where nothing is cut.
+        known_seconds: of its operations, by microbatch size and kinds of devices: worked out once for all meshes and policies.
     """
 
-    graph: ModelGraph
-    points: CutPoints
+    of: PartGraph
+    batch_size: int
     cost: GraphCost
     cutting: Mesh
     sums: tuple[GradientSum, ...] = ()
     layouts: Layouts | None = None
     axes: Axes | None = None
     sizes: PartSizes | None = None
+    known_seconds: dict[Hashable, Floats] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> ModelGraph:
+        """The whole model's graph, with the batch that one rank has of it."""
+        return dataclasses.replace(self.of.whole, batch_size=self.batch_size)
+
+    @property
+    def points(self) -> CutPoints:
+        """Where stages may be cut."""
+        return self.of.all_points
 
     @property
     def n_row_parts(self) -> int:
         """Into how many parts the batch is cut."""
         return math.prod(self.cutting.length(name) for name in self.cutting.names if name in ROWS)
 
-    def exchanges(self, links: Mapping[str, GroupLinks]) -> list[Exchange]:
-        """The collectives of every microbatch, on links for each mesh dimension."""
+    def prices(
+        self,
+        kinds: Sequence[Device],
+        cost_model: CostModel,
+        optimizer: str,
+        policy: Recompute = "none",
+        links: Mapping[str, GroupLinks] = MappingProxyType({}),
+    ) -> Prices:
+        """The prices of its units, on links for each mesh dimension."""
+        graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
+        exchanges = [(exchange, links[exchange.dimension]) for exchange in self.exchanges]
+        prices = PriceList(graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy, exchanges, self.known_seconds)
+        return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The collectives of every microbatch."""
         if self.layouts is None or self.axes is None or self.sizes is None:
-            return []
-        return find_exchanges(self.graph, self.axes, self.layouts, self.sizes, links, self.cost.gradients)
+            return ()
+        return tuple(find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients))
 
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
         return sum(links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size)
 
 
-def whole_part(graph: ModelGraph, *, differentiate: bool) -> ModelPart:
+def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:
     """The whole model, for a mesh that cuts no axes."""
-    return ModelPart(graph, find_cut_points(graph), graph_cost(graph, differentiate=differentiate), Mesh(()))
+    return ModelPart(of, of.graph.batch_size, graph_cost(of.graph, differentiate=differentiate), Mesh(()))
 
 
-def cut_part(graph: ModelGraph, axes: Axes, cut: AxisCut, points: CutPoints, *, differentiate: bool) -> ModelPart:
+def unfolded(graph: ModelGraph) -> PartGraph:
+    """A graph as it is."""
+    return PartGraph(graph, find_cut_points(graph), graph)
+
+
+def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differentiate: bool) -> ModelPart:
     """The part of a rank under a cut.
 
     Args:
-        points: of the graph.
+        batch_size: rows of the whole batch.
+        axes: of the folded graph.
         differentiate: whether there is a backward.
     """
-    layouts = layouts_of_cut(graph, axes, cut)
-    sizes = PartSizes(graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
-    cost = graph_cost(graph, differentiate=differentiate, parts=sizes)
-    sums = tuple(find_gradient_sums(layouts, cost.bytes, cost.gradients))
-    part = ModelPart(graph, points, cost, cut.mesh, sums, layouts, axes, sizes)
-    return dataclasses.replace(part, graph=dataclasses.replace(graph, batch_size=-(-graph.batch_size // part.n_row_parts)))
+    layouts = layouts_of_cut(of.graph, axes, cut)
+    sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
+    cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes)
+    sums = tuple(
+        dataclasses.replace(each, parameter=name)
+        for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)
+        for name in of.copies(each.parameter)
+    )
+    part = ModelPart(of, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
+    return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
 
 
 def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str) -> AxisCut:

@@ -17,7 +17,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.shared_memory import fits_together
 from partitioner.planner.stage_cuts import StageCuts, solve
 from partitioner.planner.stage_problem import StageProblem
-from partitioner.planner.unit_prices import PriceList
+from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.catalog import make_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.graph import ModelGraph
@@ -45,7 +45,7 @@ class PipelineProblems:
     """
 
     def __init__(
-        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, points: CutPoints, prices: PriceList, cost_model: CostModel
+        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, points: CutPoints, prices: Prices, cost_model: CostModel
     ) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model

@@ -65,7 +65,7 @@ def cut_described(plan: Plan, cut: MeshCut, request: PlanRequest) -> Plan:
     return dataclasses.replace(
         plan,
         notes=(*plan.notes, *_notes(cut), *_whole_work(cut)),
-        axes=tuple((axis, name) for name in cut.part.cutting.names for axis in shortened(cut.assigned[name], cut.names)),
+        axes=cut.in_whole_model(),
         batchnorm=request.batchnorm,
     )
 
@@ -86,9 +86,9 @@ def _notes(cut: MeshCut) -> Iterator[str]:
 
 def _whole_work(cut: MeshCut) -> Iterator[str]:
     """What every rank of a tensor or sequence dimension computes whole: axes that are too short for it, or not worth a message."""
-    contractions = contractions_of(cut.axes)
+    contractions = {name: runs * len(cut.part.of.copies(name)) for name, runs in contractions_of(cut.axes).items()}
     work = sum(contractions.values())
-    nodes = {node.name: node for node in cut.part.graph.graph.nodes}
+    nodes = {node.name: node for node in cut.part.of.graph.graph.nodes}
     for index, dimension in enumerate(cut.part.cutting.names):
         whole = [name for name in contractions if cut.layouts.cuts[name][index] is None] if dimension in ("tensor", "sequence") else []
         share = sum(contractions[name] for name in whole) / max(work, 1.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
+from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from cost_models.memory import optimizer_states
 from cost_models.operations import OperationCost
@@ -23,7 +25,7 @@ from passes.ir.graph import ModelGraph
 from passes.operators import draws, packet
 from passes.split_backward import Recompute
 
-__all__ = ["PriceList", "UnitPrices"]
+__all__ = ["PriceList", "Prices", "UnitPrices"]
 
 aten = torch.ops.aten
 
@@ -63,6 +65,38 @@ class UnitPrices:
         return Units(self.halves.sum(axis=0), self.values, self.replicated, self.fixed, self.kept, self.depth)
 
 
+class Prices(Protocol):
+    """Prices of the units of a model: ``PriceList``, or those of a folded model, repeated."""
+
+    recompute: Recompute
+    kinds: tuple[Device, ...]
+
+    def at(self, microbatch_size: int) -> UnitPrices:
+        """The prices for microbatches of so many rows."""
+
+    def times(self, microbatch_size: int) -> Floats:
+        """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that all stages together hold all the time, what they share once."""
+
+    def starting(self) -> Floats:
+        """(N, K) seconds that it takes to start the kernels of each unit."""
+
+    def users(self, placeholder: str) -> tuple[int, ...]:
+        """The units that read a placeholder, in order."""
+
+    def held_bytes(self, placeholder: str) -> int:
+        """Bytes that a rank holds of a parameter, buffer or constant."""
+
+    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+        """What most of the time of some units goes into."""
+
+    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+        """Seconds that some units wait for the other ranks of their stage."""
+
+
 class PriceList:
     """Prices the units of a model at any microbatch size.
 
@@ -76,7 +110,8 @@ class PriceList:
         cost_model: turns work into seconds.
         optimizer: whose state is held for every parameter that trains.
         recompute: what the backward computes again instead of keeping it.
-        exchanges: communication between the ranks that share a stage, of each microbatch.
+        exchanges: communication between the ranks that share a stage, of each microbatch, and the links between them.
+        known_seconds: of the operations, by microbatch size and kinds: shared with other lists of the same costs.
     """
 
     def __init__(
@@ -88,16 +123,19 @@ class PriceList:
         cost_model: CostModel,
         optimizer: str,
         recompute: Recompute = "none",
-        exchanges: Sequence[Exchange] = (),
+        exchanges: Sequence[tuple[Exchange, GroupLinks]] = (),
+        known_seconds: dict[Hashable, Floats] | None = None,
     ) -> None:
         self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
-        self.recompute = recompute
+        self.recompute: Recompute = recompute
         self.kinds = tuple(kinds)
         self._known: dict[int, UnitPrices] = {}
+        self._known_times: dict[int, tuple[Floats, Floats]] = {}
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         self._again = self._find_again()
-        self._exchanges = tuple(exchange for exchange in exchanges if exchange.reader in self._unit_of)
+        self._exchanges = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
+        self._known_seconds = {} if known_seconds is None else known_seconds
         self._savers = self._find_savers()
         self._value_sizes = {value.node: cost.bytes[value.node] for value in points.values}
         self._distinct = tuple(dict.fromkeys(cost.nodes.values()))
@@ -110,13 +148,42 @@ class PriceList:
             self._known[microbatch_size] = self._priced(microbatch_size)
         return self._known[microbatch_size]
 
+    def times(self, microbatch_size: int) -> Floats:
+        """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
+        times: Floats = self._timed(microbatch_size)[1].sum(axis=0)
+        return times
+
+    @property
+    def fixed(self) -> tuple[Shared, ...]:
+        """What stages hold all the time."""
+        return self._fixed
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that all stages together hold all the time, what they share once."""
+        return float(sum(item.amount for item in self._fixed))
+
+    def _timed(self, microbatch_size: int) -> tuple[Floats, Floats]:
+        """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
+        if microbatch_size not in self._known_times:
+            numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+            key = (microbatch_size, share, self.kinds)
+            if key not in self._known_seconds:
+                self._known_seconds[key] = np.array(
+                    [[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct]
+                )
+            seconds = self._known_seconds[key]
+            halves = self._halves(seconds) + self._exchanging(numbers, share)[:, :, None]
+            self._known_times[microbatch_size] = seconds, halves
+        return self._known_times[microbatch_size]
+
     def _priced(self, microbatch_size: int) -> UnitPrices:
         numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
-        seconds = np.array([[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct])
+        seconds, halves = self._timed(microbatch_size)
         flops = np.array([numbers[cost.forward.flops] * share for cost in self._distinct])
         forward = dict(zip(self._distinct, seconds[:, :, 0].tolist(), strict=True))
         return UnitPrices(
-            halves=self._halves(seconds) + self._exchanging(numbers, share)[:, :, None],
+            halves=halves,
             replicated=tuple((tuple(forward[self._cost.nodes[name]]), units) for name, units in self._points.replicated.items() if units),
             values=self._values(numbers, share),
             fixed=self._fixed,
@@ -140,8 +207,8 @@ class PriceList:
     def _exchanging(self, numbers: Numbers, share: float) -> Floats:
         """(3, N) seconds that units wait for the other ranks of their stage; recomputation exchanges once more what it needs."""
         seconds = np.zeros((3, len(self._points.units)))
-        for exchange in self._exchanges:
-            forward, backward = exchange.seconds(numbers[exchange.size] * share)
+        for exchange, links in self._exchanges:
+            forward, backward = exchange.seconds(numbers[exchange.size] * share, links)
             again = forward if exchange.reader in self._again else 0.0
             seconds[0, self._unit_of[exchange.reader]] += forward
             seconds[1, self._unit_of[exchange.reader]] += backward + again

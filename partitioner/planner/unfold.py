@@ -1,0 +1,162 @@
+"""Prices of a model with its repeated blocks from those of the folded one: rows of numbers, repeated.
+
+    folded      unit   0 1 | 2 3 4 | 5 6 7 | 8          block 2 3 4 stands for three copies, 5 6 7 is the last
+    unfolded           0 1 | 2 3 4 | 5 6 7 | 8 9 10 | 11 12 13 | 14
+
+What lies in the block is there once a copy. What lies in the block and the last copy crosses from each copy to the next; what lies in
+front, in the block and behind is shared by all copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from cost_models.hardware import Device
+from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.stage_problem import Floats, Integers, Shared, Value
+from partitioner.planner.unit_prices import PriceList, UnitPrices
+from passes.split_backward import Recompute
+
+__all__ = ["RepeatedPrices", "Unfolding", "unfolding_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Unfolding:
+    """How the units of a folded model repeat.
+
+    Attributes:
+        start, stop: the units of the block.
+        count: how many copies it stands for.
+        copies: node or placeholder of the block -> its copies, itself the first.
+        points: the units of the whole model, by the names of its nodes.
+        source: (N,) for each of them the unit of the folded model.
+    """
+
+    start: int
+    stop: int
+    count: int
+    copies: Mapping[str, tuple[str, ...]]
+    points: CutPoints
+    source: Integers
+
+    def places(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The units that something with these units has in the whole model: one for each copy that there is of it."""
+        length, more = self.stop - self.start, (self.count - 1) * (self.stop - self.start)
+        before = [unit for unit in units if unit < self.start]
+        inside = [unit for unit in units if self.start <= unit < self.stop]
+        behind = [unit for unit in units if unit >= self.stop]
+        if not inside:
+            yield tuple(unit if unit < self.start else unit + more for unit in units)
+        elif before and behind:
+            repeated = [unit + copy * length for copy in range(self.count) for unit in inside]
+            yield (*before, *repeated, *(unit + more for unit in behind))
+        elif before:
+            yield (*before, *inside)
+        else:
+            for copy in range(self.count):
+                ahead = [unit - self.stop + self.start + (copy + 1) * length for unit in behind]
+                yield (*(unit + copy * length for unit in inside), *ahead)
+
+    def shared(self, items: Iterable[Shared]) -> Iterator[Shared]:
+        """Amounts, each once a copy."""
+        for item in items:
+            with_producer = item.units if item.producer < 0 else (item.producer, *item.units)
+            for units in self.places(with_producer):
+                yield replace(item, units=units) if item.producer < 0 else replace(item, units=units[1:], producer=units[0])
+
+    def values(self, items: Iterable[Value]) -> Iterator[Value]:
+        """What crosses, each once a copy."""
+        for item in items:
+            for units in self.places((item.producer, *item.readers)):
+                yield replace(item, producer=units[0], readers=units[1:])
+
+
+def unfolding_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Unfolding | None:
+    """How units repeat; None where a copy does not begin with a unit of its own.
+
+    Args:
+        points: of the folded model.
+        copies, following: see ``passes.fold_repeats``.
+    """
+    first, last = next(iter(copies), None), next(iter(following), None)
+    starts = {unit[0]: index for index, unit in enumerate(points.units)}
+    if first not in starts or last not in starts:
+        return None
+    start, stop, count = starts[first], starts[last], len(copies[first])
+    length = stop - start
+    counterparts = [following.get(unit[0]) for unit in points.units[stop : stop + length]]
+    if counterparts != [unit[0] for unit in points.units[start:stop]]:
+        return None
+    source = np.array([*range(stop), *(list(range(start, stop)) * (count - 1)), *range(stop, len(points.units))], dtype=np.int64)
+    numbers = [0] * start + [copy for copy in range(count) for _ in range(length)] + [0] * (len(points.units) - stop)
+    units = tuple(
+        tuple(copies[name][copy] if name in copies else name for name in points.units[index])
+        for index, copy in zip(source, numbers, strict=True)
+    )
+    whole = CutPoints(units, (), {}, tuple(points.depth[index] for index in source))
+    return Unfolding(start, stop, count, copies, whole, source)
+
+
+class RepeatedPrices:
+    """The prices of the whole model (``PriceList``), from those of the folded one.
+
+    Args:
+        folded: prices of what stays.
+        unfolding: how its units repeat.
+    """
+
+    def __init__(self, folded: PriceList, unfolding: Unfolding) -> None:
+        self._folded, self._unfolding = folded, unfolding
+        self.recompute: Recompute = folded.recompute
+        self.kinds = folded.kinds
+        self._known: dict[int, UnitPrices] = {}
+        self._stands_for = {name: (first, copy) for first, names in unfolding.copies.items() for copy, name in enumerate(names)}
+
+    def at(self, microbatch_size: int) -> UnitPrices:
+        """The prices for microbatches of so many rows."""
+        if microbatch_size not in self._known:
+            prices, unfolding = self._folded.at(microbatch_size), self._unfolding
+            self._known[microbatch_size] = UnitPrices(
+                halves=prices.halves[:, unfolding.source],
+                replicated=tuple((seconds, places) for seconds, units in prices.replicated for places in unfolding.places(units)),
+                values=tuple(unfolding.values(prices.values)),
+                fixed=tuple(unfolding.shared(prices.fixed)),
+                kept=tuple(unfolding.shared(prices.kept)),
+                flops=prices.flops[unfolding.source],
+                depth=prices.depth[unfolding.source],
+            )
+        return self._known[microbatch_size]
+
+    def times(self, microbatch_size: int) -> Floats:
+        """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
+        return self._folded.times(microbatch_size)[self._unfolding.source]
+
+    @cached_property
+    def fixed_bytes(self) -> float:
+        """Bytes that all stages together hold all the time, what they share once."""
+        return float(sum(item.amount for item in self._unfolding.shared(self._folded.fixed)))
+
+    def starting(self) -> Floats:
+        """(N, K) seconds that it takes to start the kernels of each unit."""
+        return self._folded.starting()[self._unfolding.source]
+
+    def users(self, placeholder: str) -> tuple[int, ...]:
+        """The units that read a placeholder, in order."""
+        first, copy = self._stands_for.get(placeholder, (placeholder, 0))
+        return list(self._unfolding.places(self._folded.users(first)))[copy]
+
+    def held_bytes(self, placeholder: str) -> int:
+        """Bytes that a rank holds of a parameter, buffer or constant."""
+        return self._folded.held_bytes(self._stands_for.get(placeholder, (placeholder, 0))[0])
+
+    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+        """What most of the time of some units goes into."""
+        return self._folded.limit_of(self._unfolding.source[list(units)].tolist(), device, microbatch_size)
+
+    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+        """Seconds that some units wait for the other ranks of their stage."""
+        return self._folded.exchanging(self._unfolding.source[list(units)].tolist(), microbatch_size)
