@@ -14,11 +14,12 @@ from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings, Variant
-from partitioner.meshes import resolve_mode
+from partitioner.meshes import resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.stream_plan import plan_stream
 from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.progress import Progress
 from partitioner.rows import Inputs
@@ -36,6 +37,7 @@ from passes.ir.mesh import STAGES, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
 from passes.stages import split_stages
+from passes.streaming.streamed import streamed
 from passes.weights_digest import weights_digest
 
 __all__ = ["partition"]
@@ -72,7 +74,7 @@ def partition(
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``;
-            or ``"auto"``: the fastest of all, by predicted step time.
+            with ``devices=1`` the tiles are computed in turn, for less memory; or ``"auto"``: the fastest of all, by predicted step time.
         example_inputs: positional inputs of one call, the whole batch. None: taken from the model where it tells them.
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.
@@ -107,7 +109,8 @@ def partition(
     world_size = torchrun.world_size() if torchrun.is_launched() else None
     placement = resolve_devices(devices, world_size)
     hardware = _hardware(cluster, placement)
-    mesh = resolve_mode(mode, len(placement.devices)) if plan is None else Mesh(plan.mesh)
+    in_turn = tiles_in_turn(mode, len(placement.devices)) if plan is None else None
+    mesh = Mesh(plan.mesh) if plan is not None else resolve_mode("model" if in_turn is not None else mode, len(placement.devices))
     _check_batchnorm(batchnorm)
     local = _inputs(inputs, world_size)
     model, dtype = converted_model(model, true_dtype(precision)), true_dtype(precision)
@@ -131,7 +134,10 @@ def partition(
         )
         with steps.step("planning"):
             of_mesh = (graph, hardware, request, cost_model)
-            plan = plan_auto(*of_mesh, steps.tell) if mesh is None else plan_mesh(*of_mesh, mesh)
+            if in_turn is not None:
+                plan = plan_stream(graph, in_turn, hardware, request, cost_model)
+            else:
+                plan = plan_auto(*of_mesh, steps.tell) if mesh is None else plan_mesh(*of_mesh, mesh)
     _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime
@@ -153,7 +159,7 @@ def _lower(
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
 ) -> PartitionedModel:
-    cut = cut_by_plan(graph, plan)
+    cut = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
     ranks = pipelines(Mesh(plan.mesh))
     places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
     devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
@@ -163,7 +169,9 @@ def _lower(
         for rank, (_, place) in places.items()
     }
     state = materialize(model, graph, needed, lambda name, rank: cut.blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)
-    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
+    trainable = frozenset(
+        placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad and not plan.tiles
+    )
 
     def lower_at(variant: Variant) -> Lowering:
         fixed = variant.batch_size not in (None, graph.batch_size)
@@ -171,7 +179,7 @@ def _lower(
         if variant.in_parts:
             traced = with_totals(traced)
         stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
-        variant_cut = cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
+        variant_cut = cut_by_plan(streamed(traced, plan.tiles, plan.tile_budget), plan, variant.results, rows=variant.rows, stored=stored)
         return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
 
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 
-__all__ = ["dimension_named", "resolve_mode"]
+__all__ = ["dimension_named", "resolve_mode", "tiles_in_turn"]
 
 MODES = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
 """Every mode that stands for one mesh dimension."""
@@ -53,6 +53,21 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
     if "pipeline" in mesh.names and "model" in mesh.names:
         raise ConfigError("a mesh has either a pipeline or a model dimension", remedy="leave one out")
     return mesh
+
+
+def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> int | tuple[int, ...] | None:
+    """How many tiles, or which grid, one device computes in turn; None where a mode means anything else.
+
+    Raises:
+        ConfigError: other modes stand beside the tiles.
+    """
+    if isinstance(mode, str) or n_devices != 1 or TILE not in map(_known, mode):
+        return None
+    lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
+    if any(math.prod(each) > 1 for name, each in lengths.items() if name != TILE):
+        raise ConfigError(f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles in turn, and nothing else")
+    tiles = lengths[TILE]
+    return None if math.prod(tiles) == 1 else tiles[0] if len(tiles) == 1 else tiles
 
 
 def _lengths(name: str, size: int | Sequence[int]) -> tuple[int, ...]:

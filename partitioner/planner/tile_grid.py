@@ -18,30 +18,34 @@ from passes.axis_names import space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["tile_axes", "with_grid"]
+__all__ = ["best_grid", "tile_axes", "with_grid"]
 
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
-    """A mesh whose tiles make a grid: the one with the shortest borders, of the largest axes of space.
+    """A mesh whose tiles make a grid; raises as ``best_grid`` does."""
+    if TILE not in mesh.names:
+        return mesh
+    grid = best_grid(axes, mesh.length(TILE))
+    dimensions: list[tuple[str, int]] = []
+    for name, length in mesh.dimensions:
+        of_grid = [(tile, each) for tile, each in zip(TILES, grid, strict=False) if each > 1]
+        dimensions += of_grid if name == TILE else [(name, length)]
+    return Mesh(tuple(dimensions))
+
+
+def best_grid(axes: Axes, count: int) -> tuple[int, ...]:
+    """The grid of so many tiles with the shortest borders; one number for each dimension of space.
 
     Raises:
         ConfigError: there is no space to cut, or it is too small.
     """
-    if TILE not in mesh.names:
-        return mesh
-    count = mesh.length(TILE)
     sizes = [max(_size(axes, axis) for axis in each) for each in _space(axes).values()]
     fitting = [grid for grid in _grids(count, len(sizes)) if all(length <= size for length, size in zip(grid, sizes, strict=True))]
     if not fitting:
         raise ConfigError(
             f"space of {' x '.join(map(str, sizes))} cannot be cut into {count} tiles", remedy="use fewer tiles, or larger example inputs"
         )
-    grid = min(fitting, key=lambda each: (_borders(each, sizes), each[::-1]))
-    dimensions: list[tuple[str, int]] = []
-    for name, length in mesh.dimensions:
-        of_grid = [(tile, each) for tile, each in zip(TILES, grid, strict=False) if each > 1]
-        dimensions += of_grid if name == TILE else [(name, length)]
-    return Mesh(tuple(dimensions))
+    return min(fitting, key=lambda each: (_borders(each, sizes), each[::-1]))
 
 
 def tile_axes(axes: Axes, mesh: Mesh, dimension: str) -> tuple[int, ...]:

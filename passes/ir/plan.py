@@ -66,6 +66,8 @@ class Plan:
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices: 0 is proved to be the best;
             None where the mesh was given.
         weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.
+        tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
+        tile_budget: bytes up to which values are computed whole there.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -84,6 +86,8 @@ class Plan:
     batchnorm: str = "sync"
     gap: float | None = None
     weights: str = ""
+    tiles: tuple[int, ...] = ()
+    tile_budget: int = 0
 
     @property
     def n_ranks(self) -> int:
@@ -112,7 +116,7 @@ class Plan:
         fields["stages"] = tuple(Stage(**{**stage, "modules": tuple(stage["modules"])}) for stage in fields["stages"])
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
         fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
-        for name in ("devices", "memory", "notes"):
+        for name in ("devices", "memory", "notes", "tiles"):
             fields[name] = tuple(fields[name])
         return Plan(**fields)
 

@@ -1,0 +1,162 @@
+"""Rewrite a graph so that what is larger than a budget is computed tile by tile, in turn.
+
+Before:                                       After, two tiles, where c1 and c2 are larger than the budget:
+
+    c1 = conv2d(x, w1, b1)   64 x 512 x 512       x_tile0 = x[.., 0:259]            what tile 0 of p reads, through both windows
+    c2 = conv2d(c1, w2, b2)  64 x 512 x 512       c1_tile0 = conv2d(x_tile0, ..)
+    p = max_pool2d(c2, 4)    64 x 128 x 128       c2_tile0 = conv2d(c1_tile0, ..)
+                                                  p_tile0 = max_pool2d(c2_tile0, 4)
+                                                  ...                               tile 1, after tile 0 is forgotten
+                                                  p = cat([p_tile0, p_tile1], 2)
+
+A value is kept whole where it fits the budget; others exist in tiles alone, and are computed again by every sweep that reads them: a
+sweep goes over all tiles to make one value that is kept, a sum over space, or the statistics of a normalisation. The first sweep of a
+normalisation gathers its statistics, the next ones apply them. Overlaps are computed by both tiles; nothing is approximate.
+
+Only what a forward computes: the graph has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.axes import Axes
+from passes.differentiate import fake_mode
+from passes.ir.graph import ModelGraph
+from passes.streaming.calls import TileCall
+from passes.streaming.keeping import Keeping, demand, tiles_of, what_to_keep
+from passes.streaming.spans import Box, TileGrid
+from passes.streaming.statistics import Scaling, apply_scaling, merge_statistics, tile_statistics
+from passes.streaming.writer import TileWriter
+
+__all__ = ["stream"]
+
+aten = torch.ops.aten
+
+
+def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelGraph:
+    """The graph by tiles.
+
+    Args:
+        axes: of the graph.
+        grid: of tiles.
+        budget: bytes of the largest value that is computed whole; inputs, and what no tile can compute, may be larger.
+    """
+    return _Streamer(graph, axes, grid, what_to_keep(graph, axes, grid, budget)).run()
+
+
+class _Streamer:
+    """Writes the new graph in the order of the old one."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, plan: Keeping) -> None:
+        self.graph, self.axes, self.grid, self.plan = graph, axes, grid, plan
+        self.writer = TileWriter(graph, axes, len(grid.counts))
+        self.scalings: dict[fx.Node, Scaling] = {}
+        self.order = {node: place for place, node in enumerate(graph.graph.nodes)}
+
+    def run(self) -> ModelGraph:
+        with fake_mode(self.graph.graph):
+            for node in self.graph.graph.nodes:
+                if node.op == "placeholder":
+                    self.writer.placeholder(node)
+                elif node.op == "output":
+                    self.writer.target.output(fx.map_arg(node.args[0], self.writer.whole.__getitem__))
+                elif node in self.plan.whole:
+                    self.writer.copy(node)
+                else:
+                    if node in self.plan.statistics:
+                        self._gather_statistics(node)
+                    if node in self.plan.swept:
+                        self._sweep(node)
+        self.writer.target.lint()
+        module = fx.GraphModule({}, self.writer.target, class_name="Streamed")
+        names = {old.name: new.name for old, new in self.writer.whole.items()}
+        outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in self.graph.outputs)
+        return replace(self.graph, module=module, outputs=outputs)
+
+    # -- sweeps --------------------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, node: fx.Node) -> None:
+        """Make a value whole."""
+        call = self.plan.calls[node]
+        if call.kind == "reduction":
+            self.writer.whole[node] = self._reduce(call)
+            return
+        cut = [span is not None for span in call.spans]
+        pieces = {}
+        for tile in tiles_of(self.grid, cut):
+            pieces[tile] = self._tile(node, self.grid.owned(call.spans, tile), self._label(tile))
+        self.writer.whole[node] = self.writer.together(node, call.spans, pieces)
+
+    def _label(self, tile: Sequence[int]) -> str:
+        return "tile" + "_".join(str(place) for place in tile)
+
+    def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
+        """One tile of a value, from values that are whole."""
+        demanded = demand(node, box, self.plan, self.axes, self.order, self.writer.whole)
+        label = f"{label}_of_{node.name}"
+        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        for each in demanded:
+            held[each] = (self._compute(each, demanded[each], held, label), demanded[each])
+        return held[node][0]
+
+    def _compute(self, node: fx.Node, box: Box, held: Mapping[fx.Node, tuple[fx.Node, Box]], label: str) -> fx.Node:
+        call = self.plan.calls[node]
+        if call.kind == "statistics":
+            (x, *_) = self.axes.operands[node.name]
+            return apply_scaling(self.writer, node, self.writer.part(x, held, call.reads[0], box), self.scalings[node], label)
+        return self.writer.call(call, box, held, label)
+
+    # -- what is put together over tiles -------------------------------------------------------------------------------------------
+
+    def _gather_statistics(self, node: fx.Node) -> None:
+        """Means and variances of all of space, from those of tiles."""
+        call = self.plan.calls[node]
+        (x, *_) = self.axes.operands[node.name]
+        found = []
+        for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
+            box = self.grid.owned(call.spans, tile)
+            held = self._held(x, box, f"{self._label(tile)}_of_{node.name}")
+            share = 1.0
+            for interval, span in zip(box, call.spans, strict=True):
+                share *= 1.0 if interval is None or span is None else (interval[1] - interval[0]) / span.size
+            found.append((share, tile_statistics(self.writer, node, self.writer.part(x, held, call.reads[0], box), self._label(tile))))
+        self.scalings[node] = merge_statistics(self.writer, node, found)
+
+    def _held(self, node: fx.Node, box: Box, label: str) -> dict[fx.Node, tuple[fx.Node, Box]]:
+        return {} if node in self.writer.whole else {node: (self._tile(node, box, label), box)}
+
+    def _reduce(self, call: TileCall) -> fx.Node:
+        """A sum, a mean or the greatest over tiles."""
+        reads = [next((reads[index] for reads in call.reads if reads[index] is not None), None) for index in range(len(self.grid.counts))]
+        cut = [read is not None and call.factors[index] is not None for index, read in enumerate(reads)]
+        total: fx.Node | None = None
+        for tile in tiles_of(self.grid, cut):
+            box = tuple(
+                self.grid.part(read.span, index, tile) if read is not None and cut[index] else None for index, read in enumerate(reads)
+            )
+            label = self._label(tile)
+            held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+            for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
+                if operand not in self.writer.whole:
+                    held[operand] = (self._tile(operand, need, f"{label}_of_{call.node.name}"), need)
+            share = 1.0
+            for index, read in enumerate(reads):
+                interval, factor = box[index], call.factors[index]
+                if read is not None and interval is not None and factor is not None and call.loops.factors[factor].reduction == "mean":
+                    share *= (interval[1] - interval[0]) / read.span.size
+            part = self.writer.call(call, box, held, label, first=total is None)
+            part = part if share == 1.0 else self.writer.emit(aten.mul.Tensor, (part, share), f"{part.name}_share", call.node)
+            total = part if total is None else self.writer.emit(_combination(call), (total, part), f"{part.name}_total", call.node)
+        assert total is not None
+        return total
+
+
+def _combination(call: TileCall) -> Any:
+    kinds = {call.loops.factors[factor].reduction for factor in call.factors if factor is not None}
+    return {"max": aten.maximum.default, "min": aten.minimum.default}.get(str(next(iter(kinds))), aten.add.Tensor)
