@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -133,11 +133,7 @@ def partition(
             batchnorm=batchnorm,
         )
         with steps.step("planning"):
-            of_mesh = (graph, hardware, request, cost_model)
-            if in_turn is not None:
-                plan = plan_stream(graph, in_turn, hardware, request, cost_model)
-            else:
-                plan = plan_auto(*of_mesh, steps.tell) if mesh is None else plan_mesh(*of_mesh, mesh)
+            plan = _plan((graph, hardware, request, cost_model), mesh, in_turn, steps.tell)
     _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime
@@ -146,6 +142,19 @@ def partition(
     with steps.step("lowering"):
         assumed = Assumptions(hardware, cost_model, optimizer)
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
+
+
+def _plan(
+    problem: tuple[ModelGraph, Cluster, PlanRequest, CostModel | None],
+    mesh: Mesh | None,
+    in_turn: int | tuple[int, ...] | None,
+    tell: Callable[[str], None],
+) -> Plan:
+    """Of what the mode asks for: tiles in turn on one device, a mesh, or whatever is the fastest."""
+    graph, hardware, request, cost_model = problem
+    if in_turn is not None:
+        return plan_stream(graph, in_turn, hardware, request, cost_model)
+    return plan_auto(*problem, tell) if mesh is None else plan_mesh(*problem, mesh)
 
 
 def _lower(

@@ -44,7 +44,8 @@ class SkipNet(nn.Module):
         full = self.down(x)
         up = self.up(self.deep(F.max_pool2d(full, 2)))
         gate = torch.sigmoid(self.gate(full.mean((2, 3))))[:, :, None, None]
-        return self.last(F.pad(torch.cat([full * gate, up], 1), (1, 1, 1, 1), mode="reflect"))
+        padded = F.pad(torch.cat([full * gate, up], 1), (1, 1, 1, 1), mode="reflect")
+        return torch.as_tensor(self.last(padded))
 
 
 def resampled() -> nn.Module:
@@ -64,7 +65,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     model = build().double()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_()  # type: ignore[operator,union-attr]
+            module.running_mean.normal_()  # type: ignore[union-attr]
     return model.eval()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from passes.axes import Axes
 from passes.inside.windows import Along, WindowWriter, write_windows
@@ -166,7 +165,7 @@ class TileWriter:
             return self._written(call, box, given, starts, name)
         if loops.localize is not None:
             local = loops.localize(self._local_call(call, box, operands, cut))
-            given.update({key: pytree.tree_map_only(sympy.Expr, self.size, value) for key, value in local.items()})
+            given.update({key: self._sizes(value) for key, value in local.items()})
         keys = list(given)
         keywords = {key: given[key] for key in keys[len(node.args) :] if key in node.kwargs}
         result = self.emit(node.target, tuple(given[key] for key in keys[: len(node.args)]), name, node, **keywords)
@@ -225,6 +224,12 @@ class TileWriter:
             return self.emit(function, args, each, call.node, **kwargs)
 
         return write_windows(call.node, WindowWriter(emit, given, space, name))
+
+    def _sizes(self, value: Any) -> Any:
+        """An argument of a part, with its sizes as arguments."""
+        if isinstance(value, list | tuple):
+            return [self._sizes(each) for each in value]
+        return self.size(value) if isinstance(value, sympy.Expr) else value
 
     def size(self, size: Size) -> Any:
         """A size as an argument."""
