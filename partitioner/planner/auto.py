@@ -39,7 +39,7 @@ from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import ROWS, Mesh
 from passes.ir.plan import Plan
 from passes.split_backward import Recompute
 from passes.weights_digest import weights_digest
@@ -68,7 +68,8 @@ class _Cut:
     def idle(self) -> float:
         """The share of the time that its ranks are likely to wait for each other: a guess that orders the search."""
         stages = stages_length(self.mesh)
-        return 0.5 * (stages - 1) / max(1, min(self.rows // self.mesh.cutting.size, 8 * stages))
+        replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
+        return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
 @dataclass(frozen=True, eq=False)
