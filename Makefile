@@ -47,10 +47,11 @@ format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## ours beside torch's pipelining, DTensor, DistributedDataParallel, fully_shard
+bench: $(INSTALLED) ## ours beside torch's pipelining, DTensor, DistributedDataParallel, fully_shard, and halos by hand
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.data_parallel
+	$(BIN)/python -m benchmarks.tile
 
 docs: $(INSTALLED) ## the pages as a site, in build/site
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[docs]'

@@ -13,6 +13,7 @@ DRAWS = 12
 """Random calls of each operation; the first always runs."""
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # of even kernels, which is what they are for
 @pytest.mark.parametrize(
     ("name", "seed"),
