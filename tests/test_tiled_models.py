@@ -132,6 +132,17 @@ def test_sizes_smaller_than_the_grid_are_gathered_there() -> None:
     assert len(gathers) == 1
 
 
+def test_seams_are_equal_bit_by_bit() -> None:
+    """In float32, the two rows and columns on either side of each seam: a convolution adds the same terms in the same order there."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 3, 64, 48)
+    pm = partition(model, devices=4, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False)
+    with torch.no_grad():
+        expected, found = model(x), pm(x)
+    assert torch.equal(found[:, :, 14:18], expected[:, :, 14:18])
+    assert torch.equal(found[..., 10:14], expected[..., 10:14])
+
+
 # -- how much moves ----------------------------------------------------------------------------------------------------------------
 
 
