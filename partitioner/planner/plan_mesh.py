@@ -9,7 +9,7 @@ mesh {"data": 2, "pipeline": 2, "tensor": 2}
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
@@ -21,7 +21,7 @@ from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.plan_request import PlanRequest
 from passes.axis_names import axes_named, shortened
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, Mesh
+from passes.ir.mesh import STAGES, TILES, Mesh
 from passes.ir.plan import Plan
 from passes.provenance import module_path
 from passes.weights_digest import weights_digest
@@ -78,10 +78,19 @@ def _notes(cut: MeshCut) -> Iterator[str]:
         yield f"Computed whole on every rank, because no rule says how they could be cut: {', '.join(unruled)}."
     for dimension, chosen in cut.assigned.items():
         count = cutting.length(dimension)
-        uneven = [axis for axis in chosen if isinstance(size := axes.sizes[axis], int) and size % count]
-        for name in shortened(uneven, cut.names):
-            sizes = sorted({str(axes.sizes[axis]) for axis in axes_named(name, cut.names) if axis in uneven})
-            yield f"{name} ({', '.join(sizes)}) does not divide into {count} equal parts over {dimension}: some ranks hold one more."
+        sizes = {axis: size for axis in chosen if isinstance(size := axes.sizes[axis], int)}
+        for name, each in _sizes_by_name([axis for axis, size in sizes.items() if size > count and size % count], cut, sizes):
+            yield f"{name} ({each}) does not divide into {count} equal parts over {dimension}: some ranks hold one more."
+        if dimension in TILES:
+            for name, each in _sizes_by_name([axis for axis, size in sizes.items() if size < count], cut, sizes):
+                yield f"{name} ({each}) is too short for {count} parts over {dimension}: every rank has it whole there."
+
+
+def _sizes_by_name(chosen: Sequence[int], cut: MeshCut, sizes: Mapping[int, int]) -> Iterator[tuple[str, str]]:
+    """Axes by name, with the sizes that they have."""
+    for name in dict.fromkeys(name.partition("[")[0] for name in shortened(chosen, cut.names)):
+        found = sorted({sizes[axis] for axis in axes_named(name, cut.names) if axis in chosen})
+        yield name, ", ".join(map(str, found))
 
 
 def _whole_work(cut: MeshCut) -> Iterator[str]:

@@ -10,7 +10,7 @@ blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
@@ -31,10 +31,20 @@ def axes_section(explained: Explained) -> Table:
     for name, dimension in plan.axes:
         count = mesh.length(dimension)
         sizes = [plan.batch_size] if dimension in ROWS else sorted({axes.sizes[axis] for axis in axes_named(name, names)}, key=str)
-        rows.append((name, " or ".join(map(str, sizes)), dimension, " or ".join(dict.fromkeys(_part(size, count) for size in sizes))))
+        rows.append((name, _any_of(map(str, sizes)), dimension, _any_of(_part(size, count) for size in sizes)))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
     return Table(rows, "<><<")
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """``"8 or 16"``; of more than three numbers, from which to which."""
+    found = list(dict.fromkeys(words))
+    numbers = sorted(int(word) for each in found for word in each.split(" or ") if word.isdigit())
+    return " or ".join(found) if len(found) <= _FEW or not numbers else f"{numbers[0]} to {numbers[-1]}"
+
+
+_FEW = 3
 
 
 def _part(size: object, count: int) -> str:
