@@ -77,7 +77,7 @@ def scaled() -> PartitionedModel:
         ({"recompute": "sometimes"}, ("sometimes",)),
         ({"memory_limit": "lots"}, ("lots",)),
         ({"optimizer": "adamx"}, ("adamx",)),
-        ({"precision": "bf16-mixed"}, ("bf16-mixed",)),
+        ({"precision": "half"}, ("half", "bf16-mixed")),
         ({"batchnorm": "mine"}, ("mine", "local")),
         ({"inputs": "local"}, ("local",)),
         ({"cluster": "abacus:4"}, ("abacus",)),
@@ -115,7 +115,7 @@ def test_text_that_is_no_plan(text: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda pm: pm(), ("x", "same arguments")),
+        (lambda pm: pm(), ("x, scale", "None now")),
         (lambda pm: pm(X), ("same arguments",)),
         (lambda pm: pm(X, scale=torch.ones(8, 1), double=True), ("double", "False", "True")),
         (lambda pm: pm(X, scale=torch.ones(8, 2), double=False), ("scale", "(8, 2)", "(batch, 1)")),

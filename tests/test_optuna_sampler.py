@@ -35,9 +35,9 @@ def test_it_asks_for_placements_of_the_grid_alone() -> None:
         )
     assert len(asked) == 80
     assert set(asked) <= set(GRID)
-    # Optuna knows what it was told.
-    best = sampler._study.best_trial
-    assert (best.value, best.params["mode"], best.params["devices"], best.params["cluster"]) == (1.0, "fsdp", 8, "x")
+    # Optuna knows what it was told: the fastest of what it asked for.
+    found = [1.0 if each.mode == "fsdp" and each.devices == 8 else 5.0 for each in asked if each.cluster == "x"]
+    assert sampler._study.best_trial.value == min(found)
 
 
 def test_a_study_goes_on_in_another_process(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import fx
 
 from partitioner.runtime.traffic import arrivals_shown, message_name, traffic_of
-from passes.ir.communication import COLLECTIVES, receive, send, wait
+from passes.ir.communication import COLLECTIVES, halo_add, halo_exchange, receive, send, wait
 from passes.ir.program import Program
 from tests.models.zoo import case_named
 from tests.programs import programs
@@ -84,8 +84,9 @@ def test_groups_of_every_collective(function: Callable[..., Any]) -> None:
     for group in ((1, 2), (0, 3), (2,)):
         graph = fx.Graph()
         more = ((0,),) * (function.__code__.co_varnames.index("group") - 1)
-        graph.call_function(function, ([graph.placeholder("x")], *more, group))
-        graph.call_function(function, ([], *more), {"group": (0, 1, 2, 3)})
+        halo = {"owned": ((2,) * len(group),), "wanted": ("|".join(["0:2"] * len(group)),)} if function in (halo_exchange, halo_add) else {}
+        graph.call_function(function, ([graph.placeholder("x")], *more, group), halo)
+        graph.call_function(function, ([], *more), {**halo, "group": (0, 1, 2, 3)})
         graph.output(None)
         traffic = traffic_of([Program("forward", 0, fx.GraphModule({}, graph), ())])
         assert traffic.groups == tuple(sorted(each for each in (group, (0, 1, 2, 3)) if len(each) > 1))

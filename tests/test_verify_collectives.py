@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
 from passes.ir.errors import VerificationError
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
@@ -69,6 +69,11 @@ def scatter(*shapes: Sequence[int], dims: Sequence[int] = (0,), group: tuple[int
 def exchange(shape: Sequence[int], split_dim: int, concat_dim: int, split_sizes: Any = None, concat_sizes: Any = None) -> Call:
     keywords = {"split_dims": (split_dim,), "concat_dims": (concat_dim,), "group": (0, 1)}
     return Call(all_to_all, [shape], {**keywords, "split_sizes": split_sizes, "concat_sizes": concat_sizes})
+
+
+def halo(function: Any, size: int) -> Call:
+    """Two ranks with two elements each; each reads one of the other."""
+    return Call(function, [(size,)], {"dims": (0,), "group": (0, 1), "owned": ((2, 2),), "wanted": ("0:3|1:4",)})
 
 
 def reduce(*shapes: Sequence[int], group: tuple[int, ...] = (0, 1), operation: str = "sum", dtype: torch.dtype = torch.float32) -> Call:
@@ -235,7 +240,15 @@ def test_groups_in_another_order() -> None:
 
 @pytest.mark.parametrize("function", COLLECTIVES)
 def test_a_collective_that_nobody_waits_for(function: Callable[..., Any]) -> None:
-    call = {all_reduce: reduce((2,)), all_gather: gather((2,)), reduce_scatter: scatter((2,)), all_to_all: exchange((2, 2), 0, 1)}[function]
+    calls = {
+        all_reduce: reduce((2,)),
+        all_gather: gather((2,)),
+        reduce_scatter: scatter((2,)),
+        all_to_all: exchange((2, 2), 0, 1),
+        halo_exchange: halo(halo_exchange, 2),
+        halo_add: halo(halo_add, 3),
+    }
+    call = calls[function]
     found = programs([call], [call])
     graph = found[1].module.graph
     (waiting,) = [node for node in graph.nodes if node.target is wait]
