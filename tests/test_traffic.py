@@ -84,7 +84,9 @@ def test_groups_of_every_collective(function: Callable[..., Any]) -> None:
     for group in ((1, 2), (0, 3), (2,)):
         graph = fx.Graph()
         more = ((0,),) * (function.__code__.co_varnames.index("group") - 1)
-        halo = {"owned": ((2,) * len(group),), "wanted": ("|".join(["0:2"] * len(group)),)} if function in (halo_exchange, halo_add) else {}
+        halo: dict[str, Any] = (
+            {"owned": ((2,) * len(group),), "wanted": ("|".join(["0:2"] * len(group)),)} if function in (halo_exchange, halo_add) else {}
+        )
         graph.call_function(function, ([graph.placeholder("x")], *more, group), halo)
         graph.call_function(function, ([], *more), {**halo, "group": (0, 1, 2, 3)})
         graph.output(None)
