@@ -37,7 +37,7 @@ def difference_of(way: str, mode: str | Mapping[str, int], devices: int, dimensi
 @pytest.mark.parametrize(
     ("way", "mode", "devices", "dimension"),
     [
-        ("products", "data", 3, "data"),
+        pytest.param("products", "data", 3, "data", marks=pytest.mark.slow),
         ("products", {"data": 2, "tensor": 2}, 4, "data"),
         ("index", {"data": 2, "pipeline": 2}, 4, "data"),
         ("one_group", "data", 2, "data"),
@@ -73,7 +73,7 @@ def after_a_step(way: str, devices: int, mode: str | Mapping[str, int] = "data",
     return pm
 
 
-@pytest.mark.parametrize(("way", "devices"), [("products", 2), ("products", 4), ("index", 2)])
+@pytest.mark.parametrize(("way", "devices"), [("products", 2), pytest.param("products", 4, marks=pytest.mark.slow), ("index", 2)])
 def test_tokens_go_and_come_back_once(way: str, devices: int) -> None:
     """Two mixtures: four exchanges forward, four backward; all else is the sum of what all ranks hold."""
     pm = after_a_step(way, devices)
@@ -91,7 +91,7 @@ def test_tokens_go_over_the_inner_of_two_dimensions_that_cut_rows() -> None:
     assert groups == [(0, 1)] * 8
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_holds_its_experts_and_sums_no_gradient_of_them(devices: int) -> None:
     pm = after_a_step("products", devices)
     held = {name: tuple(parameter.shape) for name, parameter in pm.named_parameters()}

@@ -35,16 +35,18 @@ def workers() -> Iterator[Callable[[int], Workers]]:
     [
         pytest.param(2, "gpt", "data", id="rows_of_tokens"),
         pytest.param(2, "batch_norm_convolution", "data", id="statistics_of_all_rows"),
-        pytest.param(2, "bert", "fsdp", id="own_loss_that_counts_labels"),
-        pytest.param(4, "group_norm_convolution", {"data": 2, "tensor": 2}, id="tensor_beside"),
-        pytest.param(4, "gpt", {"fsdp": 2, "pipeline": 2}, id="pipeline_beside"),
+        pytest.param(2, "bert", "fsdp", id="own_loss_that_counts_labels", marks=pytest.mark.slow),
+        pytest.param(4, "group_norm_convolution", {"data": 2, "tensor": 2}, id="tensor_beside", marks=pytest.mark.slow),
+        pytest.param(4, "gpt", {"fsdp": 2, "pipeline": 2}, id="pipeline_beside", marks=pytest.mark.slow),
     ],
 )
 def test_training(workers: Callable[[int], Workers], size: int, name: str, mode: cases.Mode) -> None:
     assert workers(size).values(cases.training_difference, name, mode, timeout=120) == [None] * size
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt", {"data": 2, "pipeline": 2}), ("nested_outputs", "pipeline")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [pytest.param("gpt", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow), ("nested_outputs", "pipeline")]
+)
 def test_ranks_leave_out_what_they_do_not_read(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
     assert workers(4).values(cases.training_difference, name, mode, True, timeout=120) == [None] * 4
 
