@@ -208,7 +208,7 @@ class _Walk:
                 continue
             call = CallAlong(node, loops, tuple(operands), lying, self._slid(loops, operands, index))
             passing = self._passes_sum(call)
-            cut = None if passing else self._cut(call, index)
+            cut = None if passing else self._cut(call, index, cuts)
             cuts.append(cut)
             for place, layout in enumerate(needs):
                 layout.append(call.need_of_sum(place) if passing else call.need(cut, place))
@@ -259,8 +259,12 @@ class _Walk:
         alike = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
         return once and rest and alike and self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
 
-    def _cut(self, call: CallAlong, index: int) -> Cut | None:
-        """The cheapest of the cuts that the assignment allows."""
+    def _cut(self, call: CallAlong, index: int, outer: Sequence[Cut | None]) -> Cut | None:
+        """The cheapest of the cuts that the assignment allows.
+
+        Args:
+            outer: what the outer mesh dimensions cut. What slides is cut over one of them: the halo of a part of a part is not written.
+        """
         if call.loops is None or draws(call.node):
             return None
         written = {argument.name for argument in mutated_arguments(call.node)}
@@ -270,7 +274,7 @@ class _Walk:
                 cut = Cut(factor, axis)
                 if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor, is_outermost=axis == axes[0]):
                     continue
-                if self._occurs_twice(call, axis):
+                if self._occurs_twice(call, axis) or (factor in call.slid and any(each == cut for each in outer)):
                     continue
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
                 writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]

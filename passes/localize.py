@@ -37,7 +37,7 @@ from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
 from passes.layouts import Layouts
-from passes.operators import bound_arguments, packet
+from passes.operators import bound_arguments, call_with, packet
 from passes.provenance import place_of
 from passes.reshard import CHANGE, Change, Resharder
 from passes.rules.loops import LocalCall, Loops, Size
@@ -194,9 +194,7 @@ class _Localizer:
         if loops.localize is not None:
             local = self._local_call(node, loops, arguments, by_place)
             given.update({name: self._emit_sizes(value) for name, value in loops.localize(local).items()})
-        positional = tuple(given[name] for name in list(given)[: len(node.args)])
-        keywords = {name: given[name] for name in list(given)[len(node.args) :] if name in node.kwargs}
-        copy = self.emit(node.target, positional, keywords, node.name, node)
+        copy = self.emit(node.target, *call_with(node, given), node.name, node)
         for slide in slides:
             copy = self._own_results(node, loops, slide, copy)
         return self._weighted(node, loops, copy)

@@ -6,6 +6,7 @@ The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "bound_arguments",
+    "call_with",
     "draws",
     "draws_random_numbers",
     "node_leaves",
@@ -78,6 +80,12 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
     bound.update(zip((parameter.name for parameter in parameters), node.args, strict=False))
     bound.update(node.kwargs)
     return bound
+
+
+def call_with(node: fx.Node, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments as a call writes them, from others of the same names: ``bound_arguments`` the other way."""
+    names, n_positional = list(bound), len(node.args)
+    return tuple(bound[name] for name in names[:n_positional]), {name: bound[name] for name in names[n_positional:] if name in node.kwargs}
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner import partition
+from partitioner import Constraints, partition
 from passes.ir.communication import all_gather, halo_add, halo_exchange
 from tests.models.case import Case
 from tests.models.space import NEEDS_DIFFUSERS, SPACE, space_case
@@ -60,13 +60,14 @@ def test_grids(name: str, grid: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("case", SPACE, ids=lambda case: case.name)
-def test_gradients_of_inputs(case: Case) -> None:
-    """In evaluation, where batches are normalised by what is kept."""
+def test_gradients_of_inputs(case: Case, *, training: bool) -> None:
+    """To 1e-9, by the statistics of the batch and by those that are kept."""
     if case.name in NEEDS_DIFFUSERS:
         pytest.skip("diffusers is not installed")
     instance = case.build(batch_size=2)
-    assert first_difference_of_tiles(instance.model.eval(), instance.args[0], 4, {"tile": 4}) == ""
+    assert first_difference_of_tiles(instance.model.train(training), instance.args[0], 4, {"tile": 4}) == ""
 
 
 # -- beside other modes ------------------------------------------------------------------------------------------------------------
@@ -88,6 +89,15 @@ def test_meshes(mesh: Mesh, n_microbatches: int) -> None:
     name = "transposed_unet_of_groups" if "pipeline" in mesh else "segmentation_of_volumes"
     case = dataclasses.replace(space_case(name), batch_norm="pipeline" not in mesh and space_case(name).batch_norm)
     assert difference(case, mesh, rows=4, n_microbatches=n_microbatches) == ""
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tile": (2, 1), "tensor": 2}, {"tensor": 2, "tile": (2, 1)}])
+def test_height_cut_by_name(mesh: Mesh) -> None:
+    """Over a dimension that would cut channels of its own accord; beside tiles of the height, what slides is cut over one of the two."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 1)]
+    model, x = nn.Sequential(*layers).double(), torch.randn(2, 3, 16, 10, dtype=torch.float64)
+    named = Constraints(axes={"height": "tensor"})
+    assert first_difference_of_tiles(model, x, ranks_of(mesh), mesh, constraints=named) == ""
 
 
 def test_tiles_inside_stages() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner import partition
+from partitioner import Constraints, partition
 
 __all__ = ["Tiled", "first_difference_of_tiles"]
 
@@ -28,11 +28,16 @@ class Tiled(nn.Module):
 
 
 def first_difference_of_tiles(
-    model: nn.Module, x: Tensor, devices: int, mode: str | Mapping[str, int | Sequence[int]] = "tile", tolerance: float = 1e-9
+    model: nn.Module,
+    x: Tensor,
+    devices: int,
+    mode: str | Mapping[str, int | Sequence[int]] = "tile",
+    tolerance: float = 1e-9,
+    constraints: Constraints | None = None,
 ) -> str:
     """What differs from the model in one piece, in words; empty when nothing does."""
     whole = copy.deepcopy(model)
-    parts = partition(model, devices=devices, mode=mode, example_inputs=(x,), progress=False)
+    parts = partition(model, devices=devices, mode=mode, example_inputs=(x,), constraints=constraints, progress=False)
     parts.verify()
     of_whole, of_parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected, found = whole(of_whole), parts(of_parts)

@@ -6,6 +6,7 @@ A value is dropped behind its last use, as the executor does, and a storage is f
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +37,7 @@ _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten, aten.to, ate
 _NO_SOURCES: Mapping[Hashable, Storage] = MappingProxyType({})
 
 
-class GraphReader:
+class GraphReader(ABC):
     """Steps through one graph.
 
     Args:
@@ -166,13 +167,13 @@ class GraphReader:
             self._numbers[rows] = Numbers(rows)
         return self._numbers[rows]
 
+    @abstractmethod
     def rows(self, node: fx.Node) -> int:
         """What the batch symbol stands for at a node."""
-        raise NotImplementedError
 
+    @abstractmethod
     def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
         """A function that is no ATen operator: set its value; returns its seconds."""
-        raise NotImplementedError
 
 
 def _behind_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -80,12 +80,14 @@ def choose_axes(
     def layouts_of(chosen: Sequence[int]) -> Layouts:
         return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, (), value_bytes=value_bytes)
 
-    held = _held_by(layouts_of(fixed), fixed) if fixed else frozenset()
+    alone = layouts_of(fixed)
+    held, cuts_calls = _held_by(alone, fixed), _cuts_calls(alone, fixed)
 
     def cost(chosen: Sequence[int]) -> float:
         layouts = layouts_of(chosen)
-        known = (contractions, value_bytes)
-        return _cost(graph, axes, layouts, *known, pace) if held <= _held_by(layouts, fixed) else math.inf
+        if not held <= _held_by(layouts, fixed) or (cuts_calls and not _cuts_calls(layouts, fixed)):
+            return math.inf
+        return _cost(graph, axes, layouts, contractions, value_bytes, pace)
 
     candidates = _candidates(graph, axes, count, {*fixed, *excluded})
     found = _search(candidates, tuple(fixed), cost)
@@ -100,6 +102,11 @@ def _held_by(layouts: Layouts, wanted: Sequence[int]) -> frozenset[str]:
     return frozenset(
         name for name, layout in layouts.stored.items() if any(isinstance(place, Shard) and place.axis in wanted for place in layout)
     )
+
+
+def _cuts_calls(layouts: Layouts, wanted: Sequence[int]) -> bool:
+    """Whether one of the axes cuts any call: space that a convolution is cut by, where its channels could be cut as well."""
+    return any(cut is not None and cut.axis in wanted for cuts in layouts.cuts.values() for cut in cuts)
 
 
 def _search(candidates: Sequence[_Candidate], start: tuple[int, ...], cost: Callable[[Sequence[int]], float]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from passes.axes import Axes
 from passes.inside.windows import Along, WindowWriter, write_windows
 from passes.ir.graph import ModelGraph
 from passes.ir.runs import Run, Runs
-from passes.operators import bound_arguments
+from passes.operators import bound_arguments, call_with
 from passes.rules.loops import LocalCall, Size
 from passes.size_expression import emit_size, size_of
 from passes.streaming.calls import Read, TileCall
@@ -166,9 +166,8 @@ class TileWriter:
         if loops.localize is not None:
             local = loops.localize(self._local_call(call, box, operands, cut))
             given.update({key: self._sizes(value) for key, value in local.items()})
-        keys = list(given)
-        keywords = {key: given[key] for key in keys[len(node.args) :] if key in node.kwargs}
-        result = self.emit(node.target, tuple(given[key] for key in keys[: len(node.args)]), name, node, **keywords)
+        positional, keywords = call_with(node, given)
+        result = self.emit(node.target, positional, name, node, **keywords)
         for span, factor, own in zip(call.spans, call.factors, box, strict=True):
             for window in loops.windows:
                 if window.factor == factor and factor is not None and own is not None and span is not None and window.reach.skip != 0:

@@ -9,6 +9,7 @@ what finds no place keeps what it was.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -42,7 +43,7 @@ class Mixture(nn.Module):
         return torch.einsum("bsed,bse->bsd", given, weights)
 
 
-class Routed(nn.Module):
+class Routed(nn.Module, ABC):
     """Each token goes to the expert that it scores best; a group at a time, or all rows of the batch as one."""
 
     def __init__(self, *, one_group: bool = False, inside: int = 10) -> None:
@@ -59,9 +60,9 @@ class Routed(nn.Module):
         place = (chose.cumsum(dim=1) * chose).sum(dim=-1) - 1
         return (self.computed(groups, chosen, place) * scores.unsqueeze(-1)).view_as(x)
 
+    @abstractmethod
     def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
         """What the experts make of the tokens."""
-        raise NotImplementedError
 
     def experts(self, places: Tensor) -> Tensor:
         """Of the tokens in their places: (group, expert, place, width)."""
