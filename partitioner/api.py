@@ -13,7 +13,7 @@ from cost_models.hardware import Cluster
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
-from partitioner.lowerings import Lowerings, Variant
+from partitioner.lowerings import Lowerings, Variant, results_in_training
 from partitioner.meshes import resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.planner.auto import plan_auto
@@ -172,7 +172,7 @@ def _lower(
     ranks = pipelines(Mesh(plan.mesh))
     places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
     devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
-    stages = split_stages(cut.parts[0], [stage.first_node for stage in plan.stages], devices)
+    stages = split_stages(cut.graph, [stage.first_node for stage in plan.stages], devices)
     needed = {
         rank: {name for stage in stages if plan.stage_rank[stage.index] == place for name in stage.bound}
         for rank, (_, place) in places.items()
@@ -191,7 +191,10 @@ def _lower(
         variant_cut = cut_by_plan(streamed(traced, plan.tiles, plan.tile_budget), plan, variant.results, rows=variant.rows, stored=stored)
         return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
 
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
+    lowerings = Lowerings(graph, plan, lower_at, inputs)
+    if lowerings.rows.divides(plan.batch_size):  # what will be asked first, so that what cannot be lowered is said here
+        lowerings.for_batch(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
+    return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:

@@ -12,7 +12,7 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
-__all__ = ["LowerAt", "Lowerings", "Variant"]
+__all__ = ["LowerAt", "Lowerings", "Variant", "results_in_training"]
 
 LowerAt = Callable[["Variant"], Lowering]
 """Lowers the plan for one variant of the graph."""
@@ -35,6 +35,12 @@ class Variant:
     results: Results
     rows: bool
     inputs: Inputs
+
+
+def results_in_training(graph: ModelGraph) -> Results:
+    """What ranks return to a loss: their own rows, unless the model returns means, or what no rank can tell from its rows alone."""
+    kinds = {output.combine for output in graph.outputs}
+    return "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
 
 
 class Lowerings:

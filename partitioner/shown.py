@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partitioner.lowering import Lowering
+from partitioner.lowerings import results_in_training
 from passes.emit_programs import LossForm
 from passes.ir.graph import ModelGraph, Results
 from passes.lower import Differentiation
@@ -43,12 +44,11 @@ def shown(graph: ModelGraph, batch: int, lowering_for: Callable[..., tuple[int, 
         lowering_for: ``PartitionedModel.lowering_for``.
         last_step: if there was one.
     """
-    count, lowering = lowering_for(batch)
-    if not (graph.training and lowering.everything(frozenset()).outputs):
+    results = results_in_training(graph)
+    if not graph.training or not lowering_for(batch, results=results)[1].everything(frozenset()).outputs:
+        count, lowering = lowering_for(batch)
         return Shown(lowering, count, None, LossForm())
     if last_step is None:
-        kinds = {output.combine for output in graph.outputs}
-        results: Results = "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
         count, lowering = lowering_for(batch, results=results)
         return Shown(lowering, count, lowering.everything(frozenset()), LossForm())
     in_parts, results, differentiation, form = last_step

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from passes.axes import Axes
 from passes.axis_names import BATCH, axes_named, axis_names
@@ -61,16 +62,31 @@ class CutModel:
         axes: of its graph.
         cut: what is cut.
         layouts: how every value lies.
-        parts: for each rank of the mesh its graph; ranks whose parts have equal sizes share one.
         blocks: for each rank, for each parameter, buffer and constant, the block that it holds.
+        part: what parts are of the whole.
     """
 
     graph: ModelGraph
     axes: Axes
     cut: AxisCut
     layouts: Layouts
-    parts: tuple[ModelGraph, ...]
     blocks: tuple[Mapping[str, Block], ...]
+    part: Part
+
+    @cached_property
+    def parts(self) -> tuple[ModelGraph, ...]:
+        """For each rank of the mesh its graph, written when first asked for; ranks whose parts have equal sizes share one."""
+        if self.cut.mesh.size == 1:
+            return (self.graph,)
+        by_sizes: dict[tuple[object, ...], ModelGraph] = {}
+        parts = []
+        for extents in _extents(self.graph, self.axes, self.cut, self.part):
+            sizes = (_own_sizes(self.layouts, extents), variety(self.axes, self.layouts, extents))
+            if sizes not in by_sizes:
+                local = localize(self.graph, self.axes, self.layouts, extents, local_statistics=self.cut.local_statistics)
+                by_sizes[sizes] = replace(local, part=self.part)
+            parts.append(by_sizes[sizes])
+        return tuple(parts)
 
 
 def cut_by_plan(
@@ -113,16 +129,16 @@ def cut_axes(
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
     part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)
-    by_sizes: dict[tuple[object, ...], ModelGraph] = {}
-    parts, blocks = [], []
+    blocks = tuple(
+        {name: _block(name, axes, layouts.stored[name], extents) for name in held} for extents in _extents(graph, axes, cut, part)
+    )
+    return CutModel(graph, axes, cut, layouts, blocks, part)
+
+
+def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterator[Extents]:
+    """The sizes of each rank's parts, in order of the ranks."""
     for coordinate in itertools.product(*(range(size) for _, size in cut.mesh.dimensions)):
-        extents = Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
-        sizes = (_own_sizes(layouts, extents), variety(axes, layouts, extents))
-        if sizes not in by_sizes:
-            by_sizes[sizes] = replace(localize(graph, axes, layouts, extents, local_statistics=cut.local_statistics), part=part)
-        parts.append(by_sizes[sizes])
-        blocks.append({name: _block(name, axes, layouts.stored[name], extents) for name in held})
-    return CutModel(graph, axes, cut, layouts, tuple(parts), tuple(blocks))
+        yield Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
 
 
 def layouts_of_cut(
@@ -136,7 +152,7 @@ def layouts_of_cut(
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
     held = (*graph.parameters, *graph.buffers, *graph.constants)
     blocks = {name: _block(name, axes, (), Extents(axes.sizes, (), (), None, 1)) for name in held}
-    return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), (graph,), (blocks,))
+    return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), (blocks,), graph.part)
 
 
 def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:

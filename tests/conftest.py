@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.golden_text import Golden
+from tests.processes import Workers
 
 settings.register_profile("partitioner", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("partitioner")  # timings never decide a test, and a failure comes back on the next run
@@ -24,6 +27,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/golden")
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], Workers]]:
+    """Processes for so many ranks, started when first asked for. With two, the script has initialised torch.distributed itself."""
+    from tests.torchrun_cases import take_existing_group  # noqa: PLC0415  the models that it builds are slow to import
+
+    running: dict[int, Workers] = {}
+
+    def start(size: int) -> Workers:
+        if size not in running or not running[size].usable:
+            running[size] = Workers(size)
+            if size == 2:
+                assert running[size].values(take_existing_group, 77, timeout=120) == [(77.0, True)] * 2
+        return running[size]
+
+    yield start
+    for each in running.values():
+        each.close()
 
 
 @pytest.fixture

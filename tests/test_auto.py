@@ -23,7 +23,7 @@ from tests.models.case import Case
 from tests.models.zoo import ZOO, case_named
 from tests.transparency import compare, partitioned_steps, reference_steps
 
-ALWAYS = ("perceptron", "batch_norm_convolution", "gpt", "lstm", "parameterless", "returns_loss")
+ALWAYS = ("perceptron", "batch_norm_convolution", "gpt", "parameterless", "returns_loss")
 """Cases that always run; all others are slow."""
 
 CASES = [pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in ZOO]

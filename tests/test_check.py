@@ -177,7 +177,7 @@ def test_a_wrong_node_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("gpt", {"data": 2, "tensor": 2}),
+        pytest.param("gpt", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
         ("batch_norm_convolution", {"tensor": 2}),
         ("batch_norm_convolution", {"data": 2, "tensor": 2}),
         ("group_norm_convolution", {"fsdp": 2, "pipeline": 2}),

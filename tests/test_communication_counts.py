@@ -75,7 +75,7 @@ def n_parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * ELEMENT
 
 
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("depth", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -> None:
     """Behind attention and behind the feed-forward layer; backward in front of them. Each moves the residual stream."""
     for found in step_of(*blocks(depth), "tensor", 2):

@@ -111,7 +111,7 @@ def test_sequence_beside_tensor_gathers_and_scatters_instead_of_reducing() -> No
     beside.verify()
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sequence_beside_tensor_trains_like_the_original(devices: int) -> None:
     """6 tokens and 3 heads over 4 ranks: parts are uneven, and heads cannot be cut at all."""
     assert first_difference(case_named("gpt"), n_microbatches=1, devices=devices, mode="tensor", constraints=SEQUENCE_BESIDE) is None
@@ -181,6 +181,7 @@ def test_what_leaves_whole_is_cut_all_the_same() -> None:
     assert shape_of(llama({"lm_head": "colwise_rep"}), "lm_head.weight") == (5, WIDTH)
 
 
+@pytest.mark.slow
 def test_a_transposed_weight_keeps_its_meaning() -> None:
     """GPT-2's Conv1D holds its weight as (in, out)."""
     instance = case_named("gpt2").build()

@@ -57,7 +57,9 @@ def outputs(instance: Instance) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch.export says so of recurrent layers
-@pytest.mark.parametrize("case", [case for case in ZOO if case.name in MODELS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == "t5" else ()) for case in ZOO if case.name in MODELS]
+)
 def test_flops_and_kept_bytes_of_a_model(case: Any) -> None:
     instance = case.build()
     cost, values = priced(instance)

@@ -37,6 +37,9 @@ QUICK = {
 EITHER_WAY = ("distributed_sampler", "torchrun_training")
 """Those that run in one process or in several, and print the losses of their steps."""
 
+LONG = frozenset({"clip_contrastive", "llama_tensor", "mixtral_experts", "streamed_decoder", "transformers_from_config"})
+"""Those that trace models of other libraries: they run with the full matrices."""
+
 PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
@@ -66,7 +69,9 @@ def test_is_short_and_says_how_to_run_it(path: Path) -> None:
     assert f"    python examples/{path.name}" in text.partition('"""')[2].partition('"""')[0]
 
 
-@PER_EXAMPLE
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=(pytest.mark.slow,) if path.stem in LONG else ()) for path in EXAMPLES]
+)
 def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if path.stem == "streamed_decoder":
         pytest.importorskip("diffusers", reason="the example decodes with diffusers' autoencoder")
@@ -82,7 +87,7 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", EITHER_WAY)
+@pytest.mark.parametrize("name", [pytest.param("distributed_sampler", marks=pytest.mark.slow), "torchrun_training"])
 def test_torchrun_prints_the_losses_of_one_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = next(path for path in EXAMPLES if path.stem == name)
     main_of(path)(QUICK[path.stem])

@@ -316,6 +316,7 @@ def test_a_key_is_kept_once(tmp_path: Path) -> None:
 # -- workers ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_find_what_this_process_finds(tmp_path: Path) -> None:
     alone, together = small_sweep(), small_sweep(tmp_path / "runs.db", workers=2)
 

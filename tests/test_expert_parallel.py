@@ -38,8 +38,9 @@ def difference_of(way: str, mode: str | Mapping[str, int], devices: int, dimensi
     ("way", "mode", "devices", "dimension"),
     [
         pytest.param("products", "data", 3, "data", marks=pytest.mark.slow),
-        ("products", {"data": 2, "tensor": 2}, 4, "data"),
-        ("index", {"data": 2, "pipeline": 2}, 4, "data"),
+        pytest.param("products", {"data": 2, "tensor": 2}, 4, "data", marks=pytest.mark.slow),
+        pytest.param("index", {"data": 2, "pipeline": 2}, 4, "data", marks=pytest.mark.slow),
+        ("index", "data", 2, "data"),
         ("one_group", "data", 2, "data"),
         *(
             pytest.param(way, mode, devices, dimension, marks=pytest.mark.slow)
@@ -73,7 +74,10 @@ def after_a_step(way: str, devices: int, mode: str | Mapping[str, int] = "data",
     return pm
 
 
-@pytest.mark.parametrize(("way", "devices"), [("products", 2), pytest.param("products", 4, marks=pytest.mark.slow), ("index", 2)])
+@pytest.mark.parametrize(
+    ("way", "devices"),
+    [("products", 2), pytest.param("products", 4, marks=pytest.mark.slow), pytest.param("index", 2, marks=pytest.mark.slow)],
+)
 def test_tokens_go_and_come_back_once(way: str, devices: int) -> None:
     """Two mixtures: four exchanges forward, four backward; all else is the sum of what all ranks hold."""
     pm = after_a_step(way, devices)
@@ -85,6 +89,7 @@ def test_tokens_go_and_come_back_once(way: str, devices: int) -> None:
         assert {each.n_bytes for each in found} == {places // devices}
 
 
+@pytest.mark.slow
 def test_tokens_go_over_the_inner_of_two_dimensions_that_cut_rows() -> None:
     pm = after_a_step("index", 4, {"data": 2, "zero1": 2}, "zero1")
     groups = [each.group for each in collectives_of(pm.graph(1).graph) if each.kind is all_to_all]

@@ -22,7 +22,7 @@ from tests.processes import Workers
         ("gpt", "pipeline"),
         ("gpt", "fsdp"),
         ("batch_norm_convolution", "tensor"),
-        ("padded_attention", "tensor"),
+        pytest.param("padded_attention", "tensor", marks=pytest.mark.slow),
         ("shared_layer", {"fsdp": 2, "pipeline": 2}),
     ],
     ids=str,
@@ -39,16 +39,13 @@ def test_models(name: str, mode: Mode) -> None:
     assert initialized_difference(name, mode, 4 if isinstance(mode, dict) else 2) is None
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-def test_processes() -> None:
-    workers = Workers(2)
-    try:
-        assert workers.values(cases.initialized_difference, "padded_attention", "fsdp", 2, timeout=120) == [None, None]
-        for answer in workers.call(cases.initialize_from_unlike_seeds):
-            assert isinstance(answer.error, ConfigError)
-            assert "seed" in str(answer.error)
-    finally:
-        workers.close()
+def test_processes(workers: Callable[[int], Workers]) -> None:
+    assert workers(2).values(cases.initialized_difference, "padded_attention", "fsdp", 2, timeout=120) == [None, None]
+    for answer in workers(2).call(cases.initialize_from_unlike_seeds):
+        assert isinstance(answer.error, ConfigError)
+        assert "seed" in str(answer.error)
 
 
 def deep() -> nn.Module:

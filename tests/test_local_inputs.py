@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from torch import nn
@@ -15,25 +15,10 @@ from tests.processes import Workers
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Callable[[int], Workers]]:
-    """Processes for so many ranks, started when first asked for."""
-    running: dict[int, Workers] = {}
-
-    def start(size: int) -> Workers:
-        if size not in running or not running[size].usable:
-            running[size] = Workers(size)
-        return running[size]
-
-    yield start
-    for each in running.values():
-        each.close()
-
-
 @pytest.mark.parametrize(
     ("size", "name", "mode"),
     [
-        pytest.param(2, "gpt", "data", id="rows_of_tokens"),
+        pytest.param(2, "gpt", "data", id="rows_of_tokens", marks=pytest.mark.slow),
         pytest.param(2, "batch_norm_convolution", "data", id="statistics_of_all_rows"),
         pytest.param(2, "bert", "fsdp", id="own_loss_that_counts_labels", marks=pytest.mark.slow),
         pytest.param(4, "group_norm_convolution", {"data": 2, "tensor": 2}, id="tensor_beside", marks=pytest.mark.slow),
@@ -58,7 +43,7 @@ def test_models(workers: Callable[[int], Workers], name: str, mode: cases.Mode) 
     assert workers(4).values(cases.training_difference, name, mode, timeout=170) == [None] * 4
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt", "data"), ("group_norm_convolution", "fsdp")])
+@pytest.mark.parametrize(("name", "mode"), [pytest.param("gpt", "data", marks=pytest.mark.slow), ("group_norm_convolution", "fsdp")])
 def test_calls_return_own_rows(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
     assert workers(2).values(cases.call_difference, name, mode, timeout=120) == [None] * 2
 

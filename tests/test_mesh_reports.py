@@ -38,7 +38,9 @@ def cells(pm: PartitionedModel) -> list[list[str]]:
     return [re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
 
 
-@pytest.mark.parametrize(("mode", "devices"), [({"data": 2, "pipeline": 2, "tensor": 2}, 8), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "devices"), [pytest.param({"data": 2, "pipeline": 2, "tensor": 2}, 8, marks=pytest.mark.slow), ("fsdp", 2)]
+)
 def test_ranks_hold_the_parameters_that_the_table_says(mode: str | Mapping[str, int], devices: int) -> None:
     pm = gpt(mode, devices)
     heading, *rows, total = cells(pm)

@@ -110,7 +110,7 @@ DIAGONAL = {
     "mixture_of_experts": "data2-fsdp2-tensor2",
     "convnext": "tensor4",
     "clip": "sequence2",
-    "gpt2": "data2-sequence2-tensor2",
+    "padded_attention": "data2-sequence2-tensor2",
 }
 
 
@@ -230,8 +230,8 @@ def test_state_goes_from_one_mesh_to_another(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "norm_type"),
     [
-        ("gpt", "tensor2", 2.0),
-        ("gpt", "fsdp2", float("inf")),
+        pytest.param("gpt", "tensor2", 2.0, marks=pytest.mark.slow),
+        pytest.param("gpt", "fsdp2", float("inf"), marks=pytest.mark.slow),
         ("shared_layer", "data2-pipeline2-tensor2", 2.0),
         ("shared_layer", "fsdp2-tensor2", 1.0),
         ("nested_outputs", "zero13", 2.0),

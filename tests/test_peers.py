@@ -36,7 +36,7 @@ def test_a_weight_tied_across_stages_stays_one_weight() -> None:
     assert all(torch.equal(copy, state["token.weight"]) for copy in copies)
 
 
-@pytest.mark.parametrize("name", ["branches", "encoder_decoder"])
+@pytest.mark.parametrize("name", ["branches", pytest.param("encoder_decoder", marks=pytest.mark.slow)])
 def test_a_value_used_by_several_later_stages_gets_the_sum_of_their_gradients(name: str) -> None:
     """There the backward fails."""
     assert first_difference(case_named(name), devices=4, mode="pipeline", schedule="1F1B") is None

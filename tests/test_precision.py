@@ -130,7 +130,7 @@ def differences(name: str, mode: Mode, precision: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "mode", "precision"),
     [
-        ("gpt", "tensor", "bf16-mixed"),
+        pytest.param("gpt", "tensor", "bf16-mixed", marks=pytest.mark.slow),
         ("batch_norm_convolution", "data", "bf16-mixed"),
         ("group_norm_convolution", "tensor", "16-mixed"),
         ("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed"),

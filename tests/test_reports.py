@@ -74,7 +74,15 @@ def test_html_is_escaped() -> None:
     assert "<b>" not in table.html_table([("a",), ("<b>",)], "<")
 
 
-@pytest.mark.parametrize(("n_ranks", "depth", "schedule"), [(2, 3, None), (8, 12, None), (4, 6, "ZBV"), (4, 12, "Interleaved1F1B")])
+@pytest.mark.parametrize(
+    ("n_ranks", "depth", "schedule"),
+    [
+        (2, 3, None),
+        pytest.param(8, 12, None, marks=pytest.mark.slow),
+        (4, 6, "ZBV"),
+        pytest.param(4, 12, "Interleaved1F1B", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_printed_fits_a_terminal(n_ranks: int, depth: int, schedule: str | None) -> None:
     tokens = torch.zeros(16, 6, dtype=torch.long)
     pm = partition(Gpt(depth=depth), devices=n_ranks, mode="pipeline", example_inputs=(tokens,), schedule=schedule, progress=False)
@@ -113,7 +121,10 @@ class Counter:
         monkeypatch.setattr(transport, "all_reduce", counted_all_reduce)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("gpt", "ZB1P"), ("unet", "1F1B"), ("encoder_decoder", "ZBV"), ("returns_loss", "GPipe")])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("gpt", "ZB1P"), ("unet", "1F1B"), pytest.param("encoder_decoder", "ZBV", marks=pytest.mark.slow), ("returns_loss", "GPipe")],
+)
 def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, instance, pm = partitioned(name, devices=3, schedule=schedule)
     pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)

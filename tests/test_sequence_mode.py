@@ -22,7 +22,10 @@ from tests.transparency import first_difference
 WIDTH, LENGTH = 12, 5
 
 
-@pytest.mark.parametrize(("name", "devices"), [("gpt", 2), ("gpt", 3), ("llama", 2), ("bert", 3), ("vit", 2)])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("gpt", 2), ("vit", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 3), ("llama", 2), ("bert", 3)))],
+)
 def test_trains_like_the_original(name: str, devices: int) -> None:
     assert first_difference(case_named(name), n_microbatches=1, devices=devices, mode="sequence") is None
 
@@ -34,12 +37,13 @@ def test_all_train_like_the_original(name: str, devices: int) -> None:
     assert first_difference(case_named(name), n_microbatches=1, devices=devices, mode="sequence") is None
 
 
+@pytest.mark.slow
 def test_beside_tensor() -> None:
     mesh = {"sequence": 2, "tensor": 2}
     assert first_difference(case_named("gpt"), n_microbatches=1, devices=4, mode=mesh) is None
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_keys_and_values_alone_are_gathered(devices: int) -> None:
     """5 positions over 2 and 3 ranks: the parts are uneven, and each has a causal mask of its own."""
     torch.manual_seed(0)

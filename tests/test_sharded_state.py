@@ -49,7 +49,7 @@ def made(mode: Mode, factor: float = 1.0, name: str = "gpt") -> tuple[nn.Module,
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("tensor", {"fsdp": 2, "pipeline": 2}), ({"data": 2, "tensor": 2}, "fsdp")],
+    [("tensor", {"fsdp": 2, "pipeline": 2}), pytest.param({"data": 2, "tensor": 2}, "fsdp", marks=pytest.mark.slow)],
     ids=str,
 )
 def test_any_plan_loads_what_any_plan_saved(saved: Mode, loaded: Mode, tmp_path: Path) -> None:

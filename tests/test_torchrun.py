@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,6 @@ PROMPTLY = 60.0
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Callable[[int], Workers]]:
-    """Processes for so many ranks, started when first asked for. With two, the script has initialised torch.distributed itself."""
-    running: dict[int, Workers] = {}
-
-    def start(size: int) -> Workers:
-        if size not in running or not running[size].usable:
-            running[size] = Workers(size)
-            if size == 2:
-                assert running[size].values(cases.take_existing_group, 77, timeout=120) == [(77.0, True)] * 2
-        return running[size]
-
-    yield start
-    for each in running.values():
-        each.close()
-
-
 # -- equal numbers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -51,8 +34,8 @@ def workers() -> Iterator[Callable[[int], Workers]]:
         pytest.param(2, "unet", "ZBV", 8, id="skips_over_stages"),
         pytest.param(2, "batch_norm_convolution", "Interleaved1F1B", 8, id="buffers"),
         pytest.param(2, "nested_outputs", "DualPipeV", 2, id="batch_smaller_than_microbatches"),
-        pytest.param(4, "integers_and_flags", "1F1B", 9, id="nine_rows_in_four"),
-        pytest.param(4, "shared_layer", "ZB1P", 8, id="tied_weights_on_all_ranks"),
+        pytest.param(4, "integers_and_flags", "1F1B", 9, id="nine_rows_in_four", marks=pytest.mark.slow),
+        pytest.param(4, "shared_layer", "ZB1P", 8, id="tied_weights_on_all_ranks", marks=pytest.mark.slow),
         pytest.param(4, "branches", "Interleaved1F1B", 8, id="values_for_every_later_rank"),
     ],
 )

@@ -91,7 +91,7 @@ def test_uneven_batch(case: Case, batch_size: int) -> None:
     assert first_difference(case, batch_size=batch_size, devices=3, mode="pipeline", schedule="1F1B") is None
 
 
-@cases("unet", "gru", "nested_outputs")
+@cases("unet", "nested_outputs")
 def test_one_partition_serves_every_batch_size(case: Case) -> None:
     pm = make_partitioned(case.build(), devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
     for batch_size in (1, 2, 5, 9, 16):

@@ -33,7 +33,7 @@ def matrix() -> Iterator[ParameterSet]:
     for row, case in enumerate(ZOO):
         for n_ranks, schedule in itertools.product(N_RANKS, SCHEDULES):
             diagonal = (N_RANKS[row % 3], list(SCHEDULES)[(row + row // 6) % 6])
-            once = case.name in ("nested_outputs", "returns_loss", "t5", "unet") and (n_ranks, schedule) == diagonal
+            once = case.name in ("nested_outputs", "returns_loss", "unet") and (n_ranks, schedule) == diagonal
             marks = () if once or case.name == "residual" else pytest.mark.slow
             yield pytest.param(case, n_ranks, schedule, id=f"{case.name}-{n_ranks}-{schedule}", marks=marks)
 
