@@ -9,7 +9,7 @@
 
 Gathers of parameters are bundled in the order of their first use, so that a bundle is about a layer; scattered gradients in the order in
 which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds
-enough bytes, or when something of it is read before the next one is there.
+enough bytes, or when something of it is read before the next one is there. What is large goes alone, and is not copied.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from torch import fx
 
 from passes.ir.communication import all_gather, reduce_scatter, wait
 
-__all__ = ["BUNDLE_BYTES", "bundle_collectives", "is_held"]
+__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bundle_collectives", "is_held"]
 
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
+
+
+ALONE_BYTES = 2**18
+"""What is as large goes alone, where most lies in memory as it is sent: copying it into a bundle and out again takes longer than a message
+between processes of one machine waits."""
 
 
 def bundle_collectives(graph: fx.Graph) -> None:
@@ -47,6 +52,8 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
     open_bundles: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in graph.nodes:
         if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
+            continue
+        if int(node.meta.get("bytes", 0)) >= ALONE_BYTES:
             continue
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")))
         bundle, size = open_bundles.get(key, ([], 0))

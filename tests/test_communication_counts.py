@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
+from passes.bundle import ALONE_BYTES
 from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.models.case import mean_squared_error
 from tests.models.gpt import Block
@@ -130,6 +131,20 @@ def test_fsdp_gathers_parameters_forward_and_backward_and_scatters_gradients_onc
         assert sum(2 * each.n_bytes for each in gathered if not each.backward) == parameters
         assert sum(2 * each.n_bytes for each in gathered if each.backward) == backward
         assert sum(each.n_bytes for each in found if each.kind is reduce_scatter) == parameters
+
+
+def test_large_parameters_go_alone_and_small_ones_together() -> None:
+    side = 256
+    assert side * side * ELEMENT // 2 >= ALONE_BYTES > side * ELEMENT
+    model, x = nn.Sequential(nn.Linear(side, side), nn.Linear(side, side)).double(), torch.randn(ROWS, side, dtype=torch.float64)
+    pm = after_a_step(model, x, "fsdp", 2)
+    sizes = [
+        [value.meta["val"].numel() for value in node.args[0]]
+        for node in pm.graph(0).graph.nodes
+        if node.target in (all_gather, reduce_scatter)
+    ]
+    weight, bias = side * side // 2, side // 2
+    assert Counter(map(tuple, sizes)) == {(weight,): 3, (bias, bias): 1, (2 * weight,): 2, (2 * bias, 2 * bias): 1}
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero2"])
