@@ -110,6 +110,26 @@ def test_meshes(workers: Callable[[int], Workers], name: str, mode: dict[str, in
         assert workers(4).values(meshes.mesh_call_difference, name, mode, timeout=170) == [None] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "mode", "size"), [("products", "data", 2), ("index", "data", 2), ("index", {"data": 2, "tensor": 2}, 4)])
+def test_tokens_go_to_their_experts(workers: Callable[[int], Workers], way: str, mode: Any, size: int) -> None:
+    assert workers(size).values(meshes.expert_training_difference, way, mode, "data", timeout=170) == [None] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded", "size"),
+    [
+        ("gpt", "tensor", "fsdp", 2),
+        ("shared_layer", "pipeline", "tensor", 2),
+        ("batch_norm_convolution", "fsdp", "data", 2),
+        ("gpt", {"fsdp": 2, "pipeline": 2}, {"data": 2, "tensor": 2}, 4),
+    ],
+)
+def test_checkpoints_of_blocks(workers: Callable[[int], Workers], name: str, saved: Any, loaded: Any, size: int, tmp_path: Path) -> None:
+    assert workers(size).values(meshes.checkpoint_difference, name, saved, loaded, str(tmp_path), timeout=170) == [None] * size
+
+
 def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.forward_difference, "nested_outputs") == [None, None]
 

@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from partitioner import PartitionedModel
+from partitioner import Constraints, PartitionedModel
 from tests.models.case import Case, Instance
+from tests.models.experts import ROUTED
 from tests.models.space import SPACE
 from tests.models.zoo import ZOO
 from tests.transparency import N_MICROBATCHES, Difference, compare_gradients, compare_values, first_difference, loss_of, make_partitioned
 
-__all__ = ["mesh_call_difference", "mesh_training_difference"]
+__all__ = ["checkpoint_difference", "expert_training_difference", "mesh_call_difference", "mesh_training_difference"]
 
 Mode = str | Mapping[str, int | tuple[int, ...]]
 CASES = {case.name: case for case in (*ZOO, *SPACE)}
@@ -50,6 +53,29 @@ def mesh_call_difference(name: str, mode: Mode) -> str | None:
         for differences in (_call_differences, _clip_differences, _state_differences):
             found += [f"{which} weights: {difference}" for difference in differences(case, reference, pm)]
     return next(iter(found), None)
+
+
+def expert_training_difference(way: str, mode: Mode, dimension: str) -> str | None:
+    """As ``mesh_training_difference``, of a mixture whose tokens go to the rank that holds their expert."""
+    devices = int(os.environ["WORLD_SIZE"])
+    constraints = Constraints(axes={"experts": dimension})
+    difference = first_difference(ROUTED[way], devices=devices, mode=mode, n_microbatches=n_microbatches(mode), constraints=constraints)
+    return None if difference is None else str(difference)
+
+
+def checkpoint_difference(name: str, saved: Mode, loaded: Mode, folder: str) -> str | None:
+    """Each process saves the blocks that it holds; under another plan, from other weights, each loads those that it holds then."""
+    devices = int(os.environ["WORLD_SIZE"])
+    instance, other = CASES[name].build(seed=0), CASES[name].build(seed=5)
+    pm = make_partitioned(instance, devices=devices, mode=saved, n_microbatches=n_microbatches(saved))
+    save(pm.sharded_state_dict(), checkpoint_id=folder)
+    pm = make_partitioned(other, devices=devices, mode=loaded, n_microbatches=n_microbatches(loaded))
+    state = pm.sharded_state_dict()
+    load(state, checkpoint_id=folder)
+    pm.load_state_dict(state)
+    found = pm.full_state_dict()
+    unequal = [name for name, value in instance.model.state_dict().items() if not torch.equal(found[name], value)]
+    return ", ".join(unequal) or None
 
 
 def _call_differences(case: Case, instance: Instance, pm: PartitionedModel) -> Iterator[Difference]:
