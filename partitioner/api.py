@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -27,10 +28,11 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
 from partitioner.simulate import Assumptions
-from partitioner.state import materialize
+from partitioner.state import State, materialize
 from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
-from passes.cut_axes import cut_by_plan
+from passes.blocks import Block
+from passes.cut_axes import CutModel, cut_by_plan
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh, pipelines
@@ -168,33 +170,41 @@ def _lower(
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
 ) -> PartitionedModel:
-    cut = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
+    decided = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
+    stored = decided.layouts.stored if decided.cut.mesh.size > 1 else None
+
+    @functools.cache
+    def cut_at(variant: Variant) -> CutModel:
+        fixed = variant.batch_size not in (None, graph.batch_size)
+        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size, graph.autocast) if fixed else graph
+        traced = streamed(with_totals(traced) if variant.in_parts else traced, plan.tiles, plan.tile_budget)
+        return cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
+
+    def lower_at(variant: Variant) -> Lowering:
+        return Lowering(cut_at(variant), plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
+
+    lowerings = Lowerings(graph, plan, lower_at, inputs)
+    _, first = lowerings.variant_for(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
+    state = _state(model, graph, plan, runtime, cut_at(first).parts[0], decided.blocks)
+    trainable = frozenset(
+        placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad and not plan.tiles
+    )
+    return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
+
+
+def _state(
+    model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, part: ModelGraph, blocks: Sequence[Mapping[str, Block]]
+) -> State:
+    """What each rank holds: the blocks of parameters, buffers and constants that the stages read which a part is cut into."""
     ranks = pipelines(Mesh(plan.mesh))
     places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
     devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
-    stages = split_stages(cut.graph, [stage.first_node for stage in plan.stages], devices)
+    stages = split_stages(part, [stage.first_node for stage in plan.stages], devices)
     needed = {
         rank: {name for stage in stages if plan.stage_rank[stage.index] == place for name in stage.bound}
         for rank, (_, place) in places.items()
     }
-    state = materialize(model, graph, needed, lambda name, rank: cut.blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)
-    trainable = frozenset(
-        placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad and not plan.tiles
-    )
-
-    def lower_at(variant: Variant) -> Lowering:
-        fixed = variant.batch_size not in (None, graph.batch_size)
-        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size, graph.autocast) if fixed else graph
-        if variant.in_parts:
-            traced = with_totals(traced)
-        stored = cut.layouts.stored if cut.cut.mesh.size > 1 else None
-        variant_cut = cut_by_plan(streamed(traced, plan.tiles, plan.tile_budget), plan, variant.results, rows=variant.rows, stored=stored)
-        return Lowering(variant_cut, plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
-
-    lowerings = Lowerings(graph, plan, lower_at, inputs)
-    if lowerings.rows.divides(plan.batch_size):  # what will be asked first, so that what cannot be lowered is said here
-        lowerings.for_batch(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
-    return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
+    return materialize(model, graph, needed, lambda name, rank: blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:

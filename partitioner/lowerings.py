@@ -68,7 +68,16 @@ class Lowerings:
         return other
 
     def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
-        """How many microbatches a batch of this size has, and the programs that serve them.
+        """How many microbatches a batch of this size has, and the programs that serve them; see ``variant_for``."""
+        count, variant = self.variant_for(batch, in_parts=in_parts, results=results)
+        if not variant.rows:
+            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=5)
+        if variant not in self._kept:
+            self._kept[variant] = self._lower_at(variant)
+        return count, self._kept[variant]
+
+    def variant_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Variant]:
+        """How many microbatches a batch of this size has, and the way in which the model is lowered for them.
 
         At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
 
@@ -78,8 +87,6 @@ class Lowerings:
         """
         rows = self.rows.divides(batch)
         parts = self.rows.count if rows else 1
-        if not rows:
-            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=5)
         count = min(self._plan.n_microbatches, batch // parts)
         size = None
         if self._graph.batch is None:
@@ -87,7 +94,4 @@ class Lowerings:
             size = batch // count
         cut = count > 1 or parts > 1
         means = any(output.combine == "mean" for output in self._graph.outputs)
-        variant = Variant(size, in_parts and cut and means, results, rows, self.rows.inputs)
-        if variant not in self._kept:
-            self._kept[variant] = self._lower_at(variant)
-        return count, self._kept[variant]
+        return count, Variant(size, in_parts and cut and means, results, rows, self.rows.inputs)
