@@ -26,6 +26,7 @@ from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
 
 from passes.ir.errors import Place, TraceError
+from passes.lazy_graph_module import traced_lazily
 from passes.simplify import simplify
 from passes.stages import StageGraph
 
@@ -104,7 +105,7 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
         return list(results), [gradient for _, gradient in pairs]
 
     try:
-        with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta():
+        with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta(), traced_lazily():
             inputs = [_example(node, node.name in stage.bound, device) for node in stage.module.graph.nodes if node.op == "placeholder"]
             module = make_fx(joint)(inputs, [contiguous_like(outputs[name].meta["val"], device) for name in given])
     except Exception as error:

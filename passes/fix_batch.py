@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch
+from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import size_of
 
 __all__ = ["fix_batch"]
@@ -60,7 +61,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
                 names[node] = _call(target, node, names.__getitem__, values[node])
     inputs = tuple(dataclasses.replace(leaf, shape=tuple(at_batch(size, batch_size) for size in leaf.shape)) for leaf in graph.inputs)
     outputs = tuple(dataclasses.replace(leaf, constant=at_batch(leaf.constant, batch_size)) for leaf in graph.outputs)
-    module = fx.GraphModule({}, target, class_name="Fixed")
+    module = LazyGraphModule({}, target, class_name="Fixed")
     return dataclasses.replace(graph, module=module, inputs=inputs, outputs=outputs, batch=None, batch_size=batch_size)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.ir.graph import ModelGraph
+from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import node_leaves
 from passes.provenance import module_path
 from passes.size_expression import size_of
@@ -234,7 +235,7 @@ def _without(graph: ModelGraph, gone: set[fx.Node], counterpart: Callable[[fx.No
     names = {node.name for node in target.nodes}
     return replace(
         graph,
-        module=fx.GraphModule({}, target, class_name="Folded"),
+        module=LazyGraphModule({}, target, class_name="Folded"),
         parameters={name: original for name, original in graph.parameters.items() if name in names},
         buffers={name: original for name, original in graph.buffers.items() if name in names},
         constants={name: value for name, value in graph.constants.items() if name in names},

@@ -37,6 +37,7 @@ from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
 from passes.layouts import Layouts
+from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, call_with, packet
 from passes.provenance import place_of
 from passes.reshard import CHANGE, Change, Resharder
@@ -88,7 +89,7 @@ class _Localizer:
             returned = self._outputs()
         self.target.lint()
         names = {node.name for node in self.target.nodes}
-        module = fx.GraphModule({}, self.target, class_name="Local")
+        module = LazyGraphModule({}, self.target, class_name="Local")
         outputs = tuple(replace(each, node=returned.get(each.node or "", each.node)) for each in self.graph.outputs)
         assert all(each.node is None or each.node in names for each in outputs)
         batch_size = self.graph.batch_size // self.extents.n_row_parts

@@ -25,6 +25,7 @@ from torch import fx
 
 from passes.differentiate import fake_mode
 from passes.ir.graph import Input, ModelGraph, Total
+from passes.lazy_graph_module import LazyGraphModule
 from passes.replicable import replicable_nodes
 
 __all__ = ["with_totals"]
@@ -104,7 +105,7 @@ def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], rewritten: set[str]) -
     )
     return dataclasses.replace(
         graph,
-        module=fx.GraphModule({}, target, class_name="Model"),
+        module=LazyGraphModule({}, target, class_name="Model"),
         inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), torch.int64, None) for total in totals.values())),
         outputs=outputs,
         totals=tuple(Total(total.name, *_counting_graph(graph, mean)) for mean, total in totals.items()),
@@ -142,7 +143,7 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
         batch = target.placeholder("batch")
         batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), graph.batch_size)}
         target.output(target.call_function(aten.scalar_tensor.default, (batch,), {"dtype": torch.int64}))
-        return fx.GraphModule({}, target, class_name="Total"), ("batch",)
+        return LazyGraphModule({}, target, class_name="Total"), ("batch",)
     weight, _, ignore_index = _loss_arguments(mean)
     results = [part for part in (mean.args[1], weight) if isinstance(part, fx.Node)]
     needed = _ancestors(results)
@@ -158,7 +159,7 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
         counted = target.call_function(aten.mul.Tensor, (of_targets, counted))
     target.output(target.call_function(aten.sum.default, (counted,)))
     names = tuple(str(node.target) for node in target.nodes if node.op == "placeholder")
-    return fx.GraphModule({}, target, class_name="Total"), names
+    return LazyGraphModule({}, target, class_name="Total"), names
 
 
 def _ancestors(results: Sequence[fx.Node]) -> list[fx.Node]:

@@ -10,12 +10,13 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from passes.ir.program import LossCall
+from passes.lazy_graph_module import LazyGraphModule
 from passes.printer import class_text, program_text
 
 __all__ = ["ProgramModule"]
 
 
-class ProgramModule(fx.GraphModule):
+class ProgramModule(LazyGraphModule):
     """What ``fx.GraphModule`` is, with ``code`` and ``print_readable`` written by ``passes.printer``.
 
     Copies and pickles keep the names of the nodes and what they say of themselves (fx's own pickle traces the code again, which

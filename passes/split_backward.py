@@ -32,6 +32,7 @@ from torch import fx
 from passes.aliasing import aliasing, mutated_arguments
 from passes.differentiate import Joint
 from passes.ir.collectives import COLLECTIVES, all_gather, replicate
+from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import draws
 
 __all__ = ["DifferentiatedStage", "Recompute", "split_backward"]
@@ -279,7 +280,7 @@ class _Cut:
             collected.append(copied)
         target.output((*(_dense(target, node, copies[node]) for node in values), tuple(collected)))
         target.lint()
-        return fx.GraphModule({}, target, class_name=name)
+        return LazyGraphModule({}, target, class_name=name)
 
 
 @dataclass(frozen=True)

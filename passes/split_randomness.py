@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from passes.differentiate import fake_mode
 from passes.ir.graph import ModelGraph
+from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, draws
 from passes.size_expression import emit_size, size_of
 
@@ -67,7 +68,7 @@ def split_randomness(graph: ModelGraph) -> ModelGraph:
     target.lint()
     names = {node.name: copy.name for node, copy in copies.items()}
     outputs = tuple(dataclasses.replace(each, node=None if each.node is None else names[each.node]) for each in graph.outputs)
-    return dataclasses.replace(graph, module=fx.GraphModule({}, target, class_name="Model"), outputs=outputs)
+    return dataclasses.replace(graph, module=LazyGraphModule({}, target, class_name="Model"), outputs=outputs)
 
 
 class _Emitter:

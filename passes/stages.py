@@ -25,6 +25,7 @@ from torch import fx
 from passes.aliasing import aliasing
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.lazy_graph_module import LazyGraphModule
 from passes.replicable import replicable_nodes
 
 __all__ = ["StageGraph", "split_stages", "stage_of_nodes"]
@@ -131,7 +132,7 @@ def _stage_graph(graph: ModelGraph, stages: Mapping[str, int], index: int, is_la
     values = tuple(node.name for node in graph.computing_nodes() if node.name in read and node.name not in names)
     stage = StageGraph(
         index=index,
-        module=fx.GraphModule({}, fx.Graph()),
+        module=LazyGraphModule({}, fx.Graph()),
         parameters=reads(graph.parameters),
         buffers=reads(graph.buffers),
         constants=reads(graph.constants),
@@ -200,7 +201,7 @@ def _copy(graph: ModelGraph, stage: StageGraph, needed: Sequence[fx.Node], devic
             _allow_any_layout(node, copies[node], stage)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
-    return fx.GraphModule({}, target, class_name=f"Stage{stage.index}")
+    return LazyGraphModule({}, target, class_name=f"Stage{stage.index}")
 
 
 def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:

@@ -109,9 +109,8 @@ def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devic
     outputs = frozenset(stages.returned) & requiring
     if not outputs:
         return emit_forward(stages, plan.n_microbatches, devices, training=False)
-    lowered: LoweredStages = differentiate_stages(
-        stages, Differentiation(outputs, frozenset(), trainable), cast(Recompute, plan.recompute), devices
-    )
+    differentiation = Differentiation(outputs, frozenset(), trainable)
+    lowered: LoweredStages = differentiate_stages(stages, differentiation, cast(Recompute, plan.recompute), devices, share=True)
     schedule = make_schedule(plan.schedule, len(devices), plan.n_microbatches, len(plan.stages) // len(devices))
     return emit_train_step(lowered, schedule, LossForm(), devices)
 

@@ -8,6 +8,7 @@ A worker that dies, or takes too long, is one failed row and a new worker. Worke
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -229,6 +230,7 @@ def _serve(channel: Connection, evaluate: Evaluate, parent: int) -> None:
         os.dup2(quiet, stream)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # what the sweep has made stays; looking through it for garbage again and again takes a tenth of a worker's time
     while os.getppid() == parent:
         if not channel.poll(_HEARTBEAT):
             continue

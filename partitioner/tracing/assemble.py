@@ -14,6 +14,7 @@ from partitioner.tracing.normalize import normalize
 from partitioner.tracing.ties import first_names, merged_parameters
 from passes.ir.graph import Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
+from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import size_of
 
 __all__ = ["assemble"]
@@ -25,13 +26,13 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
     first = first_names(model)
     tied = _tied(lifted, first)
     graph, renamed = _ordered_graph(exported, lifted)
-    module = fx.GraphModule(exported.program.graph_module, graph)
+    module = LazyGraphModule(exported.program.graph_module, graph)
     batch = next(iter(graph.nodes)) if exported.batch is not None else None
     input_names = {renamed[name] for name in lifted.inputs if name is not None}
     graph, notes = normalize(module, batch, exported.batch, tied, input_names, lifted.without_gradient, exported.inputs.autocast)
     refuse_learned_constants(lifted)
     return ModelGraph(
-        module=fx.GraphModule(nn.Module(), graph, type(model).__name__),
+        module=LazyGraphModule(nn.Module(), graph, type(model).__name__),
         parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
         buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
         constants=lifted.constants,

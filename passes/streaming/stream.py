@@ -28,6 +28,7 @@ from torch import fx
 from passes.axes import Axes
 from passes.differentiate import fake_mode
 from passes.ir.graph import ModelGraph
+from passes.lazy_graph_module import LazyGraphModule
 from passes.streaming.calls import TileCall
 from passes.streaming.keeping import Keeping, demand, tiles_of, what_to_keep
 from passes.streaming.spans import Box, TileGrid
@@ -74,7 +75,7 @@ class _Streamer:
                     if node in self.plan.swept:
                         self._sweep(node)
         self.writer.target.lint()
-        module = fx.GraphModule({}, self.writer.target, class_name="Streamed")
+        module = LazyGraphModule({}, self.writer.target, class_name="Streamed")
         names = {old.name: new.name for old, new in self.writer.whole.items()}
         outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in self.graph.outputs)
         return replace(self.graph, module=module, outputs=outputs)

@@ -82,6 +82,10 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         "records what autograd and vmap dispatch as a graph",
         ("passes/differentiate.py", "passes/inline_vmap.py"),
     ),
+    "torch.fx._lazy_graph_module": (
+        "a graph module that writes its Python when it is called: no public one does",
+        ("passes/lazy_graph_module.py",),
+    ),
     "torch._dispatch.python.enable_python_dispatcher": (
         "runs composite operations on fake tensors without fixing their symbolic sizes",
         ("passes/differentiate.py",),
