@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
 from partitioner.planner.auto_space import allowed_shapes, candidates_of
-from partitioner.planner.axis_choice import Pace
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
@@ -35,6 +33,7 @@ from partitioner.planner.make_plan import describe_plan, differentiates
 from partitioner.planner.mesh_bounds import MeshBounds
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem, Solution
+from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import ConfigError, PartitionError
@@ -125,7 +124,7 @@ class _Search:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None]
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model, self._tell = graph, cluster, request, cost_model, tell
-        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=_pace(graph, cluster))
+        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace_of(graph, cluster, asked=False))
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._open: list[tuple[float, int, float, _Cut | _Option]] = []
@@ -243,16 +242,6 @@ class _Search:
         for item in self._too_large:
             self._expand(item)
         return nothing_fits(self._meshes, self._refusals)
-
-
-def _pace(graph: ModelGraph, cluster: Cluster) -> Pace | None:
-    """How fast neighbours in the cluster compute and talk."""
-    if len(cluster.devices) == 1:
-        return None
-    held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
-    dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
-    link = cluster.link(0, 1)
-    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency)
 
 
 _TIE = 1e-9

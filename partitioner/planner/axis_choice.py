@@ -17,13 +17,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from partitioner.planner.pace import Pace
 from passes.axes import Axes, returned_values
 from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Replicate, Shard, Varying
 from passes.layouts import Layouts, ValueBytes, assign_layouts
 
-__all__ = ["Pace", "choose_axes", "contractions_of"]
+__all__ = ["choose_axes", "contractions_of"]
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,6 @@ class _Candidate:
 
 _BANNED = 2
 """How many of the widest candidates are tried without: what runs through everything (the residual stream) is what climbing stops at."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast ranks compute and talk: what makes bytes and work comparable.
-
-    Attributes:
-        flops: FLOP/s of a rank.
-        bandwidth: B/s between ranks.
-        latency: s of a message.
-    """
-
-    flops: float
-    bandwidth: float
-    latency: float
 
 
 def choose_axes(
@@ -171,16 +157,17 @@ def _cost(
 
     At a known pace work counts as many bytes as are sent while it is done.
     """
-    if pace is not None:
+    work = sum(contractions.values())
+    bytes_per_run = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
+    if pace is not None and not pace.asked:
         counts = [count for _, count in layouts.mesh]
         parts = {name: math.prod(itertools.compress(counts, layouts.cuts.get(name, ()))) for name in contractions}
-        times = 6 if graph.training else 2
-        flops = sum(times * runs / parts[name] for name, runs in contractions.items())
-        return _moved_bytes(graph, axes, layouts, value_bytes, pace.latency * pace.bandwidth) + flops / pace.flops * pace.bandwidth
-    work = sum(contractions.values())
+        runs = sum(each / parts[name] for name, each in contractions.items())
+        return runs * bytes_per_run + _moved_bytes(graph, axes, layouts, value_bytes, pace.latency * pace.bandwidth)
     repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
     share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
-    return share * len(contractions) * WORTH * MESSAGE + _moved_bytes(graph, axes, layouts, value_bytes, MESSAGE)
+    worth = max(len(contractions) * WORTH * MESSAGE, work * bytes_per_run)
+    return share * worth + _moved_bytes(graph, axes, layouts, value_bytes, MESSAGE)
 
 
 WORTH = 10

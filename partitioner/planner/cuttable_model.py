@@ -11,10 +11,11 @@ from functools import cached_property
 import numpy as np
 import sympy
 
-from partitioner.planner.axis_choice import Pace, choose_axes
+from partitioner.planner.axis_choice import choose_axes
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
+from partitioner.planner.pace import Pace
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.tile_grid import tile_axes, with_grid
 from partitioner.planner.unfold import unfolding_of

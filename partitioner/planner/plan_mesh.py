@@ -18,6 +18,7 @@ from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
 from partitioner.planner.make_plan import differentiates, make_plan, plan_stages
 from partitioner.planner.mesh_problem import MeshProblem
+from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_request import PlanRequest
 from passes.axis_names import axes_named, shortened
 from passes.ir.graph import ModelGraph
@@ -46,7 +47,8 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     check_dimensions(request.constraints, mesh)
     if mesh.cutting.size == 1:
         return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
-    model = CuttableModel(graph, request, differentiate=differentiates(graph, request))
+    pace = pace_of(graph, cluster, asked=True)
+    model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace)
     mesh = model.with_grid(mesh)
     cut = model.cut(mesh.cutting)
     check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
