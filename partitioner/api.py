@@ -15,7 +15,7 @@ from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings, Variant, results_in_training
-from partitioner.meshes import resolve_mode, tiles_in_turn
+from partitioner.meshes import dimensions_of_one, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
@@ -130,7 +130,7 @@ def partition(
             recompute=recompute,
             memory_limit=memory_limit,
             optimizer=optimizer,
-            constraints=constraints or Constraints(),
+            constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["Constraints"]
+from partitioner.meshes import dimension_named
+
+__all__ = ["TENSOR", "Constraints"]
+
+TENSOR = "tensor"
+"""The mesh dimension that patterns of ``tp_plan`` speak of."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +36,8 @@ class Constraints:
     split_spec: Mapping[str, Any] | None = None
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
+
+    def without_dimensions(self, names: Collection[str]) -> Constraints:
+        """What is left where some mesh dimensions have one rank, which holds all of everything that they would cut."""
+        axes = {axis: where for axis, where in (self.axes or {}).items() if dimension_named(where) not in names}
+        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 
-__all__ = ["dimension_named", "resolve_mode", "tiles_in_turn"]
+__all__ = ["dimension_named", "dimensions_of_one", "resolve_mode", "tiles_in_turn"]
 
 MODES = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
 """Every mode that stands for one mesh dimension."""
@@ -53,6 +53,13 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
     if "pipeline" in mesh.names and "model" in mesh.names:
         raise ConfigError("a mesh has either a pipeline or a model dimension", remedy="leave one out")
     return mesh
+
+
+def dimensions_of_one(mode: str | Mapping[str, int | Sequence[int]]) -> frozenset[str]:
+    """The dimensions of a mesh that have one rank, which the mesh leaves out: ``{"data": 2, "tensor": 1}``."""
+    if isinstance(mode, str):
+        return frozenset()
+    return frozenset(known for name, size in mode.items() if math.prod(_lengths(known := _known(name), size)) == 1)
 
 
 def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> int | tuple[int, ...] | None:

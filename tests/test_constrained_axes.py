@@ -207,3 +207,11 @@ def test_patterns_that_cannot_be_kept(tp_plan: dict[str, str], words: tuple[str,
 def test_patterns_need_a_tensor_dimension() -> None:
     with pytest.raises(ConfigError, match="tp_plan"):
         partition(Llama(), 2, "data", example_inputs=(torch.randint(10, (2, LENGTH)),), constraints=Constraints(tp_plan=FEED_FORWARD))
+
+
+def test_a_dimension_of_one_rank_holds_all_that_it_would_cut() -> None:
+    model, x = blocks(), torch.randn(2, LENGTH, WIDTH)
+    named = Constraints(axes={"heads": "tp", "batch": "data"}, tp_plan={"*.up": "colwise"})
+    pm = partition(model, 2, {"data": 2, "tp": 1}, example_inputs=(x,), constraints=named, progress=False)
+    assert pm.plan.mesh == (("data", 2),)
+    torch.testing.assert_close(pm(x), model(x))

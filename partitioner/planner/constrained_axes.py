@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import TENSOR, Constraints
 from partitioner.meshes import dimension_named
 from passes.axes import Axes
 from passes.axis_names import axes_named, batch_axes
@@ -23,9 +23,6 @@ from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.layouts import Layouts
 
 __all__ = ["check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
-
-TENSOR = "tensor"
-"""The mesh dimension that patterns speak of."""
 
 SEQUENCE = "sequence"
 """The axes that ``"sequence_parallel"`` speaks of, and the mesh dimension that cuts them by itself."""
