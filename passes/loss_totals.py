@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.ancestors import with_ancestors
 from passes.differentiate import fake_mode
 from passes.ir.graph import Input, ModelGraph, Total
 from passes.lazy_graph_module import LazyGraphModule
@@ -164,13 +165,7 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
 
 def _ancestors(results: Sequence[fx.Node]) -> list[fx.Node]:
     """The results and everything that they are computed from, in graph order."""
-    needed: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = with_ancestors(results)
     return [node for node in results[0].graph.nodes if node in needed]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from passes.ancestors import with_ancestors
 from passes.ir import communication, microbatch
 from passes.ir.program import Program, StoreGradients
 from passes.ir.unsummed import AddUnsummed
@@ -31,12 +32,4 @@ def gradient_nodes(program: Program) -> set[fx.Node]:
 
 def passed_on(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes, and what they are sums, items or results of communication of."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            if node.target in _PASS_GRADIENTS:
-                stack += node.all_input_nodes
-    return found
+    return with_ancestors(nodes, lambda node: node.all_input_nodes if node.target in _PASS_GRADIENTS else ())

@@ -20,6 +20,7 @@ from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.steps import Step
 from cost_models.simulator.values import UNKNOWN, Category, Held, Storage, leaves_of, storages_of
 from passes.aliasing import memory_key
+from passes.ancestors import with_ancestors
 from passes.operators import packet, viewed_arguments
 from passes.size_expression import SIZE_OPERATORS, size_of
 
@@ -178,17 +179,13 @@ class GraphReader(ABC):
 
 def _behind_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes, and those that they are views of."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            if node.target is operator.getitem:
-                stack += node.all_input_nodes
-            elif node.op == "call_function" and isinstance(node.target, OpOverload):
-                stack += viewed_arguments(node)
-    return found
+    return with_ancestors(nodes, _viewed)
+
+
+def _viewed(node: fx.Node) -> Sequence[fx.Node]:
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    return viewed_arguments(node) if node.op == "call_function" and isinstance(node.target, OpOverload) else ()
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
