@@ -137,7 +137,10 @@ class PartitionedModel(nn.Module):
         check_forward_only(self._plan, {"train_step"})
         inputs = self._bind(args, kwargs)
         results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
-        count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
+        if loss_fn is None:
+            count, lowering = self.lowering_for(inputs.batch)
+        else:
+            count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
         check_target(target, lowering.rows, inputs.batch, count, results)
         wanted = inputs.requiring_gradient
         local = inputs.batch // lowering.rows.count
