@@ -86,6 +86,12 @@ class _Row:
         return self.compute + self.communication + self.memory + self.gap
 
 
+_ROWS = ((8, _Row(22, 6, 18, 8)), (24, _Row(14, 4, 10, 4)), (64, _Row(8, 3, 7, 3)))
+"""Up to how many devices, which rows."""
+
+_SMALLEST = _Row(8, 2.5, 0, 2)
+
+
 def draw(timelines: Sequence[Drawable]) -> str:
     """An SVG of timelines on one scale of time, the rows of a device one below the other.
 
@@ -93,7 +99,7 @@ def draw(timelines: Sequence[Drawable]) -> str:
         timelines: of equally many devices.
     """
     n_rows = sum(len(timeline.ranks) for timeline in timelines)
-    row = _Row(22, 6, 18, 8) if n_rows <= 8 else _Row(14, 4, 10, 4) if n_rows <= 24 else _Row(8, 2.5, 0, 2)
+    row = next((row for most, row in _ROWS if n_rows <= most), _SMALLEST)
     if not any(timeline.memory for timeline in timelines):
         row = _Row(row.compute, row.communication, 0, row.gap)
     end = max((timeline.end for timeline in timelines), default=0.0) or 1.0
@@ -174,8 +180,8 @@ def _device(timeline: Drawable, rank: int, row: _Row, top: float, scale: float, 
 
 
 def _box(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
-    gap = 0.6 if width > 3 else 0.0
-    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{max(width - gap, 0.2):.2f}" height="{height:.1f}">{title}</rect>'
+    gap, least = 0.6 if width > 3 else 0.0, 0.8 if kind == "C" else 0.2
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{max(width - gap, least):.2f}" height="{height:.1f}">{title}</rect>'
 
 
 def _memory(curve: MemoryCurve, top: float, height: float, scale: float, largest: int) -> Iterator[str]:
@@ -194,7 +200,7 @@ def _memory(curve: MemoryCurve, top: float, height: float, scale: float, largest
         last = y
     edge = next(reversed(highest.values()))[0]
     yield f'<polygon class="m" points="{_LEFT},{bottom:.1f} {" ".join(points)} {edge:.1f},{bottom:.1f}"/>'
-    yield f'<text class="f" x="{_WIDTH - _RIGHT + 6}" y="{bottom - 2:.1f}">{format_bytes(max(curve.bytes))}</text>'
+    yield f'<text class="f" x="{_WIDTH - _RIGHT + 6}" y="{bottom - 1:.1f}">{format_bytes(max(curve.bytes))}</text>'
 
 
 def _visible(slices: Sequence[Slice], scale: float) -> list[Slice]:

@@ -106,12 +106,18 @@ def efficiency_plot(rows: Sequence[Row]) -> str:
 
 
 def memory_plot(rows: Sequence[Row]) -> str:
-    """Peak memory against microbatches, on the most devices: the smallest placement of each family."""
-    most = max((row.devices for row in rows), default=0)
-    shown = [row for row in rows if row.devices == most]
-    lines = {name: _least((row for row in each if row.devices == most), _microbatches, _memory) for name, each in _families(rows).items()}
+    """Peak memory against microbatches: the smallest placement of each family, where most numbers of microbatches were tried.
+
+    Of several numbers of devices with equally many, it is the largest.
+    """
+    counts: dict[int, set[int]] = {}
+    for row in rows:
+        counts.setdefault(row.devices, set()).add(_microbatches(row))
+    shown_devices = max(counts, key=lambda devices: (len(counts[devices]), devices), default=0)
+    shown = [row for row in rows if row.devices == shown_devices]
+    lines = {name: _least(each, _microbatches, _memory) for name, each in _families(shown).items()}
     return chart_svg(
-        f"Peak memory against microbatches, on {most} devices",
+        f"Peak memory against microbatches, on {shown_devices} devices",
         _counts("microbatches", (_microbatches(row) for row in shown)),
         Axis("the fullest device holds", format_bytes, logarithmic=True, binary=True),
         [

@@ -61,7 +61,7 @@ def _tiles(results: Results) -> str:
             (str(len(done)), "that run"),
             (str(len(results.failures)), "that cannot"),
             (str(len({row.plan_hash for row in done})), "different plans"),
-            (format_seconds(seconds / len(results.table)), "to find out about one"),
+            (format_seconds(seconds / len(results.table)), "to plan and simulate one"),
         ]
     )
 

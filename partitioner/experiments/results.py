@@ -49,8 +49,8 @@ _LEFT = frozenset({"model", "mode", "cluster", "schedule"})
 
 
 def cell(row: Row, name: str) -> str:
-    """A value of a row as text for a reader; what is not known is empty."""
-    value = getattr(row, name)
+    """A value of a row as text for a reader; what is not known is empty, and so is the schedule of a single microbatch."""
+    value = None if name == "schedule" and row.n_microbatches == 1 else getattr(row, name)
     return "" if value is None else FORMATS[name](value) if name in FORMATS else str(value)
 
 
