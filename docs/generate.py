@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import experts
 import torch
 from gpt3 import LENGTH, SHAPES, STATE_BYTES
 from net import factory
@@ -190,16 +191,26 @@ def pictures() -> dict[str, Callable[[], str]]:
         image = torch.zeros(2, 3, 32, 32)
         return partition(nn.Sequential(*layers), devices=4, mode={"tile": (2, 2)}, example_inputs=(image,), progress=False)
 
+    def routed() -> PartitionedModel:
+        mixture, tokens = experts.factory()
+        return partition(
+            mixture, devices=2, mode="data", example_inputs=tokens, constraints=Constraints(axes={"experts": "data"}), progress=False
+        )
+
     pipeline = {"schedule": "1F1B", "n_microbatches": 4}
     sequence = Constraints(axes={"sequence": "tensor"})
     return {
+        "model.svg": lambda: draw(cut(2, "model")).svg(),
         "pipeline.svg": lambda: draw(cut(4, "pipeline", **pipeline)).svg(),
         "timeline.svg": lambda: str(cut(4, "pipeline", **pipeline).simulate().timeline.svg()),
         "data.svg": lambda: draw(cut(2, "data")).svg(),
         "fsdp.svg": lambda: draw(cut(2, "fsdp")).svg(),
+        "zero1.svg": lambda: draw(cut(2, "zero1")).svg(),
         "tensor.svg": lambda: draw(cut(2, "tensor")).svg(),
         "sequence.svg": lambda: draw(cut(2, "tensor", constraints=sequence)).svg(),
+        "experts.svg": lambda: draw(routed()).svg(),
         "tile.svg": lambda: draw(tiled()).svg(),
+        "auto.svg": lambda: draw(cut(4, "auto")).svg(),
         "mesh.svg": lambda: draw(cut(4, {"pipeline": 2, "tensor": 2}, **pipeline)).svg(),
         "weight.svg": lambda: draw_weight(cut(2, "tensor"), "blocks.0.qkv.weight").svg(),
         "weight_fsdp.svg": lambda: draw_weight(cut(4, {"fsdp": 2, "tensor": 2}), "blocks.0.down.weight").svg(),

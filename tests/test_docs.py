@@ -49,10 +49,11 @@ def beside_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(DOCS))
     yield tmp_path
-    sys.modules.pop("net", None)
+    for name in ("net", "experts"):
+        sys.modules.pop(name, None)
 
 
-LONG = {"cost-models", "field-guide", "modes", "sweeps"}
+LONG = {"cost-models", "field-guide", "modes", "sweeps", "training"}
 """Pages that partition many models."""
 
 RUN = [

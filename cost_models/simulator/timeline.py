@@ -65,6 +65,9 @@ class Timeline:
         """
         return draw((self, *others))
 
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
     def events(self, number: int = 0) -> Iterator[dict[str, Any]]:
         """Chrome trace events; ``number`` tells timelines in one file apart."""
         shift = number * (max(self.ranks, default=0) + 1)

@@ -18,6 +18,9 @@ _MARGIN, _TOP, _GAP = 16, 96, 22
 _BESIDE = 56
 """Room for the end of a label beside the last lane."""
 
+_TITLE_LETTER = 7.6
+"""Width of a letter of the title, on average."""
+
 _LONGEST = 22
 """Letters that a box has room for."""
 
@@ -68,7 +71,7 @@ def diagram_svg(diagram: Diagram) -> str:
     widths = [width * _CELL for width in layers.width]
     left = [_MARGIN + sum(widths[:lane]) + lane * _GAP for lane in range(len(widths))]
     canvas = _Canvas(layers, tuple(left))
-    width = max(_MARGIN * 2 + sum(widths) + _GAP * (len(widths) - 1), 420)
+    width = max(_MARGIN * 2 + sum(widths) + _GAP * (len(widths) - 1), _MARGIN * 2 + len(diagram.title) * _TITLE_LETTER, 420)
     reaches_out = any(arrow.kind == "message" and diagram.boxes[number[arrow.target]].lane == len(widths) - 1 for arrow in diagram.arrows)
     width += _BESIDE if reaches_out else 0
     height = _TOP + layers.n_rows * _ROW + _MARGIN

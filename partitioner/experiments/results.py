@@ -14,7 +14,8 @@ from typing import Any
 from cost_models.units import format_bytes, format_seconds
 from partitioner.experiments.plots import PLOTS
 from partitioner.experiments.row import NUMBERS, Row
-from partitioner.reports.table import align
+from partitioner.page.chart import Picture
+from partitioner.reports.table import align, html_table
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
@@ -155,7 +156,7 @@ class Results:
         columns = {name: [row[name] for row in self.rows()] for name in _FACTS}
         parquet.write_table(arrow.table(columns), str(path))
 
-    def plot(self, name: str, **facts: Any) -> str:
+    def plot(self, name: str, **facts: Any) -> Picture:
         """A picture as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
 
         Args:
@@ -166,17 +167,21 @@ class Results:
         """
         if name not in PLOTS:
             raise ConfigError(f"there is no plot {name!r}", remedy=f"choose one of {', '.join(PLOTS)}")
-        return PLOTS[name]([row for row in self.where(**facts).table if row.ok])
+        return Picture(PLOTS[name]([row for row in self.where(**facts).table if row.ok]))
 
     def __str__(self) -> str:
         """A table of the placements that did not fail, fastest first, and a line on those that did."""
+        return "\n".join([*align(*self._cells()), "", self.summary()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), caption=self.summary())
+
+    def _cells(self) -> tuple[list[tuple[str, ...]], str]:
+        """The table, its headings first, and how its columns are aligned."""
         done = sorted((row for row in self.table if row.ok), key=lambda row: (row.model, row.step_time or 0.0, row.key))
         names = columns_of(done)
-        lines = align(
-            [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done],
-            "".join("<" if name in _LEFT else ">" for name in names),
-        )
-        return "\n".join([*lines, "", self.summary()])
+        lines = [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done]
+        return lines, "".join("<" if name in _LEFT else ">" for name in names)
 
     def summary(self) -> str:
         """How many placements there are, and how many failed, in a line."""

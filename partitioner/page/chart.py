@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLOURS", "Axis", "Series", "chart_svg"]
+__all__ = ["COLOURS", "Axis", "Picture", "Series", "chart_svg"]
 
 COLOURS: tuple[tuple[str, str], ...] = (
     ("#2f6db3", "#6ba3e0"),
@@ -80,6 +80,15 @@ class Series:
     joined: bool = True
     stepped: bool = False
     marked: bool = True
+
+
+class Picture(str):
+    """The text of a picture as SVG, which a notebook shows."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
