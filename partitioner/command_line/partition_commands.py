@@ -54,7 +54,7 @@ def _add(
     command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
     modes = (
-        "auto (default): the best that the planner finds; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor or sequence over all\n"
+        "auto (default): the best that the planner finds; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor, sequence or tile over all\n"
         "devices; or a mesh, outermost first: data=2,tensor=2"
     )
     command.add_argument("--mode", metavar="MODE", help=modes)
