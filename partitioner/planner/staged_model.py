@@ -149,7 +149,12 @@ def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[st
     """For each stage, the largest modules that lie in it whole, in order; what computes outside of any goes unnamed."""
     stage_of = {unit: stage for stage, run in enumerate(runs) for unit in run}
     nodes = {node.name: node for node in problems.graph.computing_nodes()}
-    paths = [(module_path(nodes[name]), stage_of[index]) for index, unit in enumerate(problems.points.units) for name in unit]
+    paths = [
+        (module_path(nodes[name]), stage_of[index])
+        for index, unit in enumerate(problems.points.units)
+        for name in unit
+        if name in nodes  # not what only cut graphs have: masks that are drawn apart
+    ]
     stages: dict[str, set[int]] = {}
     for path, stage in paths:
         for prefix in _prefixes(path):
