@@ -30,7 +30,7 @@ from passes.operators import draws
 from passes.rules.loops import Loops
 from passes.size_expression import bytes_of
 
-__all__ = ["Cut", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
+__all__ = ["Cut", "LayoutWalk", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def assign_layouts(
         stored: how ranks hold parameters, buffers and constants, where that is decided; None: as their readers want.
         value_bytes: of the graph, where it is walked often.
     """
-    walk = _Walk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph))
+    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph))
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -111,7 +111,7 @@ def assign_layouts(
 _WHOLE = Replicate()
 
 
-class _Walk:
+class LayoutWalk:
     """The walk, with how every value lies so far."""
 
     def __init__(

@@ -75,7 +75,7 @@ def choose_axes(
             return math.inf
         return _cost(graph, axes, layouts, contractions, value_bytes, pace)
 
-    candidates = _candidates(graph, axes, count, {*fixed, *excluded})
+    candidates = axis_groups(graph, axes, count, {*fixed, *excluded})
     found = _search(candidates, tuple(fixed), cost)
     if found or not candidates:
         return found
@@ -134,7 +134,7 @@ def _climb(
         chosen = best
 
 
-def _candidates(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[_Candidate]:
+def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[_Candidate]:
     batch = batch_axes(graph, axes)
     signatures: dict[int, list[str]] = {}
     for name, original in graph.parameters.items():
