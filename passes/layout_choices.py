@@ -1,4 +1,4 @@
-"""How every call would be cut under any choice of the axes that a mesh dimension cuts: the walk of ``assign_layouts``, for all choices at once.
+"""How every call is cut under any choice of the axes that a mesh dimension cuts: the walk of ``assign_layouts``, for all choices at once.
 
 Groups of axes are cut or not; G groups make 2^G choices. But a call depends on few of them: on those that it loops over, and on those that
 decide how its operands lie.
@@ -26,7 +26,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard
 from passes.layouts import Cut, LayoutWalk, ValueBytes
 
-__all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "TooManyChoices", "layout_choices"]
+__all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "TooManyChoicesError", "layout_choices"]
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ MOST = 2**12
 """Choices that one call may depend on."""
 
 
-class TooManyChoices(ConfigError):
+class TooManyChoicesError(ConfigError):
     """A call depends on too many groups.
 
     Attributes:
@@ -146,7 +146,7 @@ def layout_choices(
         value_bytes: of the graph, where they are known.
 
     Raises:
-        TooManyChoices: a call depends on too many groups.
+        TooManyChoicesError: a call depends on too many groups.
     """
     walk = LayoutWalk(graph, axes, (dimension,), {}, (dimension[0],) if rows else (), "rows", None, value_bytes or ValueBytes(graph))
     choices = _Choices(walk, groups, fixed)
@@ -179,7 +179,7 @@ class _Choices:
         own = {self._group_of[axis] for axis in walk.axes.of_calls.get(node.name, ()) if axis in self._group_of}
         scope = tuple(sorted(own.union(*(self._states[name].scope for name in touched))))
         if 2 ** len(scope) > MOST:
-            raise TooManyChoices(scope)
+            raise TooManyChoicesError(scope)
         found: dict[tuple[int, ...], CallLayout] = {}
         after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*touched, node.name)}
         for choice in itertools.product((0, 1), repeat=len(scope)):
@@ -189,9 +189,9 @@ class _Choices:
                 after[name][choice] = state
         if node.name in walk.needs:
             self.calls[node.name] = Outcomes(scope, found)
-        for name, states in after.items():
-            if states:
-                self._states[name] = Outcomes(scope, states).reduced()
+        for name, table in after.items():
+            if table:
+                self._states[name] = Outcomes(scope, table).reduced()
 
     def _outcome(
         self, node: fx.Node, operands: Sequence[fx.Node], scope: Sequence[int], choice: Sequence[int], before: Mapping[str, _State]
@@ -220,7 +220,7 @@ class _Choices:
     ) -> tuple[dict[str, _State], list[tuple[str, Placement, Placement]]]:
         """What was read, behind a call, and what had to change for it."""
         after = dict(before)
-        changes = []
+        changes: list[tuple[str, Placement, Placement]] = []
         for operand, need in zip(operands, needs, strict=False):
             if operand.name not in after:
                 continue

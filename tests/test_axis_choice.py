@@ -1,12 +1,103 @@
-"""Which axes a tensor dimension cuts, by what the hardware is good at."""
+"""Which axes a mesh dimension cuts: the best of all choices by its own prices; more ranks gain; memory can force more cuts."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from cost_models.hardware import Cluster
 from partitioner import partition
+from partitioner.planner.auto import plan_auto
+from partitioner.planner.axis_choice import AxisProblem, axis_groups
+from partitioner.planner.axis_terms import axis_terms
+from partitioner.planner.choices import ChoiceProblem
+from partitioner.planner.pace import Pace
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.tracing.trace import trace
+from passes.axes import find_axes
+from passes.ir.graph import ModelGraph
+from passes.layout_choices import layout_choices
+from passes.layouts import ValueBytes
+from tests.models.gpt import Gpt
+from tests.models.zoo import case_named
+
+
+def problem_of(graph: ModelGraph, pace: Pace | None, count: int) -> tuple[ChoiceProblem, list[tuple[int, ...]]]:
+    axes, sizes = find_axes(graph.graph), ValueBytes(graph)
+    groups = [group.axes for group in axis_groups(graph, axes, count, ())]
+    choices = layout_choices(graph, axes, ("tensor", count), groups, value_bytes=sizes)
+    return ChoiceProblem((2,) * len(groups), tuple(axis_terms(graph, axes, choices, count, lambda _: 1, pace, sizes))), groups
+
+
+@pytest.mark.parametrize("pace", [None, Pace(1e9, 1e9, 1e-9), Pace(1e12, 1e9, 1e-6)], ids=["asked for", "slow ranks", "fast ranks"])
+@pytest.mark.parametrize("name", ["perceptron", "gpt"])
+def test_no_choice_costs_less(name: str, pace: Pace | None) -> None:
+    instance = case_named(name).build()
+    graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+    problem, groups = problem_of(graph, pace, 2)
+    every = [options for options in itertools.product((0, 1), repeat=len(groups)) if any(options)]
+    free = AxisProblem(graph, find_axes(graph.graph), ("tensor", 2), pace=pace)
+    found = free.solve(2)
+    assert found is not None
+    chosen = tuple(int(group[0] in found) for group in groups)
+    best = min(problem.totals(options)[0] for options in every)
+    if problem.totals(chosen)[0] > problem.totals((0,) * len(groups))[0]:  # nothing is worth its messages: one cut all the same
+        best = min(problem.totals(options)[0] for options in every if sum(options) == 1)
+    assert problem.totals(chosen)[0] == pytest.approx(best)
+
+
+def test_memory_forces_more_cuts() -> None:
+    """On fast ranks with slow links the fewest bytes are sent when little is cut; that holds more than fits."""
+    graph = trace(Gpt(depth=6), (torch.zeros(4, 6, dtype=torch.long),), {}, training=True)
+    pace = Pace(1e15, 1e6, 1e-6)
+    problem, groups = problem_of(graph, pace, 2)
+    axes = find_axes(graph.graph)
+    choice = AxisProblem(graph, axes, ("tensor", 2), pace=pace)
+    free = choice.solve(2)
+    assert free is not None
+    held = problem.totals(tuple(int(group[0] in free) for group in groups))[1]
+    tight = choice.solve(2, held * 0.9)
+    assert tight is not None
+    assert set(tight) != set(free)
+    alone = [(axis,) for group in groups for axis in group]
+    choices = layout_choices(graph, axes, ("tensor", 2), alone)
+    terms = axis_terms(graph, axes, choices, 2, lambda _: 1, pace, ValueBytes(graph))
+    assert ChoiceProblem((2,) * len(alone), tuple(terms)).totals([int(axis in tight) for (axis,) in alone])[1] <= held * 0.9
+    assert choice.solve(2, 1.0) is None
+
+
+@pytest.mark.parametrize("rows", [256, pytest.param(8192, marks=pytest.mark.slow)])
+def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
+    """A GPT of a size that is worth it, at a small and at a large batch: heads, feed-forward layers are cut."""
+    with torch.device("meta"):
+        model, tokens = Gpt(width=4096, heads=32, depth=5).half(), torch.zeros(rows, 6, dtype=torch.long)
+    times = []
+    for count in (1, 2, 4):
+        mode = "tensor" if count > 1 else "model"
+        plan = partition(model, count, mode, example_inputs=(tokens,), cluster=f"a100-80gb:1x{count}", progress=False).plan
+        times.append(plan.step_time)
+        if count > 1:
+            assert {"heads", "ffn"} <= {name.partition("[")[0] for name, _ in plan.axes}
+    assert all(later < 0.85 * earlier for earlier, later in itertools.pairwise(times)), times
+
+
+def test_dropout_in_repeated_blocks_is_planned() -> None:
+    """Masks that are drawn apart are nodes that the model has not: stages are named all the same."""
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+    model = nn.Sequential(*(nn.Sequential(*(type(layer)(*_arguments(layer)) for layer in block)) for _ in range(8)))
+    graph = trace(model, (torch.rand(8, 16),), {}, training=True)
+    plan = plan_auto(graph, Cluster.preset("v100", 1, 4), PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))))
+    assert math.prod(size for _, size in plan.mesh) == 4
+
+
+def _arguments(layer: nn.Module) -> tuple[float, ...]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return (layer.p,) if isinstance(layer, nn.Dropout) else ()
 
 
 @pytest.mark.parametrize("rows", [2, 4096])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
+from cost_models.memory import optimizer_states
 from cost_models.units import format_seconds
 from partitioner.planner.auto_space import allowed_shapes, candidates_of
 from partitioner.planner.candidates import Candidate
@@ -34,11 +36,12 @@ from partitioner.planner.mesh_bounds import MeshBounds
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem, Solution
 from partitioner.planner.pace import pace_of
+from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, Mesh
+from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.ir.plan import Plan
 from passes.split_backward import Recompute
 from passes.weights_digest import weights_digest
@@ -192,7 +195,8 @@ class _Search:
         """Cut the axes of a mesh, and add its candidates."""
         mesh = item.mesh
         try:
-            cut = self._model.cut(mesh.cutting, beside=item.beside) if mesh.cutting.size > 1 else None
+            limit = self._parameter_limit(mesh)
+            cut = self._model.cut(mesh.cutting, beside=item.beside, limit=limit) if mesh.cutting.size > 1 else None
             if cut is not None:
                 check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
             part = self._model.whole if cut is None else cut.part
@@ -203,6 +207,13 @@ class _Search:
                 self._add(problem.bound(policy, candidate), _Option(problem, cut, policy, candidate))
         except ConfigError as refusal:
             self._refusals.append(refusal)
+
+    def _parameter_limit(self, mesh: Mesh) -> float:
+        """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
+        memory = max(memory_limits(self._cluster, self._request)) * stages_length(mesh)
+        stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
+        trains = differentiates(self._graph, self._request)
+        return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)
 
     def _solve(self, option: _Option) -> None:
         """Work one candidate out."""

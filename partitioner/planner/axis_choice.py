@@ -1,34 +1,36 @@
-"""Choose which axes a tensor dimension cuts: those that divide the most work and then move the fewest bytes.
+"""Choose which axes a mesh dimension cuts: exactly, for the prices of ``axis_terms``.
 
 Candidates are the axes of the parameters. Axes that blocks repeat (the ffn of every block) are one candidate: they have the same name, size
-and parameters but for the numbers in these. Step by step a candidate is added, dropped or exchanged for another, whatever leaves the least
-cost, until nothing helps; then again without those that run through most parameters:
-
-    cost = bytes that changes of layout move + what the share of the work and of the parameters is worth that every rank has whole
+and parameters but for the numbers in these. What every call does under every choice is worked out once (``passes.layout_choices``); the
+choice itself is a problem of numbers (``choices``). Where its best solution holds more than fits, the blocks decide each by itself, from
+what they would do together: memory may force unlike layers.
 
 A chain of linear layers a - b - c - d is cut at b and at d: then every layer is cut and none reads what another cut does not give.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from partitioner.planner.axis_terms import axis_terms
+from partitioner.planner.choices import ChoiceProblem, Choices, choose
 from partitioner.planner.pace import Pace
-from passes.axes import Axes, returned_values
+from passes.axes import Axes
 from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Partial, Replicate, Shard, Varying
-from passes.layouts import Layouts, ValueBytes, assign_layouts
+from passes.ir.layout import Shard
+from passes.layout_choices import LayoutChoices, TooManyChoicesError, layout_choices
+from passes.layouts import ValueBytes
 
-__all__ = ["choose_axes", "contractions_of"]
+__all__ = ["AxisGroup", "AxisProblem", "axis_groups"]
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class AxisGroup:
     """Axes that are cut together.
 
     Attributes:
@@ -39,102 +41,94 @@ class _Candidate:
     span: int
 
 
-_BANNED = 2
-"""How many of the widest candidates are tried without: what runs through everything (the residual stream) is what climbing stops at."""
-
-
-def choose_axes(
-    graph: ModelGraph,
-    axes: Axes,
-    dimension: str,
-    count: int,
-    fixed: Sequence[int] = (),
-    excluded: Collection[int] = (),
-    pace: Pace | None = None,
-) -> tuple[int, ...]:
-    """The axes that a mesh dimension of so many ranks cuts.
+class AxisProblem:
+    """Which axes a mesh dimension cuts, for any number of ranks that can cut the same ones.
 
     Args:
-        dimension: its name.
+        graph: the model.
+        axes: of the graph.
+        dimension: name of the mesh dimension, and the ranks that it has at most.
         fixed: axes that are cut whatever it costs.
         excluded: axes that are not: another mesh dimension cuts them.
-        pace: of the ranks; None: work and parameters are worth a number of messages, whatever the batch.
+        pace: of the ranks; None: unknown, and a cut was asked for.
+        copies: how often a node is there: one of a block that stands for others counts for them.
     """
-    value_bytes = ValueBytes(graph)
-    contractions = contractions_of(axes, 1 if pace is None else graph.batch_size)
 
-    def layouts_of(chosen: Sequence[int]) -> Layouts:
-        return assign_layouts(graph, axes, ((dimension, count),), {dimension: chosen}, (), value_bytes=value_bytes)
+    def __init__(
+        self,
+        graph: ModelGraph,
+        axes: Axes,
+        dimension: tuple[str, int],
+        fixed: Sequence[int] = (),
+        excluded: Collection[int] = (),
+        pace: Pace | None = None,
+        copies: Callable[[str], int] = lambda _name: 1,
+    ) -> None:
+        self._graph, self._axes, self._dimension = graph, axes, dimension
+        self._fixed, self._pace, self._copies = tuple(fixed), pace, copies
+        self._bytes = ValueBytes(graph)
+        together = axis_groups(graph, axes, dimension[1], {*fixed, *excluded})
+        self._kept = self._held_by_fixed() if fixed else frozenset[str]()
+        self._choices, self._groups = self._worked_out(together)
+        self._alone: tuple[LayoutChoices, list[AxisGroup]] | None = None
 
-    alone = layouts_of(fixed)
-    held, cuts_calls = _held_by(alone, fixed), _cuts_calls(alone, fixed)
+    def solve(self, count: int, limit: float = math.inf) -> tuple[int, ...] | None:
+        """The axes that so many ranks cut, the fixed ones first; None where parameters do not fit so many bytes.
 
-    def cost(chosen: Sequence[int]) -> float:
-        layouts = layouts_of(chosen)
-        if not held <= _held_by(layouts, fixed) or (cuts_calls and not _cuts_calls(layouts, fixed)):
-            return math.inf
-        return _cost(graph, axes, layouts, contractions, value_bytes, pace)
+        Args:
+            limit: bytes of parameters that all ranks of a pipeline hold together, one of each stage.
+        """
+        problem = self._problem(self._choices, self._groups, count)
+        best = choose(problem)
+        if best is not None and best.bytes <= limit:
+            return self._axes_of(self._groups, self._asked_for(problem, best).options)
+        if self._alone is None:
+            self._alone = self._worked_out([AxisGroup((axis,), group.span) for group in self._groups for axis in group.axes])
+        choices, alone = self._alone
+        group_of = {axis: number for number, group in enumerate(self._groups) for axis in group.axes}
+        limited = choose(dataclasses.replace(problem, limit=limit))
+        known = [] if limited is None else [tuple(limited.options[group_of[group.axes[0]]] for group in alone)]
+        found = choose(dataclasses.replace(self._problem(choices, alone, count), limit=limit), known)
+        return None if found is None else self._axes_of(alone, found.options)
 
-    candidates = axis_groups(graph, axes, count, {*fixed, *excluded})
-    found = _search(candidates, tuple(fixed), cost)
-    if found or not candidates:
-        return found
-    # Nothing is worth its messages, but a cut was asked for: the one that costs least.
-    return min(candidates, key=lambda candidate: cost(candidate.axes)).axes
+    def _asked_for(self, problem: ChoiceProblem, found: Choices) -> Choices:
+        """The choice; where nothing is worth its messages, but a cut was asked for, the single one that costs least."""
+        if any(found.options) or self._fixed or not self._groups:
+            return found
+        ones = [tuple(int(number == place) for number in range(len(self._groups))) for place in range(len(self._groups))]
+        options = min(ones, key=lambda each: problem.totals(each)[0])
+        return Choices(options, *problem.totals(options), found.seconds)
 
+    def _axes_of(self, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
+        return (*self._fixed, *(axis for group, chosen in zip(groups, options, strict=True) if chosen for axis in group.axes))
 
-def _held_by(layouts: Layouts, wanted: Sequence[int]) -> frozenset[str]:
-    """The parameters that ranks hold cut by one of the axes: what else is cut must not take their place."""
-    return frozenset(
-        name for name, layout in layouts.stored.items() if any(isinstance(place, Shard) and place.axis in wanted for place in layout)
-    )
+    def _worked_out(self, groups: Sequence[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
+        """All outcomes, and the groups that are left: of those that one call depends on too many, the narrowest are not cut."""
+        left = list(groups)
+        while True:
+            try:
+                return self._outcomes([group.axes for group in left]), left
+            except TooManyChoicesError as many:
+                narrow = sorted(many.groups, key=lambda number: (left[number].span * len(left[number].axes), number))
+                dropped = narrow[: (len(narrow) + 1) // 2]
+                left = [group for number, group in enumerate(left) if number not in dropped]
 
+    def _outcomes(self, groups: Sequence[Sequence[int]]) -> LayoutChoices:
+        return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, value_bytes=self._bytes)
 
-def _cuts_calls(layouts: Layouts, wanted: Sequence[int]) -> bool:
-    """Whether one of the axes cuts any call: space that a convolution is cut by, where its channels could be cut as well."""
-    return any(cut is not None and cut.axis in wanted for cuts in layouts.cuts.values() for cut in cuts)
+    def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
+        terms = axis_terms(self._graph, self._axes, choices, count, self._copies, self._pace, self._bytes, self._fixed, self._kept)
+        return ChoiceProblem((2,) * len(groups), tuple(terms))
 
-
-def _search(candidates: Sequence[_Candidate], start: tuple[int, ...], cost: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
-    """Climb; then climb once more without one that runs through most parameters, for as long as that ends better."""
-    known: dict[frozenset[_Candidate], float] = {}
-
-    def cost_of(selection: Sequence[_Candidate]) -> float:
-        key = frozenset(selection)
-        if key not in known:
-            known[key] = cost((*start, *(axis for candidate in selection for axis in candidate.axes)))
-        return known[key]
-
-    best = _climb(candidates, (), cost_of)
-    banned = frozenset[_Candidate]()
-    while True:
-        others = []
-        for taken in sorted(best, key=lambda each: -each.span)[:_BANNED]:
-            without = banned | {taken}
-            left = [candidate for candidate in candidates if candidate not in without]
-            others.append((without, _climb(left, tuple(each for each in best if each != taken), cost_of)))
-        without, other = min(others, key=lambda pair: cost_of(pair[1]), default=(banned, best))
-        if cost_of(other) >= cost_of(best):
-            return (*start, *(axis for candidate in best for axis in candidate.axes))
-        best, banned = other, without
-
-
-def _climb(
-    candidates: Sequence[_Candidate], chosen: tuple[_Candidate, ...], cost_of: Callable[[Sequence[_Candidate]], float]
-) -> tuple[_Candidate, ...]:
-    """Add or drop the candidate that helps most, or else exchange one, until nothing helps."""
-    while True:
-        left = [candidate for candidate in candidates if candidate not in chosen]
-        dropped = [tuple(other for other in chosen if other != candidate) for candidate in chosen]
-        best = min((*((*chosen, candidate) for candidate in left), *dropped), key=cost_of, default=chosen)
-        if cost_of(best) >= cost_of(chosen):
-            best = min(((*rest, candidate) for rest in dropped for candidate in left), key=cost_of, default=chosen)
-        if cost_of(best) >= cost_of(chosen):
-            return chosen
-        chosen = best
+    def _held_by_fixed(self) -> frozenset[str]:
+        """The parameters that ranks hold cut by fixed axes: what else is cut must not take their place."""
+        held = self._outcomes([]).held
+        stored = {name: outcomes.found[()].stored for name, outcomes in held.items()}
+        return frozenset(name for name, place in stored.items() if isinstance(place, Shard) and place.axis in self._fixed)
 
 
-def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[_Candidate]:
+def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[AxisGroup]:
+    """The axes of parameters that so many ranks could cut, what blocks repeat together."""
     batch = batch_axes(graph, axes)
     signatures: dict[int, list[str]] = {}
     for name, original in graph.parameters.items():
@@ -147,81 +141,4 @@ def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[i
         if axis in batch or axis in decided or not isinstance(size, int) or size < count:
             continue
         groups.setdefault((size, tuple(sorted(set(signature)))), []).append(axis)
-    return [_Candidate(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]
-
-
-def _cost(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, contractions: Mapping[str, float], value_bytes: ValueBytes, pace: Pace | None
-) -> float:
-    """What layouts cost, in bytes: what moves, and the share of the work or of the parameters that every rank has whole.
-
-    At a known pace work counts as many bytes as are sent while it is done.
-    """
-    work = sum(contractions.values())
-    bytes_per_run = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
-    if pace is not None and not pace.asked:
-        counts = [count for _, count in layouts.mesh]
-        parts = {name: math.prod(itertools.compress(counts, layouts.cuts.get(name, ()))) for name in contractions}
-        runs = sum(each / parts[name] for name, each in contractions.items())
-        return runs * bytes_per_run + _moved_bytes(graph, axes, layouts, value_bytes, pace.latency * pace.bandwidth)
-    repeated = sum(runs for name, runs in contractions.items() if not any(layouts.cuts.get(name, ())))
-    share = max(repeated / max(work, 1.0), _repeated_parameters(graph, layouts))
-    worth = max(len(contractions) * WORTH * MESSAGE, work * bytes_per_run)
-    return share * worth + _moved_bytes(graph, axes, layouts, value_bytes, MESSAGE)
-
-
-WORTH = 10
-"""How many messages it is worth to cut one contraction: a hundredth of a model of a hundred contractions, ten."""
-
-
-def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
-    """The calls that multiply and add, and how often, for a batch of so many rows."""
-    found = {}
-    for name, loops in axes.loops.items():
-        if len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors):
-            found[name] = math.prod(float(factor.size) if isinstance(factor.size, int) else float(rows) for factor in loops.factors)
-    return found
-
-
-def _repeated_parameters(graph: ModelGraph, layouts: Layouts) -> float:
-    sizes: dict[str, int] = {node.name: node.meta["val"].numel() for node in graph.graph.nodes if node.name in graph.parameters}
-    whole = sum(size for name, size in sizes.items() if not any(isinstance(place, Shard) for place in layouts.stored[name]))
-    return whole / max(sum(sizes.values()), 1)
-
-
-def _moved_bytes(graph: ModelGraph, axes: Axes, layouts: Layouts, value_bytes: ValueBytes, message: float) -> float:
-    """Bytes that changes of layout move, forward and backward; ``message``: what one costs that moves nothing."""
-    moved: dict[tuple[str, object], float] = {}
-    for node in graph.graph.nodes:
-        if node.name not in layouts.needs:
-            continue
-        operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
-        for operand, needs in zip(operands, layouts.needs[node.name], strict=True):
-            for have, need in zip(layouts.results[operand.name][0], needs, strict=True):
-                if have is need or have == need:
-                    continue
-                times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
-                moved[operand.name, "sum" if isinstance(have, Partial) else need] = times * value_bytes.of(operand) + messages * message
-        for cut in layouts.cuts.get(node.name, ()):
-            if cut is not None and axes.loops[node.name].factors[cut.factor].reduction == "whole":
-                moved[node.name, "inside"] = _MESSAGES_INSIDE * message
-    return sum(moved.values())
-
-
-MESSAGE = 2.0**20
-"""What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
-
-_MESSAGES_INSIDE = 4
-"""How many small messages an operation that reduces inside sends, forward and backward."""
-
-_CHANGES: Mapping[tuple[type, type], tuple[float, int]] = {
-    (Partial, Replicate): (2.0, 1),
-    (Partial, Varying): (4.0, 2),
-    (Partial, Shard): (2.0, 2),
-    (Shard, Replicate): (1.0, 1),
-    (Shard, Varying): (2.0, 2),
-    (Shard, Shard): (1.0, 2),
-    (Replicate, Shard): (1.0, 1),
-    (Replicate, Varying): (2.0, 1),
-}
-"""How often a change of layout moves the value, forward and backward, for many ranks; and in how many messages."""
+    return [AxisGroup(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import sympy
 
-from partitioner.planner.axis_choice import choose_axes
+from partitioner.planner.axis_choice import AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
@@ -83,7 +83,7 @@ class CuttableModel:
         graph: the model.
         request: what the user said.
         differentiate: whether there is a backward.
-        pace: of the ranks that cut axes of parameters; None: see ``choose_axes``.
+        pace: of the ranks that cut axes of parameters; None: see ``AxisProblem``.
     """
 
     def __init__(self, graph: ModelGraph, request: PlanRequest, *, differentiate: bool, pace: Pace | None = None) -> None:
@@ -92,28 +92,29 @@ class CuttableModel:
         self._folded = fold_repeats(graph)
         self._graphs: dict[bool, PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
-        self._chosen: dict[object, tuple[int, ...]] = {}
-        self._cuts: dict[tuple[Mesh, bool], MeshCut] = {}
-        self._of_two: dict[tuple[Mesh, bool], ModelPart] = {}
+        self._chosen: dict[object, AxisProblem] = {}
+        self._cuts: dict[tuple[Mesh, bool, float], MeshCut] = {}
+        self._of_two: dict[object, ModelPart] = {}
 
     @cached_property
     def whole(self) -> ModelPart:
         """The model for a mesh that cuts no axes."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
 
-    def cut(self, cutting: Mesh, *, beside: bool = False) -> MeshCut:
+    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
             beside: whether the tensor dimension cuts the sequence, too.
+            limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
         """
-        key = (cutting, beside)
+        key = (cutting, beside, limit)
         if key not in self._cuts:
             of = self._prepared(any(name in ROWS for name in cutting.names))
             axes, names = self._find_axes(of.graph, cutting)
             graph = _with_divisible_batch(of.graph, cutting)
             fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
-            assigned = {name: self._assigned(graph, axes, names, cutting, name, fixed) for name in cutting.names}
+            assigned = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
             if beside:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             cut = axis_cut(cutting, assigned, self._request.batchnorm)
@@ -142,7 +143,7 @@ class CuttableModel:
         if not cut.rows or not alone or of.graph.batch is None:
             return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
         fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (fewest, beside)
+        key = (fewest, beside, tuple(sorted(cut.assigned.items())))
         if key not in self._of_two:
             self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest), differentiate=self._differentiate)
         part = self._of_two[key]
@@ -174,12 +175,14 @@ class CuttableModel:
 
     def _assigned(
         self,
+        of: PartGraph,
         graph: ModelGraph,
         axes: Axes,
         names: tuple[str, ...],
         cutting: Mesh,
         dimension: str,
         fixed: Mapping[str, tuple[int, ...]],
+        limit: float,
     ) -> tuple[int, ...]:
         """The axes that one mesh dimension cuts: those that the user fixed, and those that follow from what it is."""
         elsewhere = {axis for other, each in fixed.items() if other != dimension for axis in each}
@@ -205,13 +208,17 @@ class CuttableModel:
         longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
         key = (id(axes), dimension, longer, fixed[dimension], tuple(sorted(elsewhere)))
         if key not in self._chosen:
-            self._chosen[key] = choose_axes(graph, axes, dimension, count, fixed[dimension], elsewhere, self._pace)
-        if not self._chosen[key]:
+            along = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
+            others = elsewhere | along - set(fixed[dimension])
+            known = (graph, axes, (dimension, count), fixed[dimension], others, self._pace)
+            self._chosen[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
+        chosen = self._chosen[key].solve(count, limit) or self._chosen[key].solve(count)
+        if not chosen:
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",
                 remedy="use fewer devices for this mesh dimension, or another mode",
             )
-        return self._chosen[key]
+        return chosen
 
 
 def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[int, None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -75,8 +76,9 @@ class MeshProblem:
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
         self._problems: dict[Recompute, PipelineProblems] = {}
+        self._seconds: dict[tuple[Recompute, int], tuple[float, float]] = {}
 
-    @property
+    @cached_property
     def n_places(self) -> int:
         """Ranks of a pipeline."""
         return len(self.places.devices)
@@ -113,17 +115,30 @@ class MeshProblem:
 
             step >= t[0] + ... + t[s-1] + M t[s]    for every s    hence    step >= W / (1 - (1 - 1/M)^R)
 
-        for M microbatches on R ranks, W the time of all stages: the right side is reached when all those terms are equal.
+        for M microbatches on R ranks, W the time of all stages: the right side is reached when all those terms are equal. Where
+        backwards are split, only forwards precede: if they are at least the share f of the time of any unit,
+        step >= f W / (1 - (1 - f/M)^R).
         """
         problems = self.problems(policy)
         if problems.prices.fixed_bytes > max(problems.limits()) * self.n_places:
             return np.inf
-        seconds = problems.prices.times(problems.rows(candidate)).min(axis=1)
-        whole, largest, count = float(seconds.sum()), float(seconds.max()), candidate.n_microbatches
+        whole, largest = self._least_seconds(problems, problems.rows(candidate))
+        count = candidate.n_microbatches
         step = max(whole, count * max(whole / self.n_places, largest))
         if candidate.stages_per_rank == 1 and candidate.schedule in _IN_ONE_PIECE:
             step = max(step, whole / (1 - (1 - 1 / count) ** self.n_places))
-        return step * (1 - _ROUNDING) + self._least_sums()
+        elif candidate.stages_per_rank == 1 and count > 1:
+            share = problems.prices.least_forward(problems.rows(candidate))
+            step = max(step, whole * share / (1 - (1 - share / count) ** self.n_places) if share else 0.0)
+        return step * (1 - _ROUNDING) + self._least_sums
+
+    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float]:
+        """Of all units together, and of the slowest, for one microbatch on the devices that are fastest."""
+        key = (problems.prices.recompute, rows)
+        if key not in self._seconds:
+            seconds = problems.prices.times(rows).min(axis=1)
+            self._seconds[key] = float(seconds.sum()), float(seconds.max())
+        return self._seconds[key]
 
     def solve(self, policy: Recompute, candidate: Candidate) -> Solution | None:
         """The best cuts of a candidate; None when none fit."""
@@ -139,6 +154,7 @@ class MeshProblem:
         ranks = summed_bytes(problems, staged, self.part.sums)
         return Solution(problems, staged, max(self.part.sum_seconds(each, self.links) for each in ranks))
 
+    @cached_property
     def _least_sums(self) -> float:
         """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes."""
         totals: dict[str, float] = {}

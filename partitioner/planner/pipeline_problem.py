@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -53,7 +54,10 @@ class PipelineProblems:
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """The candidate's schedule."""
-        return make_schedule(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
+        return self._scheduled(candidate)[0]
+
+    def _scheduled(self, candidate: Candidate) -> tuple[Schedule, tuple[int, ...]]:
+        return _schedule(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
 
     def rows(self, candidate: Candidate) -> int:
         """Rows of the candidate's largest microbatch."""
@@ -71,7 +75,7 @@ class PipelineProblems:
             rank=rank,
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
             seconds_per_byte=np.array([self._slope(link) for link in links]),
-            in_flight=peak_in_flight(schedule),
+            in_flight=self._scheduled(candidate)[1],
             limit=self.limits(),
             forced=limits.forced,
             allowed=limits.allowed,
@@ -98,6 +102,13 @@ class PipelineProblems:
 
     def _slope(self, link: Link) -> float:
         return (self.cost_model.transfer_time(_LINEAR_TO, link) - self.cost_model.transfer_time(0, link)) / _LINEAR_TO
+
+
+@lru_cache(maxsize=8)
+def _schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> tuple[Schedule, tuple[int, ...]]:
+    """A schedule and what its stages hold in flight: meshes that differ in what they cut beside stages have the same."""
+    schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
+    return schedule, peak_in_flight(schedule)
 
 
 def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
-from partitioner.planner.axis_choice import contractions_of
+from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
 from partitioner.planner.make_plan import differentiates, make_plan, plan_stages

@@ -135,6 +135,10 @@ class RepeatedPrices:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         return self._folded.times(microbatch_size)[self._unfolding.source]
 
+    def least_forward(self, microbatch_size: int) -> float:
+        """The least share that the forward has of the time of any unit that takes time."""
+        return self._folded.least_forward(microbatch_size)
+
     @cached_property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""

@@ -77,6 +77,9 @@ class Prices(Protocol):
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
 
+    def least_forward(self, microbatch_size: int) -> float:
+        """The least share that the forward has of the time of any unit that takes time."""
+
     @property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
@@ -152,6 +155,12 @@ class PriceList:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         times: Floats = self._timed(microbatch_size)[1].sum(axis=0)
         return times
+
+    def least_forward(self, microbatch_size: int) -> float:
+        """The least share that the forward has of the time of any unit that takes time."""
+        halves = self._timed(microbatch_size)[1]
+        whole = halves.sum(axis=0)
+        return float(np.divide(halves[0], whole, out=np.ones_like(whole), where=whole > 0).min())
 
     @property
     def fixed(self) -> tuple[Shared, ...]:
