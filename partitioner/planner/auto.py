@@ -51,11 +51,14 @@ __all__ = ["plan_auto"]
 _IDLE = {"GPipe": 0.1, "1F1B": 0.1, "ZBV": 0.2, "DualPipeV": 0.2, "ZB1P": 0.35}
 """Schedule -> how much of the bubble of 1F1B it is likely to leave, beyond what its bounds tell; half for all others."""
 
-_MOST_ACTIONS = 100_000
-"""Forwards of stages that schedules on the clock have before the search ends without a proof."""
+_TIGHT = 2.0
+"""The same where stages that share ranks nearly fill them: few cuts fit then, and they are uneven."""
+
+_MOST_ACTIONS = 200_000
+"""Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
 
 _MOST_MESHES = 40
-"""Meshes that are planned before the search ends without a proof."""
+"""Meshes that are planned before the search ends without a proof; half as many at least once there is a solution."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class _Option:
     @property
     def idle(self) -> float:
         """The share of the time that its ranks are likely to wait for each other, beyond what its bound tells."""
-        return _IDLE.get(self.candidate.schedule, 0.5) * (self.problem.n_places - 1) / self.candidate.n_microbatches
+        tight = _TIGHT if self.candidate.stages_per_rank > 1 and self.problem.is_tight(self.policy, self.candidate) else 0.0
+        return tight + _IDLE.get(self.candidate.schedule, 0.5) * (self.problem.n_places - 1) / self.candidate.n_microbatches
 
     @property
     def words(self) -> str:
@@ -134,6 +138,7 @@ class _Search:
         self._n_added = 0
         self._n_solved = 0
         self._n_actions = 0
+        self._n_first = 0
         self._solutions: list[tuple[_Option, Solution]] = []
         self._settled: set[tuple[int, Candidate]] = set()
         self._best: tuple[_Option, Solution] | None = None
@@ -152,7 +157,7 @@ class _Search:
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
         while self._open:
-            if self._best is not None and (len(self._meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS):
+            if self._has_searched_enough():
                 break
             _, _, bound, item = heapq.heappop(self._open)
             if self._best is not None and bound >= self._best[1].step_time:
@@ -162,6 +167,10 @@ class _Search:
             else:
                 self._solve(item)
         self._bound = min((bound for _, _, bound, _ in self._open), default=np.inf)
+
+    def _has_searched_enough(self) -> bool:
+        most = max(_MOST_MESHES, self._n_first + _MOST_MESHES // 2)
+        return self._best is not None and (len(self._meshes) >= most or self._n_actions >= _MOST_ACTIONS)
 
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds) -> None:
         """Add a mesh, and the same with the sequence cut beside."""
@@ -221,7 +230,8 @@ class _Search:
         if key in self._settled:  # what is computed again only costs time, and less of it fits
             return
         self._n_solved += 1
-        self._n_actions += option.problem.n_places * option.candidate.stages_per_rank * option.candidate.n_microbatches
+        if self._best is not None:
+            self._n_actions += option.problem.n_places * option.candidate.stages_per_rank * option.candidate.n_microbatches
         try:
             solution = option.problem.solve(option.policy, option.candidate)
         except ConfigError as refusal:
@@ -232,6 +242,8 @@ class _Search:
         self._settled.add(key)
         self._solutions.append((option, solution))
         if self._best is None or solution.step_time < self._best[1].step_time * (1 - _TIE):
+            if self._best is None:
+                self._n_first = len(self._meshes)
             self._best = (option, solution)
             self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)}: {option.words}")
 

@@ -70,6 +70,7 @@ class AxisProblem:
         together = axis_groups(graph, axes, dimension[1], {*fixed, *excluded})
         self._kept = self._held_by_fixed() if fixed else frozenset[str]()
         self._choices, self._groups = self._worked_out(together)
+        self._unlimited: dict[int, tuple[ChoiceProblem, Choices | None]] = {}
         self._alone: tuple[LayoutChoices, list[AxisGroup]] | None = None
 
     def solve(self, count: int, limit: float = math.inf) -> tuple[int, ...] | None:
@@ -78,8 +79,10 @@ class AxisProblem:
         Args:
             limit: bytes of parameters that all ranks of a pipeline hold together, one of each stage.
         """
-        problem = self._problem(self._choices, self._groups, count)
-        best = choose(problem)
+        if count not in self._unlimited:
+            problem = self._problem(self._choices, self._groups, count)
+            self._unlimited[count] = problem, choose(problem)
+        problem, best = self._unlimited[count]
         if best is not None and best.bytes <= limit:
             return self._axes_of(self._groups, self._asked_for(problem, best).options)
         if self._alone is None:

@@ -93,7 +93,7 @@ class CuttableModel:
         self._graphs: dict[bool, PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._chosen: dict[object, AxisProblem] = {}
-        self._cuts: dict[tuple[Mesh, bool, float], MeshCut] = {}
+        self._cuts: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
 
     @cached_property
@@ -108,13 +108,13 @@ class CuttableModel:
             beside: whether the tensor dimension cuts the sequence, too.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
         """
-        key = (cutting, beside, limit)
+        of = self._prepared(any(name in ROWS for name in cutting.names))
+        axes, names = self._find_axes(of.graph, cutting)
+        graph = _with_divisible_batch(of.graph, cutting)
+        fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
+        assigned = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
+        key = (cutting, beside, tuple(assigned.items()))
         if key not in self._cuts:
-            of = self._prepared(any(name in ROWS for name in cutting.names))
-            axes, names = self._find_axes(of.graph, cutting)
-            graph = _with_divisible_batch(of.graph, cutting)
-            fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
-            assigned = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
             if beside:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             cut = axis_cut(cutting, assigned, self._request.batchnorm)

@@ -120,7 +120,7 @@ class MeshProblem:
         step >= f W / (1 - (1 - f/M)^R).
         """
         problems = self.problems(policy)
-        if problems.prices.fixed_bytes > max(problems.limits()) * self.n_places:
+        if not self._could_fit(problems, candidate):
             return np.inf
         whole, largest = self._least_seconds(problems, problems.rows(candidate))
         count = candidate.n_microbatches
@@ -131,6 +131,27 @@ class MeshProblem:
             share = problems.prices.least_forward(problems.rows(candidate))
             step = max(step, whole * share / (1 - (1 - share / count) ** self.n_places) if share else 0.0)
         return step * (1 - _ROUNDING) + self._least_sums
+
+    def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
+        """Whether a rank that holds as many microbatches as there are ranks, of an equal share of the model, holds more than fits."""
+        problems = self.problems(policy)
+        kept = problems.prices.least_kept(problems.rows(candidate)) * min(1.0, candidate.n_microbatches / self.n_places)
+        return bool(kept + problems.prices.fixed_bytes / self.n_places > max(problems.limits()))
+
+    def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
+        """Whether the stages together could hold the model, each with the whole memory of its rank.
+
+        A stage that holds n microbatches at once fits if ``fixed + n kept <= limit``. Of all stages, with F fixed and K kept together:
+
+            K <= sum of kept <= sum of (limit - fixed) / n <= limit sum of (1 / n) - F / max(n)
+        """
+        fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
+        if candidate.stages_per_rank > 1 or candidate.schedule not in _HOLDING or fixed > limit * places:
+            return bool(fixed <= limit * places)
+        count = candidate.n_microbatches
+        held = [count if candidate.schedule == "GPipe" else min(count, places - place) for place in range(places)]
+        kept = problems.prices.least_kept(problems.rows(candidate))
+        return bool(kept <= (limit * sum(1 / number for number in held) - fixed / max(held)) * (1 + _ROUNDING))
 
     def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float]:
         """Of all units together, and of the slowest, for one microbatch on the devices that are fastest."""
@@ -171,6 +192,10 @@ _ROUNDING = 1e-6
 
 _IN_ONE_PIECE = ("GPipe", "1F1B")
 """Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
+
+
+_HOLDING = ("GPipe", "1F1B", "ZB1P")
+"""Schedules of which it is known what stages hold at least: all microbatches, or one for each stage from there on."""
 
 
 def policies(request: PlanRequest, *, differentiate: bool) -> Sequence[Recompute]:

@@ -114,6 +114,7 @@ class RepeatedPrices:
         self.recompute: Recompute = folded.recompute
         self.kinds = folded.kinds
         self._known: dict[int, UnitPrices] = {}
+        self._least_kept: dict[int, float] = {}
         self._stands_for = {name: (first, copy) for first, names in unfolding.copies.items() for copy, name in enumerate(names)}
 
     def at(self, microbatch_size: int) -> UnitPrices:
@@ -138,6 +139,13 @@ class RepeatedPrices:
     def least_forward(self, microbatch_size: int) -> float:
         """The least share that the forward has of the time of any unit that takes time."""
         return self._folded.least_forward(microbatch_size)
+
+    def least_kept(self, microbatch_size: int) -> float:
+        """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
+        if microbatch_size not in self._least_kept:
+            items = [item for item in self._folded.at(microbatch_size).kept if item.producer < 0]
+            self._least_kept[microbatch_size] = float(sum(item.amount for item in self._unfolding.shared(items)))
+        return self._least_kept[microbatch_size]
 
     @cached_property
     def fixed_bytes(self) -> float:

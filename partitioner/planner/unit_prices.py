@@ -80,6 +80,9 @@ class Prices(Protocol):
     def least_forward(self, microbatch_size: int) -> float:
         """The least share that the forward has of the time of any unit that takes time."""
 
+    def least_kept(self, microbatch_size: int) -> float:
+        """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
+
     @property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
@@ -161,6 +164,10 @@ class PriceList:
         halves = self._timed(microbatch_size)[1]
         whole = halves.sum(axis=0)
         return float(np.divide(halves[0], whole, out=np.ones_like(whole), where=whole > 0).min())
+
+    def least_kept(self, microbatch_size: int) -> float:
+        """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
+        return float(sum(item.amount for item in self.at(microbatch_size).kept if item.producer < 0))
 
     @property
     def fixed(self) -> tuple[Shared, ...]:
