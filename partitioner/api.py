@@ -186,9 +186,7 @@ def _lower(
     lowerings = Lowerings(graph, plan, lower_at, inputs)
     _, first = lowerings.variant_for(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
     state = _state(model, graph, plan, runtime, cut_at(first).parts[0], decided.blocks)
-    trainable = frozenset(
-        placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad and not plan.tiles
-    )
+    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
     return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import make_schedule
 from passes.cut_axes import CutModel
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
+from passes.inline_stages import inline_stages
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, pipelines
 from passes.ir.plan import Plan
@@ -20,6 +22,7 @@ from passes.ir.program import Program
 from passes.ir.schedule import Schedule
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import Gradients, place_on_mesh
+from passes.program_module import ProgramModule
 from passes.split_backward import Recompute
 from passes.verify import verify
 
@@ -197,7 +200,13 @@ class Lowering:
         found: dict[int, Program] = {}
         for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
             for program in emit(part, number):
-                placed = program if len(self._parts) == 1 else place_on_mesh(program, part, self._mesh, ranks, gradients, self.rows.inputs)
+                if self.plan.tiles:
+                    assert isinstance(program.module, ProgramModule)
+                    placed = replace(program, module=inline_stages(program.module, self._mesh, program.rank))
+                elif len(self._parts) == 1:
+                    placed = program
+                else:
+                    placed = place_on_mesh(program, part, self._mesh, ranks, gradients, self.rows.inputs)
                 found[placed.rank] = placed
         programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)

@@ -38,7 +38,6 @@ from partitioner.runtime.runtime import Runtime
 from partitioner.shown import LastStep, Shown, shown
 from partitioner.simulate import Assumptions, simulate
 from partitioner.state import State, check_values, load
-from partitioner.tiles_in_turn import check_forward_only
 from passes.emit_programs import LossForm
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
@@ -99,7 +98,6 @@ class PartitionedModel(nn.Module):
         count, lowering = self.lowering_for(inputs.batch)
         wanted = inputs.requiring_gradient
         differentiation = lowering.everything(wanted)
-        check_forward_only(self._plan, wanted)
         if not (torch.is_grad_enabled() and differentiation.outputs):
             return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
         self._freezing.check()
@@ -134,7 +132,6 @@ class PartitionedModel(nn.Module):
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
         self._freezing.check()
-        check_forward_only(self._plan, {"train_step"})
         inputs = self._bind(args, kwargs)
         results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
         if loss_fn is None:

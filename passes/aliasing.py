@@ -23,7 +23,18 @@ from torch.utils._pytree import tree_leaves
 from passes.operators import bound_arguments, node_leaves, packet, viewed_arguments, written_arguments
 from passes.size_expression import size_of
 
-__all__ = ["Aliasing", "Allocations", "aliasing", "allocations", "memory_key", "mutated_arguments", "shares_memory"]
+__all__ = [
+    "OWN_MEMORY",
+    "Aliasing",
+    "Allocations",
+    "aliasing",
+    "allocations",
+    "memory_key",
+    "memory_keys",
+    "mutated_arguments",
+    "shares_memory",
+    "tensors_of",
+]
 
 aten = torch.ops.aten
 
@@ -44,6 +55,9 @@ _UNANNOTATED_VIEWS = frozenset(
     }
 )
 """Composite operations that may return their first tensor, or a view of it, though their schemas do not say so."""
+
+OWN_MEMORY = "memory"
+"""Where in ``meta`` a node says of each of its tensors in which memory it lies, when its fake tensors are shared with other nodes."""
 
 _STATISTICS_WRITERS: Mapping[Any, str] = {
     aten.batch_norm: "training",
@@ -89,15 +103,15 @@ class Allocations:
 
 def allocations(graph: fx.Graph) -> Allocations:
     """Which nodes share an allocation in a run, as far as fake tensors know, and the sizes of the allocations."""
-    numbers: dict[StorageWeakRef, int] = {}
+    numbers: dict[Hashable, int] = {}
     sizes: dict[int, Any] = {}
     lies_in: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
         found: dict[int, None] = {}
-        for tensor in _tensors(node):
-            storage = tensor.untyped_storage()
-            number = numbers.setdefault(StorageWeakRef(storage), len(numbers))
-            sizes.setdefault(number, size_of(storage.nbytes()))
+        for tensor, key in memory_keys(node):
+            number = numbers.setdefault(key, len(numbers))
+            if number not in sizes:
+                sizes[number] = size_of(tensor.untyped_storage().nbytes())
             found[number] = None
         lies_in[node.name] = tuple(found)
     return Allocations(lies_in, sizes)
@@ -110,7 +124,7 @@ def aliasing(graph: fx.Graph) -> Aliasing:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        keys = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
+        keys = {key for _, key in memory_keys(node)}
         lies_in[node.name] = keys
         for source in _memory_arguments(node):
             for key in keys:
@@ -144,8 +158,8 @@ def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def shares_memory(node: fx.Node) -> bool:
     """Whether all tensors of a node lie in memory of its arguments, as far as fake tensors know, and it writes none of it: a view."""
-    own = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
-    theirs = {StorageWeakRef(tensor.untyped_storage()) for argument in node.all_input_nodes for tensor in _tensors(argument)}
+    own = {key for _, key in memory_keys(node)}
+    theirs = {key for argument in node.all_input_nodes for _, key in memory_keys(argument)}
     return bool(own) and own <= theirs and not mutated_arguments(node)
 
 
@@ -178,7 +192,14 @@ class _DisjointSets:
         self._parent[other] = one
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+def memory_keys(node: fx.Node) -> list[tuple[torch.Tensor, Hashable]]:
+    """The tensors of a node's value, and for each what all have in common that lie in the same memory."""
+    tensors = list(tensors_of(node))
+    own = node.meta.get(OWN_MEMORY)
+    return list(zip(tensors, own, strict=True)) if own is not None else [(tensor, memory_key(tensor)) for tensor in tensors]
+
+
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The strided tensors of a node's value; other layouts own no single storage and are never views here."""
     for leaf in tree_leaves(node.meta.get("val")):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:

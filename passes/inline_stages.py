@@ -10,8 +10,8 @@ Before:                                                       After:
     all_reduce(linear(x, w1)) -> (y, (x, w1))
 
 A collective is started where its operand is there and waited for where its result is first read, so that what stands between overlaps
-with it (see ``passes.overlap``). A backward whose gradients are summed over ranks is written out for that, too. ``vary`` and what only
-renames are left out.
+with it (see ``passes.overlap``). A backward whose gradients are summed over ranks is written out for that, too, and a stage that computes
+tiles in turn, so that what it no longer reads is forgotten. ``vary`` and what only renames are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from passes.ir.schedule import Action, ActionKind
 from passes.operators import draws
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
+from passes.streaming.regions import is_streamed
 
 __all__ = ["communicates", "inline_stages", "written_out"]
 
@@ -44,17 +45,22 @@ def communicates(module: nn.Module) -> bool:
     return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
 
 
+def _is_read_through(stage: StageCall) -> bool:
+    """Of a stage whose tiles are computed in turn, what it was given must be forgotten as soon as nobody reads it: a call would hold it."""
+    return communicates(stage) or is_streamed(stage.graph.graph)
+
+
 def is_written_out(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
-    """Whether a node calls a stage that communicates, or one whose gradients are summed over ranks as soon as each is there.
+    """Whether a node calls a stage that communicates or computes tiles in turn, or one whose gradients are summed as soon as each is there.
 
     Args:
-        all_stages: False: the latter alone.
+        all_stages: False: the last alone.
     """
     if node.op != "call_module":
         return False
     stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
     is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
-    return isinstance(stage, StageCall) and ((all_stages and communicates(stage)) or (is_backward and _is_summed(node)))
+    return isinstance(stage, StageCall) and ((all_stages and _is_read_through(stage)) or (is_backward and _is_summed(node)))
 
 
 def _is_summed(node: fx.Node) -> bool:

@@ -18,6 +18,8 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.split_backward import DifferentiatedStage, Recompute, split_backward
 from passes.stages import StageGraph, split_stages
+from passes.streaming.differentiate_tiles import differentiate_tiles, tiles_requiring_gradient
+from passes.streaming.regions import is_streamed
 
 __all__ = ["Differentiation", "LoweredStages", "cut_stages", "differentiate_stages", "reached_gradients", "values_requiring_gradient"]
 
@@ -121,13 +123,12 @@ def differentiate_stages(
             training.insert(0, renamed(found, other, stage))
             given.update(training[0].arguments_with_gradient)
             continue
-        joint = differentiate(
-            stage,
-            differentiable=wanted,
-            outputs_with_gradient=frozenset(name for name in stage.outputs if name in given and name in requiring),
-            device=devices[lowered.stage_rank[stage.index]],
-        )
-        training.insert(0, split_backward(joint, recompute))
+        of_outputs = frozenset(name for name in stage.outputs if name in given and name in requiring)
+        if is_streamed(stage.module.graph):
+            training.insert(0, differentiate_tiles(stage, wanted, of_outputs, recompute))
+        else:
+            joint = differentiate(stage, wanted, of_outputs, devices[lowered.stage_rank[stage.index]])
+            training.insert(0, split_backward(joint, recompute))
         known[form] = stage, training[0]
         given.update(training[0].arguments_with_gradient)
     return LoweredStages(lowered.graph, lowered.stages, lowered.stage_rank, tuple(training), differentiation, requiring)
@@ -138,6 +139,9 @@ def values_requiring_gradient(stages: Sequence[StageGraph], differentiable: froz
     requiring: set[str] = set()
     known: dict[Hashable, tuple[bool, ...]] = {}
     for stage in stages:
+        if is_streamed(stage.module.graph):
+            requiring |= tiles_requiring_gradient(stage, differentiable)
+            continue
         form = form_of(stage, frozenset(name for name in stage.bound + stage.arguments if name in differentiable | requiring), ())
         if form in known:
             requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)

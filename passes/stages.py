@@ -201,7 +201,9 @@ def _copy(graph: ModelGraph, stage: StageGraph, needed: Sequence[fx.Node], devic
             _allow_any_layout(node, copies[node], stage)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
-    return LazyGraphModule({}, target, class_name=f"Stage{stage.index}")
+    module = LazyGraphModule({}, target, class_name=f"Stage{stage.index}")
+    module.meta.update(graph.module.meta)
+    return module
 
 
 def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:

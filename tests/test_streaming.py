@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +16,9 @@ from partitioner import ConfigError, Plan, partition
 from partitioner.tracing.trace import trace
 from passes.axes import find_axes
 from passes.ir.errors import InfeasiblePlanError
-from passes.streaming.keeping import stream_size
+from passes.streaming.stream_size import stream_size
 from passes.streaming.streamed import grid_over, streamed
+from tests.test_simulated_memory import measured
 
 IMAGE = torch.randn(2, 3, 24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -126,15 +129,91 @@ def test_a_smaller_budget_holds_less_and_computes_more() -> None:
     assert estimates[1].calls > estimates[0].calls
 
 
-def test_what_has_no_gradient_says_so() -> None:
-    model = made(SkipNet)
-    pm = partition(model, devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), progress=False)
-    with pytest.raises(ConfigError, match="no gradients"):
-        pm(IMAGE.clone().requires_grad_())
-    with pytest.raises(ConfigError, match="no gradients"):
-        pm.train_step(IMAGE, target=IMAGE[:, :2], loss_fn=F.mse_loss)
-    with pytest.raises(ConfigError, match="training mode"):
-        partition(model.train(), devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), progress=False)
+class Block(nn.Module):
+    """Little to differentiate: a window, statistics of the batch, a sum over space, a random mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, stride=2)
+        self.gate = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        gate = F.dropout(self.gate(x.mean((2, 3))), 0.5, self.training)
+        return torch.as_tensor(self.last(x * gate[:, :, None, None]))
+
+
+def trained_alike(model: nn.Module, pm: nn.Module, x: Tensor) -> None:
+    """One step of both, and a forward and backward of both: loss, gradients of parameters and input, stored statistics."""
+    expected, mine = copy.deepcopy(model), x.clone().requires_grad_()
+    torch.manual_seed(1)
+    result = expected(mine)
+    target = torch.ones_like(result)
+    loss = F.mse_loss(result, target)
+    loss.backward()
+    torch.manual_seed(1)
+    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=F.mse_loss), loss.detach(), rtol=0, atol=1e-12)  # type: ignore[operator]
+    assert_gradients(pm, expected)
+    for name, buffer in pm.full_state_dict().items():  # type: ignore[operator]
+        torch.testing.assert_close(buffer, expected.state_dict()[name], rtol=0, atol=1e-12, msg=name)
+    pm.zero_grad()
+    theirs = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    F.mse_loss(pm(theirs), target).backward()
+    assert_gradients(pm, expected)
+    torch.testing.assert_close(theirs.grad, mine.grad, rtol=0, atol=1e-12)
+
+
+def assert_gradients(pm: nn.Module, expected: nn.Module) -> None:
+    found = pm.full_gradients()  # type: ignore[operator]
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_trains(training: bool) -> None:
+    model = made(Block).train(training)
+    pm = partition(model, devices=1, mode={"tile": (2, 1)}, example_inputs=(IMAGE,), progress=False)
+    trained_alike(model, pm, IMAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [SkipNet, resampled])
+@pytest.mark.parametrize("tiles", [(3,), (2, 3)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_trains_with_any_budget(build: Callable[[], nn.Module], tiles: tuple[int, ...], recompute: str) -> None:
+    model = made(build).train()
+    pm = partition(model, devices=1, mode={"tile": tiles}, example_inputs=(IMAGE,), recompute=recompute, progress=False)
+    for budget in (0, sizes_of(model)[-1] // 4, sizes_of(model)[-1]):
+        plan = dataclasses.replace(pm.plan, tile_budget=budget)
+        trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(IMAGE,), progress=False), IMAGE)
+
+
+def test_a_step_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every storage that a run makes, for as long as it is there."""
+    model = made(Block).train()
+    x = torch.randn(1, 3, 48, 40, dtype=torch.float64)
+    whole = partition(model, devices=1, mode="model", example_inputs=(x,), optimizer="none", progress=False)
+    tiles = partition(model, devices=1, mode={"tile": 6}, example_inputs=(x,), optimizer="none", progress=False)
+    target = torch.ones_like(model(x))
+    given = sum(tensor.nbytes for tensor in (x, *model.parameters(), *model.buffers()))
+    peaks = []
+    for pm in (whole, tiles):
+
+        def step(pm: nn.Module = pm) -> None:
+            pm.zero_grad()
+            pm.train_step(x, target=target, loss_fn=F.mse_loss)  # type: ignore[operator]
+
+        step()
+        peaks.append(measured(step, monkeypatch)[0] + given)
+        assert pm.simulate().peak_memory[0] == pytest.approx(peaks[-1], rel=0.02)
+    assert tiles.plan.memory[0] == pytest.approx(peaks[1], rel=0.02)
+    assert peaks[1] < peaks[0] / 2
+
+
+def test_halves_of_a_backward_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cuts a backward in two"):
+        partition(made(Block), devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), schedule="ZB1P", progress=False)
 
 
 def test_a_limit_that_no_tiles_keep() -> None:

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 Kind: TypeAlias = Literal["tiles", "reduction", "statistics", "whole"]
 """A part of the result for each tile; a result that is put together over tiles; the same, of statistics, and then tiles; no tiles."""
 
-_STATISTICS = (aten.group_norm, aten.instance_norm)
+_STATISTICS = (aten.batch_norm, aten.group_norm, aten.instance_norm)
 """Normalisations over space, which need statistics of all tiles first."""
 
 
@@ -96,7 +96,9 @@ class TileCall:
 def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
     """How tiles see a call; None for one that is computed whole."""
     loops = axes.loops.get(node.name)
-    if loops is None or not isinstance(node.meta.get("val"), Tensor) or is_item(node) or draws(node) or mutated_arguments(node):
+    if loops is None or not isinstance(node.meta.get("val"), Tensor) or is_item(node) or draws(node):
+        return None
+    if mutated_arguments(node) and packet(node.target) is not aten.batch_norm:
         return None
     spans = grid.spans(axes, axes.of(node.name))
     operands = [grid.spans(axes, axes.of(operand.name)) for operand in axes.operands[node.name]]
@@ -104,7 +106,7 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
         return None
     factors = tuple(_factor(loops, axes, node.name, span) for span in spans)
     kind: Kind = "tiles" if any(spans) else "reduction"
-    if packet(node.target) in _STATISTICS:
+    if packet(node.target) in _STATISTICS and not _is_stored(node):
         if packet(node.target) is aten.instance_norm and not _is_of_its_own(node):
             return None
         of_x = tuple(None if span is None else Read(span, 0, None) for span in spans)
@@ -129,6 +131,11 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
         for place, each in enumerate(operands)
     )
     return TileCall(node, loops, kind, spans, factors, reads)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether statistics are not those of this batch."""
+    return packet(node.target) is aten.batch_norm and not bound_arguments(node)["training"]
 
 
 def _is_of_its_own(node: fx.Node) -> bool:

@@ -1,10 +1,9 @@
-"""What is kept whole where a graph is streamed, what tiles need of the rest, and how much memory that holds."""
+"""What is kept whole where a graph is streamed, and what tiles need of the rest."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -15,7 +14,7 @@ from passes.size_expression import bytes_of
 from passes.streaming.calls import TileCall, tile_call
 from passes.streaming.spans import Box, TileGrid, united
 
-__all__ = ["Keeping", "StreamSize", "demand", "stream_size", "tiles_of", "what_to_keep"]
+__all__ = ["Keeping", "demand", "tiles_of", "what_to_keep"]
 
 
 @dataclass(frozen=True)
@@ -116,110 +115,3 @@ def demand(
                 boxes[operand] = united(boxes.get(operand), need)
                 waiting.add(operand)
     return {node: boxes[node] for node in reversed(done)}
-
-
-# -- how much memory it takes -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StreamSize:
-    """What streaming takes, by the boxes of tiles; no graph is written.
-
-    Attributes:
-        peak: bytes held at once, beside inputs and parameters.
-        calls: how many calls there are.
-    """
-
-    peak: int
-    calls: int
-
-
-def stream_size(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> StreamSize:
-    """How much memory a budget would take."""
-    keeping = what_to_keep(graph, axes, grid, budget)
-    return _Measure(graph, axes, grid, keeping).run()
-
-
-class _Measure:
-    """Walks the sweeps: of each, the tile in the middle, which has neighbours on all sides."""
-
-    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, keeping: Keeping) -> None:
-        self._graph, self._axes, self._grid, self._keeping = graph, axes, grid, keeping
-        self._order = {node: place for place, node in enumerate(graph.graph.nodes)}
-        self._whole = {node for node in graph.graph.nodes if node.op == "placeholder"}
-        self._given = frozenset(self._whole)
-
-    def run(self) -> StreamSize:
-        steps = list(self._steps())
-        last: dict[fx.Node, int] = {}
-        for place, (made, reads, _, _) in enumerate(steps):
-            last.update(dict.fromkeys((made, *reads), place))
-        last.update(dict.fromkeys(returned_values(self._graph.graph.output_node()), len(steps)))
-        live, peak = 0, 0
-        for place, (made, reads, inside, _) in enumerate(steps):
-            size = self._bytes(made, None) if made in self._whole else 0  # statistics are small
-            peak = max(peak, live + size + inside)
-            live += size
-            over = {node for node in (made, *reads) if last[node] == place and node in self._whole and node not in self._given}
-            live -= sum(self._bytes(node, None) for node in over)
-        return StreamSize(peak, sum(calls for *_, calls in steps))
-
-    def _steps(self) -> Iterator[tuple[fx.Node, frozenset[fx.Node], int, int]]:
-        """What each makes whole, which whole values it reads, what its tile holds besides, how many calls it has."""
-        keeping = self._keeping
-        for node in self._graph.computing_nodes():
-            if node in keeping.whole:
-                self._whole.add(node)
-                yield node, frozenset(node.all_input_nodes), 0, 1
-                continue
-            if node in keeping.statistics:
-                (x, *_) = self._axes.operands[node.name]
-                yield self._sweep(node, x, keeping.calls[node])
-            if node in keeping.swept:
-                found = self._sweep(node, node, keeping.calls[node])
-                self._whole.add(node)
-                yield found
-
-    def _sweep(self, made: fx.Node, target: fx.Node, call: TileCall) -> tuple[fx.Node, frozenset[fx.Node], int, int]:
-        if call.kind == "reduction":
-            (target, *_) = [operand for operand in self._axes.operands[made.name] if operand not in self._whole]
-            call = self._keeping.calls[target]
-        cut = [span is not None for span in call.spans]
-        tiles = tiles_of(self._grid, cut)
-        box = self._grid.owned(call.spans, tiles[len(tiles) // 2])
-        if target in self._whole:
-            return made, frozenset({target}), self._bytes(target, box), len(tiles)
-        boxes = demand(target, box, self._keeping, self._axes, self._order, self._whole)
-        reads = {operand for node in boxes for operand in self._axes.operands[node.name] if operand in self._whole}
-        return made, frozenset(reads), self._chain(boxes), len(boxes) * len(tiles)
-
-    def _chain(self, boxes: Mapping[fx.Node, Box]) -> int:
-        """The most that one tile holds at once; of what a call reads there may be a piece."""
-        last: dict[fx.Node, int] = {}
-        for place, node in enumerate(boxes):
-            last.update(dict.fromkeys((node, *self._axes.operands[node.name]), place))
-        live, peak = 0, 0
-        for place, node in enumerate(boxes):
-            size = self._bytes(node, boxes[node])
-            call = self._keeping.calls[node]
-            needs = zip(self._axes.operands[node.name], call.needs(boxes[node]), strict=True)
-            pieces = sum(self._bytes(operand, need) for operand, need in needs if any(each is not None for each in need))
-            peak = max(peak, live + size + pieces)
-            live += size
-            live -= sum(
-                self._bytes(each, boxes[each]) for each in {node, *self._axes.operands[node.name]} if each in boxes and last[each] == place
-            )
-        return peak
-
-    def _bytes(self, node: fx.Node, box: Box | None) -> int:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return 0
-        size = bytes_of(value, self._graph.batch, self._graph.batch_size)
-        call = self._keeping.calls.get(node)
-        if box is None or call is None:
-            return size
-        share = math.prod(
-            (own[1] - own[0]) / span.size for own, span in zip(box, call.spans, strict=True) if own is not None and span is not None
-        )
-        return int(size * share)

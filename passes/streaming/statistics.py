@@ -9,6 +9,7 @@ Every tile gives the mean and the variance of its elements; with the share ``w``
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from passes.operators import bound_arguments, packet
+from passes.size_expression import size_of
 from passes.streaming.writer import TileWriter
 
 __all__ = ["Scaling", "apply_scaling", "merge_statistics", "tile_statistics"]
@@ -35,7 +37,8 @@ Emit: TypeAlias = Callable[..., fx.Node]
 def tile_statistics(write: TileWriter, node: fx.Node, x: fx.Node, label: str) -> Statistics:
     """Of one tile."""
     grouped = _grouped(write, node, x)
-    dims = list(range(2, grouped.meta["val"].dim()))
+    dims = [0] if packet(node.target) is aten.batch_norm else []
+    dims += range(2, grouped.meta["val"].dim())
     both = write.emit(aten.var_mean.correction, (grouped, dims), f"{node.name}_statistics_{label}", node, correction=0, keepdim=True)
     variance, mean = (_item(write, both, index, node) for index in (0, 1))
     return mean, variance
@@ -60,7 +63,31 @@ def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[flo
     for share, (each, variance) in tiles:
         distance = emit(aten.sub.Tensor, each, mean)
         spreads.append(emit(aten.mul.Tensor, emit(aten.add.Tensor, variance, emit(aten.mul.Tensor, distance, distance)), share))
-    return _scaling(write, node, mean, _total(emit, spreads), emit)
+    variance = _total(emit, spreads)
+    if packet(node.target) is aten.batch_norm and bound_arguments(node)["running_mean"] is not None:
+        _store(write, node, mean, variance, emit)
+    return _scaling(write, node, mean, variance, emit)
+
+
+def _store(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> None:
+    """Move the stored statistics; the variance as that of a sample."""
+    arguments = bound_arguments(node)
+    like, momentum = arguments["running_mean"].meta["val"], arguments["momentum"]
+    batch, _, *space = (size_of(size) for size in node.meta["val"].shape)
+    count = write.emit(
+        aten.scalar_tensor.default,
+        (write.size(math.prod(space) * batch),),
+        f"{node.name}_count",
+        node,
+        dtype=like.dtype,
+        device=like.device,
+    )
+    of_sample = emit(aten.mul.Tensor, variance, emit(aten.div.Tensor, count, emit(aten.sub.Tensor, count, 1)))
+    for name, new in (("running_mean", mean), ("running_var", of_sample)):
+        stored = write.whole[arguments[name]]
+        flat = emit(aten.detach.default, emit(aten.reshape.default, new, [-1]))
+        kept = emit(aten.mul.Tensor, stored, 1.0 - momentum)
+        emit(aten.copy_.default, stored, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, flat, momentum)))
 
 
 def _total(emit: Emit, parts: Sequence[fx.Node]) -> fx.Node:

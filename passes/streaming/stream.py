@@ -18,7 +18,8 @@ Only what a forward computes: the graph has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +30,9 @@ from passes.axes import Axes
 from passes.differentiate import fake_mode
 from passes.ir.graph import ModelGraph
 from passes.lazy_graph_module import LazyGraphModule
-from passes.streaming.calls import TileCall
+from passes.streaming.calls import Read, TileCall
 from passes.streaming.keeping import Keeping, demand, tiles_of, what_to_keep
+from passes.streaming.regions import TEMPLATES
 from passes.streaming.spans import Box, TileGrid
 from passes.streaming.statistics import Scaling, apply_scaling, merge_statistics, tile_statistics
 from passes.streaming.writer import TileWriter
@@ -76,6 +78,7 @@ class _Streamer:
                         self._sweep(node)
         self.writer.target.lint()
         module = LazyGraphModule({}, self.writer.target, class_name="Streamed")
+        module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
         names = {old.name: new.name for old, new in self.writer.whole.items()}
         outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in self.graph.outputs)
         return replace(self.graph, module=module, outputs=outputs)
@@ -91,16 +94,21 @@ class _Streamer:
         cut = [span is not None for span in call.spans]
         pieces = {}
         for tile in tiles_of(self.grid, cut):
-            pieces[tile] = self._tile(node, self.grid.owned(call.spans, tile), self._label(tile))
+            with self._in_tile(node, tile) as label:
+                pieces[tile] = self._tile(node, self.grid.owned(call.spans, tile), label)
         self.writer.whole[node] = self.writer.together(node, call.spans, pieces)
 
-    def _label(self, tile: Sequence[int]) -> str:
-        return "tile" + "_".join(str(place) for place in tile)
+    @contextlib.contextmanager
+    def _in_tile(self, node: fx.Node, tile: Sequence[int]) -> Iterator[str]:
+        """What is written inside belongs to one tile of the sweep that makes a value; gives the tile's name."""
+        label = f"tile{'_'.join(str(place) for place in tile)}_of_{node.name}"
+        self.writer.tile = label
+        yield label
+        self.writer.tile = ""
 
     def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
         """One tile of a value, from values that are whole."""
         demanded = demand(node, box, self.plan, self.axes, self.order, self.writer.whole)
-        label = f"{label}_of_{node.name}"
         held: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for each in demanded:
             held[each] = (self._compute(each, demanded[each], held, label), demanded[each])
@@ -122,11 +130,12 @@ class _Streamer:
         found = []
         for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
             box = self.grid.owned(call.spans, tile)
-            held = self._held(x, box, f"{self._label(tile)}_of_{node.name}")
             share = 1.0
             for interval, span in zip(box, call.spans, strict=True):
                 share *= 1.0 if interval is None or span is None else (interval[1] - interval[0]) / span.size
-            found.append((share, tile_statistics(self.writer, node, self.writer.part(x, held, call.reads[0], box), self._label(tile))))
+            with self._in_tile(node, tile) as label:
+                held = self._held(x, box, label)
+                found.append((share, tile_statistics(self.writer, node, self.writer.part(x, held, call.reads[0], box), label)))
         self.scalings[node] = merge_statistics(self.writer, node, found)
 
     def _held(self, node: fx.Node, box: Box, label: str) -> dict[fx.Node, tuple[fx.Node, Box]]:
@@ -141,21 +150,25 @@ class _Streamer:
             box = tuple(
                 self.grid.part(read.span, index, tile) if read is not None and cut[index] else None for index, read in enumerate(reads)
             )
-            label = self._label(tile)
-            held: dict[fx.Node, tuple[fx.Node, Box]] = {}
-            for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
-                if operand not in self.writer.whole:
-                    held[operand] = (self._tile(operand, need, f"{label}_of_{call.node.name}"), need)
-            share = 1.0
-            for index, read in enumerate(reads):
-                interval, factor = box[index], call.factors[index]
-                if read is not None and interval is not None and factor is not None and call.loops.factors[factor].reduction == "mean":
-                    share *= (interval[1] - interval[0]) / read.span.size
-            part = self.writer.call(call, box, held, label, first=total is None)
-            part = part if share == 1.0 else self.writer.emit(aten.mul.Tensor, (part, share), f"{part.name}_share", call.node)
+            with self._in_tile(call.node, tile) as label:
+                part = self._reduced_tile(call, reads, box, label, first=total is None)
             total = part if total is None else self.writer.emit(_combination(call), (total, part), f"{part.name}_total", call.node)
         assert total is not None
         return total
+
+    def _reduced_tile(self, call: TileCall, reads: Sequence[Read | None], box: Box, label: str, *, first: bool) -> fx.Node:
+        """What one tile adds."""
+        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
+            if operand not in self.writer.whole:
+                held[operand] = (self._tile(operand, need, label), need)
+        share = 1.0
+        for index, read in enumerate(reads):
+            interval, factor = box[index], call.factors[index]
+            if read is not None and interval is not None and factor is not None and call.loops.factors[factor].reduction == "mean":
+                share *= (interval[1] - interval[0]) / read.span.size
+        part = self.writer.call(call, box, held, label, first=first)
+        return part if share == 1.0 else self.writer.emit(aten.mul.Tensor, (part, share), f"{part.name}_share", call.node)
 
 
 def _combination(call: TileCall) -> Any:

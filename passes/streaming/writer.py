@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from passes.aliasing import OWN_MEMORY
 from passes.axes import Axes
 from passes.inside.windows import Along, WindowWriter, write_windows
 from passes.ir.graph import ModelGraph
@@ -17,6 +18,8 @@ from passes.operators import bound_arguments, call_with
 from passes.rules.loops import LocalCall, Size
 from passes.size_expression import emit_size, size_of
 from passes.streaming.calls import Read, TileCall
+from passes.streaming.known_values import KnownValues
+from passes.streaming.regions import TILE, TOGETHER
 from passes.streaming.spans import Box, Interval, Span
 
 __all__ = ["Held", "TileWriter"]
@@ -38,6 +41,7 @@ class TileWriter:
     Attributes:
         target: the graph.
         whole: node of the old graph -> the node that has its whole value.
+        tile: which tile of which sweep is being written; empty: none.
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, n_dimensions: int) -> None:
@@ -45,6 +49,8 @@ class TileWriter:
         self.target = fx.Graph()
         self.whole: dict[fx.Node, fx.Node] = {}
         self._batch: fx.Node | None = None
+        self._values = KnownValues()
+        self.tile = ""
 
     def placeholder(self, node: fx.Node) -> None:
         copy = self.target.placeholder(node.name)
@@ -63,9 +69,10 @@ class TileWriter:
         """A call with its value on fake tensors. Tiles may lie otherwise in memory than the whole did: views are copies where need be."""
         function = aten.reshape.default if function is aten.view.default else function
         node = self.target.create_node("call_function", function, args, kwargs, name=name)
-        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-        value = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
-        node.meta["val"] = tuple(value) if isinstance(value, list) else value
+        node.meta = {key: value for key, value in like.meta.items() if key not in ("val", OWN_MEMORY)}
+        if self.tile:
+            node.meta[TILE] = self.tile
+        self._values.describe(node)
         return node
 
     # -- pieces --------------------------------------------------------------------------------------------------------------------
@@ -134,13 +141,16 @@ class TileWriter:
                 rows.setdefault((*tile[:index], 0, *tile[index + 1 :]), []).append(left[tile])
             last = len(rows) == 1
             left = {
-                tile: self.emit(aten.cat.default, (row, span.dimension), node.name if last else f"{node.name}_row", node)
-                if len(row) > 1
-                else row[0]
+                tile: self._joined(row, span.dimension, node.name if last else f"{node.name}_row", node) if len(row) > 1 else row[0]
                 for tile, row in rows.items()
             }
         (result,) = left.values()
         return result
+
+    def _joined(self, parts: Sequence[fx.Node], dimension: int, name: str, like: fx.Node) -> fx.Node:
+        node = self.emit(aten.cat.default, (list(parts), dimension), name, like)
+        node.meta[TOGETHER] = True
+        return node
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +246,3 @@ class TileWriter:
             return size
         assert self._batch is not None
         return emit_size(self.target, size, self._graph.batch, self._batch)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
