@@ -1,6 +1,6 @@
 """Decode an image on one device in a fraction of the memory: tiles in turn, exactly, beside the tiles of diffusers, which are blended.
 
-    python examples/streamed_decoder.py --tiles 16 --memory 0.25
+    python examples/streamed_decoder.py --tiles 36 --memory 0.125
 
 The decoder is diffusers' `AutoencoderKL` with small random weights. Its normalisations run over the whole image, so tiles that are decoded
 each by itself, as diffusers does, are other images: they are blended where they meet, and wrong. Here every normalisation gathers its
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 def build() -> Decoder:
     from diffusers import AutoencoderKL  # noqa: PLC0415  an optional package
 
-    channels = (8, 16, 32, 32)
+    channels = (16, 32, 64, 64)
     autoencoder = AutoencoderKL(
         block_out_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * len(channels),
@@ -54,9 +54,11 @@ def error(found: Tensor, expected: Tensor) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiles", type=int, default=16, help="tiles in turn (default 16)")
-    parser.add_argument("--memory", type=float, default=0.3, help="part of the memory of the whole decoder that is allowed (default 0.3)")
-    parser.add_argument("--size", type=int, default=32, help="height and width of the latents (default 32)")
+    parser.add_argument("--tiles", type=int, default=36, help="tiles in turn (default 36)")
+    parser.add_argument(
+        "--memory", type=float, default=0.125, help="part of the memory of the whole decoder that is allowed (default an eighth)"
+    )
+    parser.add_argument("--size", type=int, default=64, help="height and width of the latents (default 64)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     decoder, latents = build(), torch.randn(1, 4, options.size, options.size)

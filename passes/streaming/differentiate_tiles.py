@@ -2,9 +2,9 @@
 
 Forward                                   Backward
 
-    c_tile0 = conv2d(x[.., 0:19], w)          c_gradient                                      a whole value, so a whole gradient
-    c_tile1 = conv2d(x[.., 13:32], w)         dx, dw = backward of tile 1 (x[.., 13:32], c_gradient[.., 16:32])
-    c = cat([c_tile0, c_tile1])               x_gradient[.., 13:32] += dx
+    c[.., 0:16] = conv2d(x[.., 0:19], w)      c_gradient                                      a whole value, so a whole gradient
+    c[.., 16:32] = conv2d(x[.., 13:32], w)    dx, dw = backward of tile 1 (x[.., 13:32], c_gradient[.., 16:32])
+                                              x_gradient[.., 13:32] += dx
                                               dx, dw_1 = backward of tile 0 (x[.., 0:19], c_gradient[.., 0:16])
                                               x_gradient[.., 0:19] += dx                      overlaps are added
                                               w_gradient = dw + dw_1
@@ -29,12 +29,10 @@ from passes.size_expression import emit_size
 from passes.split_backward import DifferentiatedStage, Recompute
 from passes.stages import StageGraph
 from passes.streaming.gradient_writer import GradientWriter, write_out
-from passes.streaming.regions import Piece, Region, Size, Step, Together, steps_of
+from passes.streaming.regions import Piece, Put, Region, Step, steps_of
 from passes.streaming.templates import Template, Templates
 
 __all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ def _requiring(steps: Sequence[Step], templates: Templates, differentiable: froz
         if isinstance(step, Region):
             tracked = templates.requiring(step, found)
             found.update(node for node, is_tracked in zip(step.outputs, tracked, strict=True) if is_tracked)
+        elif isinstance(step, Put):
+            found.update([step.place[0]] if step.tile in found else [])
         elif any(source in found for source in step.node.all_input_nodes):
             found.add(step.node)
     return frozenset(found)
@@ -112,6 +112,10 @@ def _flow(steps: Sequence[Step], templates: Templates, differentiable: frozenset
                 if name in template.training.dependence:
                     of = [dependence[inside[output]] for output in template.training.dependence[name]]
                     dependence[node] = dependence.get(node, frozenset()).union(*of)
+        elif isinstance(step, Put):
+            whole = step.place[0] if step.tile in requiring else None
+            if step.tile is not None and whole in dependence:
+                dependence[step.tile] = dependence.get(step.tile, frozenset()) | dependence[whole]
         elif step.node in dependence:
             for source in step.node.all_input_nodes:
                 if source in requiring:
@@ -270,25 +274,12 @@ class _Backward:
             if step in self.flow.templates:
                 self._region(step, self.flow.templates[step])
             return
-        if isinstance(step, Size):
-            return
-        gradient = self.write.gradients.get(step.node)
-        if gradient is None:
-            return
-        if isinstance(step, Piece):
+        if isinstance(step, Piece) and step.node in self.write.gradients:
             self.write.add_piece(self.forward.root(step.node), self.forward.slices(step.node), self.write.gradients.pop(step.node))
-            return
-        self._apart(step, gradient)
-
-    def _apart(self, step: Together, gradient: fx.Node) -> None:
-        """The gradients of tiles are parts of that of the whole."""
-        start = 0
-        for part in step.parts:
-            stop = start + int(part.meta["val"].shape[step.dimension])
-            if part in self.flow.requiring:
-                piece = self.write.call(aten.slice.Tensor, (gradient, step.dimension, start, stop), f"{part.name}_gradient")
-                self.write.add(part, piece)
-            start = stop
+        if isinstance(step, Put) and step.tile in self.flow.requiring:
+            whole, slices = step.place
+            if whole in self.write.gradients:
+                self.write.add(step.tile, self.write.part(self.write.gradients[whole], slices, f"{step.tile.name}_gradient"))
 
     def _region(self, region: Region, template: Template) -> None:
         training, stage = template.training, template.stage
@@ -313,6 +304,4 @@ class _Backward:
             return self.values[node]
         old = self.cut[node]
         value = self.values[self.forward.values[self.forward.root(old)]]
-        for dimension, start, stop in self.forward.slices(old):
-            value = self.write.call(aten.slice.Tensor, (value, dimension, start, stop), old.name)
-        return value
+        return self.write.part(value, self.forward.slices(old), old.name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.aliasing import OWN_MEMORY, memory_keys, mutated_arguments
+from passes.aliasing import OWN_MEMORY, memory_keys
 from passes.size_expression import size_of
 from passes.streaming.known_values import KnownValues, new_memory
 from passes.streaming.regions import TILE
@@ -71,11 +71,7 @@ class GradientWriter:
 
     def call(self, function: Any, arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
         node = self.target.create_node("call_function", function, arguments, keywords, name=name)
-        if mutated_arguments(node):
-            (written,) = mutated_arguments(node)
-            node.meta.update({"val": written.meta["val"], OWN_MEMORY: tuple(key for _, key in memory_keys(written))})
-        else:
-            self._known.describe(node)
+        self._known.describe(node)
         return node
 
     def add(self, value: fx.Node, gradient: fx.Node) -> None:
@@ -95,10 +91,14 @@ class GradientWriter:
         Args:
             slices: dimension, first element and the one behind the last, one after the other.
         """
-        place = self._of_its_own(value)
-        for dimension, start, stop in slices:
-            place = self.call(aten.slice.Tensor, (place, dimension, start, stop), f"{value.name}_gradient_part")
+        place = self.part(self._of_its_own(value), slices, f"{value.name}_gradient_part")
         self.call(aten.add_.Tensor, (place, gradient), f"{value.name}_gradient_more")
+
+    def part(self, whole: fx.Node, slices: Sequence[tuple[int, int, int]], name: str) -> fx.Node:
+        """One slice after the other."""
+        for dimension, start, stop in slices:
+            whole = self.call(aten.slice.Tensor, (whole, dimension, start, stop), name)
+        return whole
 
     def _of_its_own(self, value: fx.Node) -> fx.Node:
         """The gradient of a value in memory that nobody else has."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes.aliasing import OWN_MEMORY, memory_key, memory_keys, mutated_arguments, tensors_of
-from passes.operators import draws, node_leaves
+from passes.operators import draws, node_leaves, written_arguments
 
 __all__ = ["KnownValues", "new_memory"]
 
@@ -35,6 +35,10 @@ class KnownValues:
 
     def describe(self, node: fx.Node) -> None:
         """Set what a new node gives (``meta["val"]``) and the memory that it lies in."""
+        if written := written_arguments(node):
+            node.meta["val"] = written[0].meta["val"]
+            node.meta[OWN_MEMORY] = tuple(key for _, key in memory_keys(written[0]))
+            return
         key = None if draws(node) or mutated_arguments(node) else (node.target, _alike(node, node.args), _alike(node, node.kwargs))
         if key is None or key not in self._known:
             assert callable(node.target)

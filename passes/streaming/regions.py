@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-__all__ = ["TEMPLATES", "TILE", "TOGETHER", "Piece", "Region", "Size", "Step", "Together", "is_streamed", "steps_of"]
+__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Region", "Size", "Step", "is_streamed", "steps_of"]
 
 aten = torch.ops.aten
 
@@ -28,8 +28,8 @@ TILE = "tile"
 TEMPLATES = "templates"
 """Where in ``meta`` of its module a streamed graph has what is known of its regions (``passes.streaming.templates``)."""
 
-TOGETHER = "together"
-"""Where in ``meta`` a concatenation says that it puts tiles together."""
+FOR_WHOLE = "for_whole"
+"""Where in ``meta`` a node says that it puts a whole value together of tiles."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,27 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Tiles put together along one dimension."""
+class Put:
+    """A node that puts a whole value together: its memory, a place in it, a tile that is written there."""
 
     node: fx.Node
 
     @property
-    def dimension(self) -> int:
-        dimension = self.node.args[1]
-        assert isinstance(dimension, int)
-        return dimension
+    def tile(self) -> fx.Node | None:
+        """What is written."""
+        tile = self.node.args[1] if self.node.target is aten.copy_.default else None
+        return tile if isinstance(tile, fx.Node) else None
 
     @property
-    def parts(self) -> tuple[fx.Node, ...]:
-        parts = self.node.args[0]
-        assert isinstance(parts, list | tuple)
-        return tuple(part for part in parts if isinstance(part, fx.Node))
+    def place(self) -> tuple[fx.Node, list[tuple[int, int, int]]]:
+        """Where it is written: the whole value, and the slices that lead there, dimension, first element and the one behind the last."""
+        slices: list[tuple[int, int, int]] = []
+        (whole, *_) = self.node.all_input_nodes
+        while whole.target is aten.slice.Tensor:
+            _, dimension, start, stop = whole.args
+            slices.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
+            (whole,) = whole.all_input_nodes
+        return whole, slices
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
 
 
-Step: TypeAlias = Piece | Together | Size | Region
+Step: TypeAlias = Piece | Put | Size | Region
 """What a streamed graph is made of."""
 
 
@@ -117,11 +122,11 @@ def _steps(graph: fx.Graph) -> Iterator[Step]:
         elif tile and _is_piece(node, pieces):
             pieces.add(node)
             yield Piece(node)
-        elif node.meta.get(TOGETHER):
+        elif node.meta.get(FOR_WHOLE):
             if region:
                 yield _region(region)
                 region = []
-            yield Together(node)
+            yield Put(node)
         else:
             region.append(node)
     if region:

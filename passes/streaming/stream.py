@@ -2,18 +2,19 @@
 
 Before:                                       After, two tiles, where c1 and c2 are larger than the budget:
 
-    c1 = conv2d(x, w1, b1)   64 x 512 x 512       x_tile0 = x[.., 0:259]            what tile 0 of p reads, through both windows
-    c2 = conv2d(c1, w2, b2)  64 x 512 x 512       c1_tile0 = conv2d(x_tile0, ..)
-    p = max_pool2d(c2, 4)    64 x 128 x 128       c2_tile0 = conv2d(c1_tile0, ..)
+    c1 = conv2d(x, w1, b1)   64 x 512 x 512       p = empty(64, 128, 128)
+    c2 = conv2d(c1, w2, b2)  64 x 512 x 512       x_tile0 = x[.., 0:259]            what tile 0 of p reads, through both windows
+    p = max_pool2d(c2, 4)    64 x 128 x 128       c1_tile0 = conv2d(x_tile0, ..)
+                                                  c2_tile0 = conv2d(c1_tile0, ..)
                                                   p_tile0 = max_pool2d(c2_tile0, 4)
+                                                  p[.., 0:64].copy_(p_tile0)
                                                   ...                               tile 1, after tile 0 is forgotten
-                                                  p = cat([p_tile0, p_tile1], 2)
 
 A value is kept whole where it fits the budget; others exist in tiles alone, and are computed again by every sweep that reads them: a
 sweep goes over all tiles to make one value that is kept, a sum over space, or the statistics of a normalisation. The first sweep of a
 normalisation gathers its statistics, the next ones apply them. Overlaps are computed by both tiles; nothing is approximate.
 
-Only what a forward computes: the graph has no gradient.
+Only what a forward computes; ``passes.streaming.differentiate_tiles`` writes its backward.
 """
 
 from __future__ import annotations
@@ -91,12 +92,13 @@ class _Streamer:
         if call.kind == "reduction":
             self.writer.whole[node] = self._reduce(call)
             return
-        cut = [span is not None for span in call.spans]
-        pieces = {}
-        for tile in tiles_of(self.grid, cut):
+        buffer = self.writer.buffer(node)
+        for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
+            box = self.grid.owned(call.spans, tile)
             with self._in_tile(node, tile) as label:
-                pieces[tile] = self._tile(node, self.grid.owned(call.spans, tile), label)
-        self.writer.whole[node] = self.writer.together(node, call.spans, pieces)
+                found = self._tile(node, box, label)
+            self.writer.put(buffer, call.spans, box, found, node)
+        self.writer.whole[node] = buffer
 
     @contextlib.contextmanager
     def _in_tile(self, node: fx.Node, tile: Sequence[int]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from passes.rules.loops import LocalCall, Size
 from passes.size_expression import emit_size, size_of
 from passes.streaming.calls import Read, TileCall
 from passes.streaming.known_values import KnownValues
-from passes.streaming.regions import TILE, TOGETHER
+from passes.streaming.regions import FOR_WHOLE, TILE
 from passes.streaming.spans import Box, Interval, Span
 
 __all__ = ["Held", "TileWriter"]
@@ -129,27 +129,23 @@ class TileWriter:
         value = one.meta["val"]
         return self.emit(aten.full.default, (shape, fill), f"{source.name}_padding", like, dtype=value.dtype, device=value.device)
 
-    def together(self, node: fx.Node, spans: Sequence[Span | None], pieces: Mapping[tuple[int, ...], fx.Node]) -> fx.Node:
-        """Tiles put together, the innermost grid dimension first."""
-        left = dict(pieces)
-        for index in reversed(range(len(spans))):
-            span = spans[index]
-            if span is None:
-                continue
-            rows: dict[tuple[int, ...], list[fx.Node]] = {}
-            for tile in sorted(left):
-                rows.setdefault((*tile[:index], 0, *tile[index + 1 :]), []).append(left[tile])
-            last = len(rows) == 1
-            left = {
-                tile: self._joined(row, span.dimension, node.name if last else f"{node.name}_row", node) if len(row) > 1 else row[0]
-                for tile, row in rows.items()
-            }
-        (result,) = left.values()
-        return result
+    def buffer(self, node: fx.Node) -> fx.Node:
+        """Memory for a whole value, that its tiles are written in one by one."""
+        value: Tensor = node.meta["val"]
+        shape = [self.size(size_of(size)) for size in value.shape]
+        return self._for_whole(aten.empty.memory_format, (shape,), node.name, node, dtype=value.dtype, device=value.device)
 
-    def _joined(self, parts: Sequence[fx.Node], dimension: int, name: str, like: fx.Node) -> fx.Node:
-        node = self.emit(aten.cat.default, (list(parts), dimension), name, like)
-        node.meta[TOGETHER] = True
+    def put(self, buffer: fx.Node, spans: Sequence[Span | None], box: Box, tile: fx.Node, like: fx.Node) -> None:
+        """Write a tile in its place."""
+        place = buffer
+        for span, own in zip(spans, box, strict=True):
+            if span is not None and own is not None:
+                place = self._for_whole(aten.slice.Tensor, (place, span.dimension, *own), f"{tile.name}_place", like)
+        self._for_whole(aten.copy_.default, (place, tile), f"{tile.name}_put", like)
+
+    def _for_whole(self, function: Any, args: tuple[Any, ...], name: str, like: fx.Node, **kwargs: Any) -> fx.Node:
+        node = self.emit(function, args, name, like, **kwargs)
+        node.meta[FOR_WHOLE] = True
         return node
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------
