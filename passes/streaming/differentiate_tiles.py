@@ -25,6 +25,7 @@ from torch.fx.node import Argument
 
 from passes.aliasing import OWN_MEMORY, memory_keys
 from passes.differentiate import fake_mode, returned_nodes
+from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import emit_size
 from passes.split_backward import DifferentiatedStage, Recompute
 from passes.stages import StageGraph
@@ -225,7 +226,7 @@ class _Writer:
 def _module(graph: fx.Graph, results: tuple[Argument, ...], name: str) -> fx.GraphModule:
     graph.output(results)
     graph.lint()
-    return fx.GraphModule({}, graph, class_name=name)
+    return LazyGraphModule({}, graph, class_name=name)
 
 
 class _Backward:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY
 from passes.differentiate import contiguous_like, differentiate, fake_mode
+from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import size_of
 from passes.split_backward import DifferentiatedStage, Recompute, split_backward
 from passes.stages import StageGraph
@@ -128,7 +129,7 @@ class Templates:
             copies[node].meta = {key: value for key, value in node.meta.items() if key not in (OWN_MEMORY, TILE)}
         graph.output(tuple(copies[node] for node in region.outputs))
         graph.lint()
-        return fx.GraphModule({}, graph, class_name="Region")
+        return LazyGraphModule({}, graph, class_name="Region")
 
     def _form(self, region: Region, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Hashable:
         inputs = self.inputs(region)
