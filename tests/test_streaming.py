@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -182,6 +183,7 @@ def test_trains(training: bool) -> None:
     model = made(Block).train(training)
     pm = partition(model, devices=1, mode={"tile": (2, 1)}, example_inputs=(IMAGE,), progress=False)
     trained_alike(model, pm, IMAGE)
+    assert re.search(r"tiles +2 x 1 in turn", pm.explain())
 
 
 @pytest.mark.slow

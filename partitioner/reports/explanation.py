@@ -64,6 +64,8 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
         source = find_schedule(plan.schedule).source.partition(",")[0]
         schedule = f"{plan.schedule} ({source}), {stages} stage{'s' if stages > 1 else ''} on each device"
     kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
+    if plan.tiles:
+        kept = "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
     pairs = [
         ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh) + f", {_devices(plan.devices)}"),
         ("schedule", schedule),
@@ -71,6 +73,7 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
             "batch",
             f"{plan.batch_size} rows in " + (f"{plan.n_microbatches} microbatches{cut}" if plan.n_microbatches > 1 else "1 microbatch"),
         ),
+        ("tiles", f"{' x '.join(map(str, plan.tiles))} in turn" if plan.tiles else ""),
         ("recompute", kept if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted"),
         ("bound by", _bound_by(explained)),
