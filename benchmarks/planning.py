@@ -1,0 +1,129 @@
+"""What ``mode="auto"`` costs: seconds of a processor, memory, and the gap that the proof leaves, by layers and devices.
+
+    python -m benchmarks.planning                                   # GPT-3's width, 12 to 96 layers on 8 to 1,024 A100s; minutes
+    python -m benchmarks.planning --layers 12 --devices 8           # one line, for a quick look
+
+Each line is a process of its own: a GPT is traced on the meta device, then planned for ``Cluster.preset("a100-80gb")``. Seconds are those
+of the processor, so that other work on the machine counts little; memory is the most that the process ever held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cost_models.hardware import Cluster
+from cost_models.units import format_seconds
+from partitioner.planner.auto import plan_auto
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.describe import plan_words
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.tracing.trace import trace
+from passes.ir.mesh import STAGES, Mesh
+from passes.ir.plan import Plan
+
+__all__ = ["Planned", "planned"]
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 12288, 96, 2048, 50257
+A_NODE = 8
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.projection = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, width) to the same."""
+        y = self.attention_norm(x)
+        q, k, v = (layer(y).view(*y.shape[:2], HEADS, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(x.shape))
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Gpt(nn.Module):
+    """Tokens to logits; the weight of the head is that of the embedding."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, length) to (batch, length, vocabulary)."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return nn.functional.linear(self.norm(self.blocks(x)), self.token.weight)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One line.
+
+    Attributes:
+        tracing, planning: s of the processor.
+        gibibytes: the most that the process held.
+        gap: of the plan.
+        step_time: s, predicted.
+        words: the plan, for reading.
+    """
+
+    tracing: float
+    planning: float
+    gibibytes: float
+    gap: float
+    step_time: float
+    words: str
+
+
+def planned(layers: int, devices: int) -> Planned:
+    """Trace and plan; one row of the batch for each device, at least 64."""
+    with torch.device("meta"):
+        model, tokens = Gpt(layers).half(), torch.zeros(max(devices, 64), LENGTH, dtype=torch.int64)
+    cluster = Cluster.preset("a100-80gb", nodes=-(-devices // A_NODE), devices_per_node=min(devices, A_NODE))
+    start = time.process_time()
+    graph = trace(model, (tokens,), {}, training=True)
+    traced = time.process_time()
+    plan = plan_auto(graph, cluster, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(devices))))
+    done = time.process_time()
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert plan.gap is not None
+    return Planned(traced - start, done - traced, held, plan.gap, plan.step_time, _words(plan))
+
+
+def _words(plan: Plan) -> str:
+    places = next((size for name, size in plan.mesh if name in STAGES), 1)
+    return plan_words(Mesh(plan.mesh), Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches), plan.recompute)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="What automatic plans cost.")
+    parser.add_argument("--layers", type=int, nargs="*", default=[12, 48, 96])
+    parser.add_argument("--devices", type=int, nargs="*", default=[64, 256, 1024])
+    given = parser.parse_args(argv)
+    print(f"{'layers':>6} {'devices':>7} {'trace':>8} {'plan':>8} {'memory':>9} {'gap':>6} {'step':>9}  plan")
+    for devices in given.devices:
+        for layers in given.layers:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                row = pool.apply(planned, (layers, devices))
+            numbers = f"{layers:6} {devices:7} {row.tracing:6.1f} s {row.planning:6.1f} s {row.gibibytes:5.2f} GiB {row.gap:6.2f}"
+            print(f"{numbers} {format_seconds(row.step_time):>9}  {row.words}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
