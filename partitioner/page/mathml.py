@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from html import escape
 
@@ -19,8 +20,14 @@ def formulas_html(formulas: Mapping[str, sympy.Expr], symbols: str = "") -> str:
         symbols: what they stand for, for a line below.
     """
     rows = "".join(
-        f'<tr><td>{escape(name)}</td><td><math display="inline">{mathml(expression, printer="presentation")}</math></td></tr>'
+        f'<tr><td>{escape(name)}</td><td><math display="inline">{_typeset(expression)}</math></td></tr>'
         for name, expression in formulas.items()
     )
     below = f'<p class="footnote">{escape(symbols)}</p>' if symbols else ""
     return f'<div class="wide"><table class="formulas">{rows}</table></div>{below}' if formulas else ""
+
+
+def _typeset(expression: sympy.Expr) -> str:
+    """MathML with a little room in products: names of several letters would run into what stands in front of them."""
+    text: str = mathml(expression, printer="presentation")
+    return re.sub(r"<mo>(?:&InvisibleTimes;|\u2062)</mo>", '<mspace width="0.2em"/>', text)
