@@ -23,7 +23,7 @@ from passes.ir.schedule import Schedule
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import Gradients, place_on_mesh
 from passes.program_module import ProgramModule
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 from passes.verify import verify
 
 __all__ = ["Lowering"]

@@ -16,7 +16,8 @@ from passes.alike_stages import form_of, renamed
 from passes.differentiate import contiguous_like, differentiate, fake_mode
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
-from passes.split_backward import DifferentiatedStage, Recompute, split_backward
+from passes.recompute import Recompute
+from passes.split_backward import DifferentiatedStage, split_backward
 from passes.stages import StageGraph, split_stages
 from passes.streaming.differentiate_tiles import differentiate_tiles, tiles_requiring_gradient
 from passes.streaming.regions import is_streamed

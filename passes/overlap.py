@@ -10,7 +10,8 @@
     ...                                     sums = wait(pending)             in front of its first reader
     store(sums)                             store(sums)
 
-Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read.
+Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read. So is what a backward
+gathers again, instead of which it keeps the rank's own part.
 
 All ranks of a group move theirs alike: their programs differ in numbers alone, and ``passes.verify`` proves what comes out. A start does
 not move up past a call that writes in place, which might write what it sends.
@@ -24,6 +25,7 @@ import operator
 from torch import fx
 
 from passes.bundle import is_held
+from passes.ir.collectives import AGAIN
 from passes.ir.communication import COLLECTIVES, all_gather, wait
 from passes.operators import written_arguments
 
@@ -84,14 +86,21 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_gather(node: fx.Node) -> bool:
-    """Whether a node gathers parameters: they could all start at once, and would all be whole at once."""
-    return node.target is all_gather and all(is_held(part) for part in node.all_input_nodes)
+    """Whether a node gathers parameters, or again: they could all start at once, and would all be whole at once."""
+    return node.target is all_gather and (bool(node.meta.get(AGAIN)) or all(is_held(part) for part in node.all_input_nodes))
 
 
 def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For the wait of each gather of parameters, the next such gather: it is under way while what this one brings is used."""
+    """For the wait of each such gather, the next one: it is under way while what this one brings is used.
+
+    What is gathered again is there when its backward begins: the next one of the same backward follows.
+    """
     gathers = [node for node in graph.nodes if _is_gather(node)]
-    return {next(iter(node.users)): following for node, following in itertools.pairwise(gathers) if node.users}
+    of_parameters = [node for node in gathers if all(is_held(part) for part in node.all_input_nodes)]
+    of_values = [node for node in gathers if node not in of_parameters]
+    pairs = [*itertools.pairwise(of_parameters), *itertools.pairwise(of_values)]
+    alike = ((one, other) for one, other in pairs if is_held(one.args[0][0]) or one.meta.get("section") == other.meta.get("section"))
+    return {next(iter(node.users)): following for node, following in alike if node.users}
 
 
 def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

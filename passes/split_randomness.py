@@ -8,8 +8,7 @@ Before:                                             After:
     y = attention(q, k, v, dropout_p=p)                 scores = softmax(q @ k.T * scale)
                                                         y = scores * dropout_mask(...) * (1 / (1 - p)) @ v
 
-A backward keeps the mask, one byte an element. It is where ``aten.dropout`` of ones of that shape is not zero: the very numbers of one
-device for the same seed. (Fused attention kernels of accelerators draw in an order of their own, which nothing else reproduces.)
+A backward keeps the mask, one byte an element, or draws it again (``passes.dropout_masks``).
 """
 
 from __future__ import annotations
@@ -20,39 +19,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from passes.differentiate import fake_mode
+from passes.dropout_masks import dropout_mask
 from passes.ir.graph import ModelGraph
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, draws
 from passes.size_expression import emit_size, size_of
 
-__all__ = ["dropout_mask", "split_randomness"]
+__all__ = ["split_randomness"]
 
 aten = torch.ops.aten
-
-torch.library.define(
-    "partitioner::dropout_mask",
-    "(SymInt[] size, float p, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-
-dropout_mask = torch.ops.partitioner.dropout_mask.default
-"""Which elements dropout keeps."""
-
-
-def _draw(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.dropout(torch.ones(size, dtype=dtype, device=device), p, train=True) != 0
-
-
-def _shape(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001  the operator's own names
-    return torch.empty(size, dtype=torch.bool, device=device)
-
-
-torch.library.impl("partitioner::dropout_mask", "CompositeExplicitAutograd", _draw)
-torch.library.register_fake("partitioner::dropout_mask", _shape)
-
 
 def split_randomness(graph: ModelGraph) -> ModelGraph:
     """The graph with dropout and attention dropout written as masks that are drawn apart."""

@@ -16,7 +16,7 @@ from passes.ir.plan import Plan, Stage
 from passes.ir.program import Program
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
 from passes.replicable import replicable_nodes
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 from tests.models.case import Case
 
 __all__ = ["FIXED_SIZE", "Kind", "even_plan", "lowered_stages", "programs"]

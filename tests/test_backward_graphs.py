@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
 from passes.lower import Differentiation, cut_stages, differentiate_stages
-from passes.split_backward import DifferentiatedStage, Recompute
+from passes.recompute import Recompute
+from passes.split_backward import DifferentiatedStage
 from passes.stages import StageGraph
 from tests.programs import even_plan
 

@@ -227,7 +227,7 @@ class _ProgramReader(GraphReader):
         keywords = self.arguments(node.kwargs)
         if function is not None:
             self.values[node] = function(self, node, *arguments, **keywords)
-        elif isinstance(node.meta.get("val"), Tensor):
+        elif isinstance(node.meta.get("val"), Tensor | tuple):
             self.values[node] = self.traced(node, node.meta["val"])
         else:
             self.values[node] = UNKNOWN

@@ -36,7 +36,7 @@ from passes.ir.program import Program
 from passes.loss_totals import with_totals
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import place_on_mesh
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["Timed", "is_uniform", "lower_for_timing"]
 

@@ -43,7 +43,7 @@ from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.ir.plan import Plan
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 from passes.weights_digest import weights_digest
 
 __all__ = ["plan_auto"]

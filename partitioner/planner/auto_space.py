@@ -14,7 +14,7 @@ from partitioner.planner.plan_request import PlanRequest
 from passes.axes import find_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["allowed_shapes", "candidates_of", "microbatch_choices"]
 

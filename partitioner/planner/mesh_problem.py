@@ -22,7 +22,7 @@ from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import StagedModel, stage_model, summed_bytes
 from passes.ir.mesh import Mesh, pipelines
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["MeshProblem", "Solution", "policies"]
 

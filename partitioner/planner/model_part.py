@@ -29,7 +29,7 @@ from passes.cut_axes import AxisCut, layouts_of_cut
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "unfolded", "whole_part"]
 

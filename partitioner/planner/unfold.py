@@ -19,7 +19,7 @@ from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Value
 from partitioner.planner.unit_prices import PriceList, UnitPrices
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["RepeatedPrices", "Unfolding", "unfolding_of"]
 

@@ -23,7 +23,7 @@ from partitioner.planner.exchanges import Exchange
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
 from passes.ir.graph import ModelGraph
 from passes.operators import draws, packet
-from passes.split_backward import Recompute
+from passes.recompute import Recompute
 
 __all__ = ["PriceList", "Prices", "UnitPrices"]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from partitioner.runtime.collectives import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.exchange import Exchange
@@ -59,7 +60,7 @@ class _Mailbox:
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
     given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
     waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
-    drawn: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = field(default_factory=dict)
+    drawn: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class _EmbeddedTransport(CollectiveTransport):
         kept, readers = self._mailbox.drawn.pop(key)
         if readers + 1 < len(group):
             self._mailbox.drawn[key] = (kept, readers + 1)
-        return arguments[0].copy_(kept) if in_place else kept.to(self.device)
+        return arguments[0].copy_(kept) if in_place else pytree.tree_map(lambda drawn: drawn.to(self.device), kept)
 
     def ready(self, pending: _Receive | _Part) -> bool:
         if isinstance(pending, _Receive):

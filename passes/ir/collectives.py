@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate, get_current_meta
 
 __all__ = [
+    "AGAIN",
     "COLLECTIVES",
     "GRADIENT",
     "all_gather",
@@ -47,6 +48,10 @@ __all__ = [
 
 GRADIENT = "gradient"
 """The key in ``meta["custom"]`` that tells a dual from the call that it is the dual of; what else stands there holds of both."""
+
+
+AGAIN = "again"
+"""The key in ``meta`` of what a backward computes or gathers once more instead of keeping it."""
 
 
 def _never(*_: object) -> Any:
