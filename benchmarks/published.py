@@ -32,9 +32,13 @@ from torch import Tensor, nn
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster
-from cost_models.simulator.simulate import Representatives, simulate_programs
+from cost_models.simulator.simulate import simulate_programs
 from cost_models.simulator.simulation import Simulation
-from partitioner import Constraints, partition
+from partitioner import Constraints
+from partitioner.experiments.lowered import lower_for_timing
+from partitioner.experiments.subject import trace_subject
+from partitioner.planner.plan_mesh import plan_mesh
+from partitioner.planner.plan_request import PlanRequest
 from passes.ir.mesh import Mesh
 
 __all__ = ["Gpt", "Predicted", "Row", "predict", "rows"]
@@ -163,30 +167,30 @@ def predict(row: Row, policy: str) -> Predicted:
     stages = {f"blocks.{index * per_stage}": "beginning" for index in range(1, pipeline * interleave)}
     pipelined: dict[str, Any] = {}
     if pipeline > 1:
-        pipelined = {"schedule": "Interleaved1F1B", "stages_per_device": interleave}
+        pipelined = {"schedule": "Interleaved1F1B", "stages_per_rank": interleave}
         pipelined["n_microbatches"] = sizes["global_batch"] // sizes["microbatch"]
-    pm = partition(
-        model,
-        sizes["devices"],
-        {"pipeline": pipeline, "tensor": tensor} if pipeline > 1 else {"tensor": tensor},
-        example_inputs=(tokens, tokens),
+    subject = trace_subject(row.name, (model, (tokens, tokens)), training=True)
+    mesh = Mesh((("pipeline", pipeline), ("tensor", tensor)) if pipeline > 1 else (("tensor", tensor),))
+    request = PlanRequest(
+        mode="pipeline" if pipeline > 1 else "model",
+        devices=("meta",) * sizes["devices"],
         recompute="selective" if policy == "seqsel" else policy,
-        cluster=cluster,
         memory_limit="1TiB",  # the plan is the row's, whatever it needs
         constraints=Constraints(axes=cut, split_spec=stages or None),
-        progress=False,
+        modules=subject.modules,
         **pipelined,
     )
-    shown = pm.looked_at()
-    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+    plan = plan_mesh(subject.graph, cluster, request, None, mesh)
+    timed = lower_for_timing(subject, plan)
     simulation = simulate_programs(
-        programs,
+        timed.programs,
         cluster,
         Roofline(),
         sizes["global_batch"],
         optimizer="adamw",
+        n_row_parts=timed.n_row_parts,
         mixed_precision=True,
-        representatives=Representatives(Mesh(pm.plan.mesh), of),
+        representatives=timed.representatives,
         fusion="hand",
     )
     device = cluster.devices[0]

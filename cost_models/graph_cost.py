@@ -51,6 +51,7 @@ class GraphCost:
         allocation_bytes: allocation -> its size.
         bytes: node -> the size of the tensors that it gives, or that the rank holds of it.
         maker: allocation -> the node that makes it.
+        part_of: allocation of a value as somebody reads it, gathered -> the allocation in which the rank has its part.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -61,6 +62,7 @@ class GraphCost:
     allocation_bytes: Mapping[int, Size]
     bytes: Mapping[str, Size]
     maker: Mapping[int, str]
+    part_of: Mapping[int, int]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -108,7 +110,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
-    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, flowing, tuple(sorted(unknown)))
+    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, kept.part_of, flowing, tuple(sorted(unknown)))
 
 
 class _Kept:
@@ -135,6 +137,7 @@ class _Kept:
             by_name = {node.name: shapes[node] for node in shapes}
             for allocation, name in self.maker.items():
                 self.bytes[allocation] = sum((shape.bytes for shape in by_name[name]), start=0) / len(memory.lies_in[name])
+        self.part_of: dict[int, int] = {}
         self._moved: dict[tuple[int, tuple[TensorShape, ...]], int] = {}
 
     def allocations(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
@@ -157,6 +160,7 @@ class _Kept:
             self._moved[key] = number = len(self.bytes)
             self.bytes[number] = sum((shape.bytes for shape in shapes), start=0)
             self.maker[number] = leaf.name
+            self.part_of[number] = allocation
         return self._moved[key]
 
 

@@ -1,8 +1,8 @@
 """A joint graph with its nodes sorted: what is given, forward, backward, and who shares memory with whom.
 
-    placeholders      (parameters, x | dy)       bound, inputs, tangents
-    nodes             y = f(x)                   forward: all in front of the first node that reads a gradient
-                      dx, dw = ...               backward
+placeholders      (parameters, x | dy)       bound, inputs, tangents
+nodes             y = f(x)                   forward: all in front of the first node that reads a gradient
+                  dx, dw = ...               backward
 """
 
 from __future__ import annotations

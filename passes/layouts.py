@@ -314,16 +314,18 @@ class LayoutWalk:
         value = node.meta.get("val")
         return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
-    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, float, int]:
+    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, float, int]:
         """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes.
 
-        Where rows are cut: the axis of a parameter that the call itself reads. For its sake what lies in parts is exchanged (tokens go to
+        Of parameters first those that the call itself reads: a sequence may be an axis of learned positions, which it does not.
+        Where rows are cut: only the axis of a parameter that the call reads. For its sake what lies in parts is exchanged (tokens go to
         their experts), and neither gathered nor summed.
         """
         assert call.loops is not None
         by_rows = self.mesh[index][0] in self.rows
         together = by_rows and call.comes_together(cut)
-        of_parameter = self._reads_in_parts(call, cut) if by_rows else cut.axis in self.of_parameters
+        is_read = self._reads_in_parts(call, cut)
+        of_parameter = is_read if by_rows else cut.axis in self.of_parameters
         moved = 0.0
         for place, operand in enumerate(call.operands):
             times = _moved(call.lying[place], call.need(cut, place), operand.name in self.graph.parameters)
@@ -331,7 +333,7 @@ class LayoutWalk:
         reduction = call.loops.factors[cut.factor].reduction
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
-        return together, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
+        return together, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
 
     def _reads_in_parts(self, call: CallAlong, cut: Cut) -> bool:
         """Whether a cut reads a parameter in parts."""

@@ -86,21 +86,29 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_gather(node: fx.Node) -> bool:
-    """Whether a node gathers parameters, or again: they could all start at once, and would all be whole at once."""
-    return node.target is all_gather and (bool(node.meta.get(AGAIN)) or all(is_held(part) for part in node.all_input_nodes))
+    """Whether a node gathers parameters, or again what a forward kept: they could all start at once, and would all be whole at once."""
+    return node.target is all_gather and (_is_of_kept(node) or all(is_held(part) for part in node.all_input_nodes))
+
+
+def _is_of_kept(node: fx.Node) -> bool:
+    """Whether a node gathers again what is there when its backward begins."""
+    source = node.args[0][0] if node.meta.get(AGAIN) else None  # type: ignore[index]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
 
 
 def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For the wait of each such gather, the next one: it is under way while what this one brings is used.
 
-    What is gathered again is there when its backward begins: the next one of the same backward follows.
+    Of what is gathered again, the next one of the same backward follows.
     """
     gathers = [node for node in graph.nodes if _is_gather(node)]
-    of_parameters = [node for node in gathers if all(is_held(part) for part in node.all_input_nodes)]
-    of_values = [node for node in gathers if node not in of_parameters]
-    pairs = [*itertools.pairwise(of_parameters), *itertools.pairwise(of_values)]
-    alike = ((one, other) for one, other in pairs if is_held(one.args[0][0]) or one.meta.get("section") == other.meta.get("section"))
-    return {next(iter(node.users)): following for node, following in alike if node.users}
+    of_parameters = [node for node in gathers if not _is_of_kept(node)]
+    of_kept = itertools.pairwise(node for node in gathers if _is_of_kept(node))
+    alike = [(one, other) for one, other in of_kept if one.meta.get("section") == other.meta.get("section")]
+    pairs = [*itertools.pairwise(of_parameters), *alike]
+    return {next(iter(node.users)): following for node, following in pairs if node.users}
 
 
 def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

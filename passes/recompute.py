@@ -19,6 +19,7 @@ would draw other numbers or update twice. Views of parameters are taken again, n
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias
@@ -148,10 +149,16 @@ def draw_again(joint: Joint) -> dict[fx.Node, fx.Node]:
         for node in [node for node in joint.graph.nodes if node.target is dropout_mask and node not in joint.outputs]:
             values = fx.map_arg(node.args, lambda each: each.meta["val"])
             drawn = dropout_mask_with_state(*values)
-            if all(isinstance(size, int) for size in node.meta["val"].shape) and node.meta["val"].numel() <= drawn[1].numel():
+            if _elements(drawn[0]) <= drawn[1].numel():
                 continue
             found.update([_with_state(joint.graph, node, drawn)])
     return found
+
+
+def _elements(mask: Tensor) -> int:
+    """At the number of rows that was traced with."""
+    sizes: Iterable[Any] = mask.shape
+    return math.prod(size if isinstance(size, int) else int(size.node.hint or 1) for size in sizes)
 
 
 def _with_state(graph: fx.Graph, node: fx.Node, drawn: tuple[Tensor, Tensor]) -> tuple[fx.Node, fx.Node]:

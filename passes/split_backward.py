@@ -30,6 +30,7 @@ __all__ = ["DifferentiatedStage", "split_backward"]
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True)
 class DifferentiatedStage:
     """The graphs of one stage in training.

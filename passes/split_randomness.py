@@ -32,6 +32,7 @@ __all__ = ["split_randomness"]
 
 aten = torch.ops.aten
 
+
 def split_randomness(graph: ModelGraph) -> ModelGraph:
     """The graph with dropout and attention dropout written as masks that are drawn apart."""
     writers = {node: write for node in graph.graph.nodes if (write := _writer(node)) is not None}

@@ -15,8 +15,8 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan, Stage
 from passes.ir.program import Program
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
-from passes.replicable import replicable_nodes
 from passes.recompute import Recompute
+from passes.replicable import replicable_nodes
 from tests.models.case import Case
 
 __all__ = ["FIXED_SIZE", "Kind", "even_plan", "lowered_stages", "programs"]

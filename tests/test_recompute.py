@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from partitioner import InfeasiblePlanError, PartitionedModel, partition
+from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.tracing.trace import trace
+from passes.dropout_masks import dropout_mask_again
+from passes.ir import communication
 from passes.lower import Differentiation, cut_stages, differentiate_stages
 from tests.models.zoo import case_named
 
@@ -77,3 +80,61 @@ def test_recomputing_takes_longer() -> None:
     times = [planned(recompute).plan.step_time for recompute in ("none", "selective", "full")]
     assert times == sorted(times)
     assert times[0] < times[2]
+
+
+class WrittenOut(nn.Module):
+    """A block whose attention is written out: scores and weights are larger than the queries and keys that they are made from."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = self.dropout((query @ key.transpose(-2, -1) / 3).softmax(-1))
+        x = x + self.dropout(self.project((weights @ value).transpose(1, 2).reshape(batch, length, width)))
+        return torch.as_tensor(x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))))
+
+
+LENGTH = 96
+CUT_BESIDE = Constraints(axes={"heads": "tensor", "ffn": "tensor", "sequence": "tensor"})
+
+
+@functools.cache
+def written_out(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WrittenOut(), WrittenOut()).double(), torch.rand(2, LENGTH, 16, dtype=torch.float64)
+    arguments = {"example_inputs": (x,), "recompute": recompute, "constraints": CUT_BESIDE, "memory_limit": "1TiB"}
+    return partition(model, 2, {"tensor": 2}, **arguments), model, x  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str) -> None:
+    pm, model, x = written_out(recompute)
+    target, reference = torch.rand_like(x), copy.deepcopy(model)
+    torch.manual_seed(5)
+    expected = nn.functional.mse_loss(reference(x), target)
+    expected.backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-12, msg=name)
+    nodes = [node for node in pm.graph(0).graph.nodes if str(node.meta.get("section")) == "0B0"]
+    assert sum(node.target is dropout_mask_again for node in nodes) == 2  # of attention: other masks are smaller than the generator's state
+    again = [node for node in nodes if node.target is communication.all_gather and node.meta["again"]]
+    assert len(again) >= 4  # what the first linear layers of each half of both blocks read
+
+
+def test_the_attention_core_is_made_again_and_no_more() -> None:
+    """34 of 34 + 5 heads x length / width bytes an element in half precision, of which masks take 2 (Korthikanti et al. 2022)."""
+    kept = {recompute: written_out(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
+    values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
+    half = 2 * LENGTH * 16 * 8 // 2
+    assert kept["selective"] < kept["none"] / 2
+    assert 2 * values * half <= kept["selective"] <= 1.2 * 2 * values * half  # besides, inputs and masks

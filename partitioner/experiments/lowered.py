@@ -72,7 +72,9 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     graph = _of_microbatch(subject, plan, means="mean" in kinds)
     cut = cut_by_plan(graph, plan, results, rows=RowParts(Mesh(plan.mesh)).divides(plan.batch_size))
     trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
-    device = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
+    found = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
+    # As ``partition`` lowers it: not every operator can be differentiated on the meta device.
+    device = torch.device("cpu") if found.type == "meta" else found
     mesh = Mesh(plan.mesh)
     ranks = pipelines(mesh)
     standing = _standing(cut, each_rank=each_rank)

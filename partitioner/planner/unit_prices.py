@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
@@ -20,18 +19,12 @@ from cost_models.operations import OperationCost
 from cost_models.work import Work
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange
+from partitioner.planner.keeping import Keeping
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
 from passes.ir.graph import ModelGraph
-from passes.operators import draws, packet
 from passes.recompute import Recompute
 
 __all__ = ["PriceList", "Prices", "UnitPrices"]
-
-aten = torch.ops.aten
-
-DEAR = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})
-DEAR |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru}
-"""What ``"selective"`` keeps, as models call it: contractions with weights (``passes.split_backward`` has what they become)."""
 
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
@@ -139,7 +132,8 @@ class PriceList:
         self._known_times: dict[int, tuple[Floats, Floats]] = {}
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
-        self._again = self._find_again()
+        self._keeping = Keeping(graph, cost, frozenset(self._unit_of), recompute)
+        self._again = self._keeping.again
         self._exchanges = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
         self._known_seconds = {} if known_seconds is None else known_seconds
         self._savers = self._find_savers()
@@ -225,7 +219,8 @@ class PriceList:
         seconds = np.zeros((3, len(self._points.units)))
         for exchange, links in self._exchanges:
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links)
-            again = forward if exchange.reader in self._again else 0.0
+            gathers = exchange.forward == "all_gather" and self.recompute != "none"
+            again = forward if gathers or exchange.reader in self._again else 0.0
             seconds[0, self._unit_of[exchange.reader]] += forward
             seconds[1, self._unit_of[exchange.reader]] += backward + again
         return seconds
@@ -239,13 +234,6 @@ class PriceList:
                 if only is None or name in only:
                     calls[index, place[self._cost.nodes[name]]] += 1
         return calls
-
-    def _find_again(self) -> frozenset[str]:
-        """The nodes that the backward computes again."""
-        if self.recompute == "none":
-            return frozenset()
-        kept = DEAR if self.recompute == "selective" else frozenset[object]()
-        return frozenset(name for name in self._unit_of if packet(self._nodes[name].target) not in kept and not draws(self._nodes[name]))
 
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
@@ -303,37 +291,19 @@ class PriceList:
         kept = [Shared(round(values[self._cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]
         besides: dict[int, float] = {}
         for name, cost in self._cost.nodes.items():
-            if name in self._unit_of:
+            if name in self._unit_of and name not in self._again:
                 besides[self._unit_of[name]] = besides.get(self._unit_of[name], 0.0) + values[cost.keeps] * share
         if self.recompute != "none":
             # What a stage receives is kept whether or not some operation of its own would keep it: everything starts from it.
             sizes = ((value, round(values[self._value_sizes[value.node]] * share)) for value in self._points.values)
             kept += [Shared(size, value.readers, value.producer) for value, size in sizes]
-            besides = {}
         return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(besides.items()) if amount))
 
     def _find_savers(self) -> Mapping[int, tuple[int, ...]]:
-        """Allocation -> the units whose backward keeps it.
-
-        With ``"selective"`` a dear result is also kept for what is computed again from it, though the backward of its reader (a sum)
-        would not keep it.
-        """
-        savers: dict[int, set[int]] = {}
-        for name, kept in self._cost.saved.items():
-            if name in self._unit_of:
-                for allocation in kept:
-                    if self.recompute != "none" and self._is_made_again(allocation):
-                        continue
-                    savers.setdefault(allocation, set()).add(self._unit_of[name])
-        for allocation, maker in self._cost.maker.items():
-            dear = self.recompute == "selective" and maker in self._unit_of and maker not in self._again
-            if dear and any(user.name in self._again for user in self._nodes[maker].users):
-                savers.setdefault(allocation, set()).add(self._unit_of[maker])
-        return {allocation: tuple(sorted(units)) for allocation, units in savers.items()}
-
-    def _is_made_again(self, allocation: int) -> bool:
-        """Whether the backward computes an allocation again."""
-        return self._cost.maker[allocation] in self._again
+        """Allocation -> the units whose backward keeps it."""
+        return {
+            allocation: tuple(sorted({self._unit_of[reader] for reader in readers})) for allocation, readers in self._keeping.savers.items()
+        }
 
     def _find_fixed(self, states: int) -> Iterable[Shared]:
         for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):

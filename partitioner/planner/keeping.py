@@ -1,0 +1,124 @@
+"""What the backward of a model keeps and what it computes again, as ``passes.recompute`` decides it for the stages' graphs.
+
+Read from the model's operators, before there is a backward: what each operator's backward keeps, and how large values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import fx
+
+from cost_models.formulas import Numbers
+from cost_models.graph_cost import GraphCost
+from passes.dropout_masks import dropout_mask
+from passes.ir.graph import ModelGraph
+from passes.operators import draws, packet
+from passes.recompute import ENOUGH, Recompute
+
+__all__ = ["Keeping"]
+
+aten = torch.ops.aten
+
+CONTRACTIONS = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})
+CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru}
+"""Contractions with weights, as models call them (``passes.recompute`` has what they become)."""
+
+
+class Keeping:
+    """What is kept of one rank's part of a model.
+
+    Args:
+        graph: the model.
+        cost: the prices of the part.
+        within: the nodes that some stage computes; all others every stage has for itself.
+        recompute: the policy.
+
+    Attributes:
+        again: the nodes that the backward computes again.
+        savers: allocation that is kept -> the nodes for whose sake.
+    """
+
+    def __init__(self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute) -> None:
+        self._cost, self._within = cost, within
+        self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._numbers = Numbers(graph.batch_size)
+        self._own: dict[str, int] = {}
+        for allocation, maker in cost.maker.items():
+            self._own.setdefault(maker, allocation)
+        self.again: frozenset[str] = frozenset()
+        self.savers: Mapping[int, Collection[str]] = self._savers(gathered=True)
+        if recompute == "full":
+            self._choose(frozenset(name for name in within if self._may_repeat(self._nodes[name])))
+        elif recompute == "selective":
+            enough = ENOUGH * self._bytes()
+            self._choose(self._larger_than_sources())
+            if self._bytes() > enough:
+                self._choose(frozenset(name for name in within if not self._is_dear(self._nodes[name])))
+
+    def _choose(self, again: frozenset[str]) -> None:
+        self.again = again
+        self.savers = self._savers(gathered=False)
+
+    def _may_repeat(self, node: fx.Node) -> bool:
+        return node.target is dropout_mask or not draws(node)
+
+    def _is_dear(self, node: fx.Node) -> bool:
+        return packet(node.target) in CONTRACTIONS or not self._may_repeat(node)
+
+    def _bytes(self) -> float:
+        return sum(float(self._numbers[self._cost.allocation_bytes[allocation]]) for allocation in self.savers)
+
+    def _size(self, name: str) -> float:
+        return float(self._numbers[self._cost.bytes[name]])
+
+    def _larger_than_sources(self) -> frozenset[str]:
+        """What is no contraction with weights, and larger than the kept values that it is made from; views among it."""
+        again: set[str] = set()
+        sources: dict[str, frozenset[str]] = {}
+        for name, node in self._nodes.items():
+            if name not in self._within:
+                is_value = node.op == "placeholder" and name not in self._cost.gradients
+                sources[name] = frozenset({name}) if is_value and node.users else frozenset()
+                continue
+            made_from = frozenset[str]().union(*(sources[source.name] for source in node.all_input_nodes))
+            is_view = not self._cost.nodes[name].forward.launches
+            grows = is_view or node.target is dropout_mask or self._size(name) > sum(map(self._size, made_from))
+            if grows and not self._is_dear(node):
+                again.add(name)
+                sources[name] = made_from
+            else:
+                sources[name] = frozenset({name})
+        return frozenset(again)
+
+    def _savers(self, *, gathered: bool) -> dict[int, set[str]]:
+        """Allocations that the backward keeps, with what is needed to make others again.
+
+        Args:
+            gathered: whether values are kept as they are read; else in the parts that ranks have of them.
+        """
+        savers: dict[int, set[str]] = {}
+        for name, kept in self._cost.saved.items():
+            if name in self._within:
+                for allocation in kept:
+                    own = allocation if gathered else self._cost.part_of.get(allocation, allocation)
+                    for each in self._behind(own):
+                        savers.setdefault(each, set()).add(name)
+        return savers
+
+    def _behind(self, allocation: int) -> set[int]:
+        """An allocation, or those that it is made again from."""
+        if self._cost.maker[allocation] not in self.again:
+            return {allocation}
+        found, seen, stack = set[int](), set[str](), [self._cost.maker[allocation]]
+        while stack:
+            name = stack.pop()
+            if name in seen or name not in self._within:
+                continue
+            seen.add(name)
+            if name in self.again:
+                stack += [source.name for source in self._nodes[name].all_input_nodes]
+            elif name in self._own:
+                found.add(self._own[name])
+        return found
