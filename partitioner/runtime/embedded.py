@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.runtime.collectives import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.exchange import Exchange
@@ -110,7 +109,9 @@ class _EmbeddedTransport(CollectiveTransport):
         kept, readers = self._mailbox.drawn.pop(key)
         if readers + 1 < len(group):
             self._mailbox.drawn[key] = (kept, readers + 1)
-        return arguments[0].copy_(kept) if in_place else pytree.tree_map(lambda drawn: drawn.to(self.device), kept)
+        if in_place:
+            return arguments[0].copy_(kept)
+        return tuple(each.to(self.device) for each in kept) if isinstance(kept, tuple) else kept.to(self.device)
 
     def ready(self, pending: _Receive | _Part) -> bool:
         if isinstance(pending, _Receive):
