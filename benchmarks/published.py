@@ -19,6 +19,7 @@ forward and its backward, which the paper's formula counts.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import time
@@ -180,7 +181,8 @@ def predict(row: Row, policy: str) -> Predicted:
         modules=subject.modules,
         **pipelined,
     )
-    plan = plan_mesh(subject.graph, cluster, request, None, mesh)
+    found = plan_mesh(subject.graph, cluster, request, None, mesh)
+    plan = dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
     timed = lower_for_timing(subject, plan)
     simulation = simulate_programs(
         timed.programs,
