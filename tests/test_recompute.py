@@ -138,3 +138,10 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2
     assert 2 * values * half <= kept["selective"] <= 1.2 * 2 * values * half  # besides, inputs and masks
+
+
+def test_repeated_blocks_with_dropout_are_planned_cut() -> None:
+    """Masks are written beside the model's nodes: no module is theirs."""
+    layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8)) for _ in range(6)]
+    pm = partition(nn.Sequential(*layers), 2, {"tensor": 2}, example_inputs=(torch.rand(4, 8),), recompute="none")
+    assert pm.plan.stages[0].modules == tuple(str(index) for index in range(6))
