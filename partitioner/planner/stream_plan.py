@@ -29,8 +29,8 @@ from passes.axes import Axes, find_axes
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
+from passes.recompute import Recompute
 from passes.size_expression import bytes_of
-from passes.split_backward import Recompute
 from passes.stages import split_stages
 from passes.streaming.differentiate_tiles import differentiate_tiles, tiles_requiring_gradient
 from passes.streaming.spans import TileGrid

@@ -26,8 +26,9 @@ from torch.fx.node import Argument
 from passes.aliasing import OWN_MEMORY, memory_keys
 from passes.differentiate import fake_mode, returned_nodes
 from passes.lazy_graph_module import LazyGraphModule
+from passes.recompute import Recompute
 from passes.size_expression import emit_size
-from passes.split_backward import DifferentiatedStage, Recompute
+from passes.split_backward import DifferentiatedStage
 from passes.stages import StageGraph
 from passes.streaming.gradient_writer import GradientWriter, write_out
 from passes.streaming.regions import Piece, Put, Region, Step, steps_of

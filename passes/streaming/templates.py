@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from passes.aliasing import OWN_MEMORY
 from passes.differentiate import contiguous_like, differentiate, fake_mode
 from passes.lazy_graph_module import LazyGraphModule
+from passes.recompute import Recompute
 from passes.size_expression import size_of
-from passes.split_backward import DifferentiatedStage, Recompute, split_backward
+from passes.split_backward import DifferentiatedStage, split_backward
 from passes.stages import StageGraph
 from passes.streaming.regions import TEMPLATES, TILE, Region
 
