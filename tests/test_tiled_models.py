@@ -15,6 +15,7 @@ from torch import nn
 
 from partitioner import Constraints, partition
 from passes.ir.communication import all_gather, halo_add, halo_exchange
+from passes.ir.errors import ConfigError
 from tests.models.case import Case
 from tests.models.space import NEEDS_DIFFUSERS, SPACE, space_case
 from tests.tiles import first_difference_of_tiles
@@ -91,13 +92,25 @@ def test_meshes(mesh: Mesh, n_microbatches: int) -> None:
     assert difference(case, mesh, rows=4, n_microbatches=n_microbatches) == ""
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tile": (2, 1), "tensor": 2}, {"tensor": 2, "tile": (2, 1)}])
-def test_height_cut_by_name(mesh: Mesh) -> None:
-    """Over a dimension that would cut channels of its own accord; beside tiles of the height, what slides is cut over one of the two."""
+def strided() -> tuple[nn.Module, torch.Tensor]:
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 1)]
-    model, x = nn.Sequential(*layers).double(), torch.randn(2, 3, 16, 10, dtype=torch.float64)
-    named = Constraints(axes={"height": "tensor"})
-    assert first_difference_of_tiles(model, x, ranks_of(mesh), mesh, constraints=named) == ""
+    return nn.Sequential(*layers).double(), torch.randn(2, 3, 16, 10, dtype=torch.float64)
+
+
+HEIGHT = Constraints(axes={"height": "tensor"})
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "tile": (2, 1)}])
+def test_height_cut_by_name(mesh: Mesh) -> None:
+    """Over a dimension that would cut channels of its own accord; beside tiles of the height, the outer of the two cuts what slides."""
+    model, x = strided()
+    assert first_difference_of_tiles(model, x, ranks_of(mesh), mesh, constraints=HEIGHT) == ""
+
+
+def test_height_that_outer_tiles_cut_already() -> None:
+    model, x = strided()
+    with pytest.raises(ConfigError, match="no operation of the model can be cut by height"):
+        partition(model, 4, {"tile": (2, 1), "tensor": 2}, example_inputs=(x,), constraints=HEIGHT, progress=False)
 
 
 def test_tiles_inside_stages() -> None:

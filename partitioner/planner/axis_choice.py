@@ -24,7 +24,7 @@ from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.layout_choices import LayoutChoices, TooManyChoicesError, layout_choices
-from passes.layouts import ValueBytes
+from passes.layouts import ValueBytes, assign_layouts
 
 __all__ = ["AxisGroup", "AxisProblem", "axis_groups"]
 
@@ -103,7 +103,16 @@ class AxisProblem:
         return Choices(options, *problem.totals(options), found.seconds)
 
     def _axes_of(self, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
-        return (*self._fixed, *(axis for group, chosen in zip(groups, options, strict=True) if chosen for axis in group.axes))
+        """The axes of a choice; the fixed ones alone, where no call would be left for these: space, where channels could be cut as well."""
+        chosen = (*self._fixed, *(axis for group, option in zip(groups, options, strict=True) if option for axis in group.axes))
+        return chosen if not self._fixed or self._cuts_fixed(chosen) or not self._cuts_fixed(self._fixed) else self._fixed
+
+    def _cuts_fixed(self, chosen: Sequence[int]) -> bool:
+        """Whether a call is cut, or a parameter held, by one of the fixed axes."""
+        mesh, assigned = (self._dimension,), {self._dimension[0]: chosen}
+        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, (), value_bytes=self._bytes)
+        cuts = any(cut is not None and cut.axis in self._fixed for each in layouts.cuts.values() for cut in each)
+        return cuts or any(isinstance(place, Shard) and place.axis in self._fixed for each in layouts.stored.values() for place in each)
 
     def _worked_out(self, groups: Sequence[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
         """All outcomes, and the groups that are left: of those that one call depends on too many, the narrowest are not cut."""
