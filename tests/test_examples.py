@@ -37,8 +37,8 @@ QUICK = {
 EITHER_WAY = ("distributed_sampler", "torchrun_training")
 """Those that run in one process or in several, and print the losses of their steps."""
 
-LONG = frozenset({"clip_contrastive", "llama_tensor", "mixtral_experts", "streamed_decoder", "transformers_from_config"})
-"""Those that trace models of other libraries: they run with the full matrices."""
+LONG = frozenset({"clip_contrastive", "encoder_decoder", "llama_tensor", "mixtral_experts", "streamed_decoder", "transformers_from_config"})
+"""Those that take longest: they run with the full matrices."""
 
 PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 

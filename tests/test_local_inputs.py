@@ -30,7 +30,11 @@ def test_training(workers: Callable[[int], Workers], size: int, name: str, mode:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [pytest.param("gpt", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow), ("nested_outputs", "pipeline")]
+    ("name", "mode"),
+    [
+        pytest.param("gpt", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("nested_outputs", "pipeline", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_leave_out_what_they_do_not_read(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
     assert workers(4).values(cases.training_difference, name, mode, True, timeout=120) == [None] * 4
@@ -43,7 +47,14 @@ def test_models(workers: Callable[[int], Workers], name: str, mode: cases.Mode) 
     assert workers(4).values(cases.training_difference, name, mode, timeout=170) == [None] * 4
 
 
-@pytest.mark.parametrize(("name", "mode"), [pytest.param("gpt", "data", marks=pytest.mark.slow), ("group_norm_convolution", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param("gpt", "data", marks=pytest.mark.slow),
+        ("perceptron", "fsdp"),
+        pytest.param("group_norm_convolution", "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_calls_return_own_rows(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
     assert workers(2).values(cases.call_difference, name, mode, timeout=120) == [None] * 2
 

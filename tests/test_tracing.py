@@ -68,6 +68,7 @@ def test_form(name: str) -> None:
     assert not dict(graph.module.named_parameters())
 
 
+@pytest.mark.slow
 def test_names_are_the_same_every_time() -> None:
     def text(model: nn.Module) -> str:
         return str(trace(model, instance.args, instance.kwargs).module.code)
