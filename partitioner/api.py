@@ -38,6 +38,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
+from passes.replicable import read_by_replicable
 from passes.stages import split_stages
 from passes.streaming.streamed import streamed
 from passes.weights_digest import weights_digest
@@ -185,21 +186,28 @@ def _lower(
 
     lowerings = Lowerings(graph, plan, lower_at, inputs)
     _, first = lowerings.variant_for(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
-    state = _state(model, graph, plan, runtime, cut_at(first).parts[0], decided.blocks)
+    shared = read_by_replicable(decided.graph) if decided.cut.rows and len(plan.stages) > 1 else frozenset()
+    state = _state(model, graph, plan, runtime, cut_at(first).parts[0], shared, decided.blocks)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
     return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
 
 
 def _state(
-    model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, part: ModelGraph, blocks: Sequence[Mapping[str, Block]]
+    model: nn.Module,
+    graph: ModelGraph,
+    plan: Plan,
+    runtime: Runtime,
+    part: ModelGraph,
+    shared: frozenset[str],
+    blocks: Sequence[Mapping[str, Block]],
 ) -> State:
-    """What each rank holds: the blocks of parameters, buffers and constants that the stages read which a part is cut into."""
+    """What each rank holds: the blocks of what the stages read that a part is cut into, and of what any stage may need."""
     ranks = pipelines(Mesh(plan.mesh))
     places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
     devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
     stages = split_stages(part, [stage.first_node for stage in plan.stages], devices)
     needed = {
-        rank: {name for stage in stages if plan.stage_rank[stage.index] == place for name in stage.bound}
+        rank: shared.union(*(stage.bound for stage in stages if plan.stage_rank[stage.index] == place))
         for rank, (_, place) in places.items()
     }
     return materialize(model, graph, needed, lambda name, rank: blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)

@@ -66,7 +66,7 @@ class Losses:
         sizes: Sequence[int],
         rows: int,
     ) -> LossDependence:
-        key = (loss_key(loss_fn), wanted)
+        key = (loss_key(loss_fn), wanted, tuple(lowering.graph.returned))  # a batch that is not cut has other names
         if key not in self._known:
             part = split_target(target, sizes)[0]
             self._known[key] = loss_dependence(lowering.graph, lowering.requiring(wanted), loss_fn, part, rows)

@@ -11,8 +11,9 @@ from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from passes.operators import argument_form
 from passes.size_expression import size_of
 from passes.split_backward import DifferentiatedStage
 from passes.stages import StageGraph
@@ -32,7 +33,7 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
         (
             node.op,
             str(node.target) if node.op == "call_function" else "",
-            _plain((node.args, node.kwargs), places),
+            argument_form((node.args, node.kwargs), places),
             _described(node.meta.get("val")),
             node.op == "placeholder" and node.name in differentiable,
         )
@@ -49,16 +50,6 @@ def renamed(found: DifferentiatedStage, of: StageGraph, stage: StageGraph) -> Di
     changed: dict[str, Any] = {field: tuple(names[name] for name in getattr(found, field)) for field in fields}
     dependence = {names[name]: frozenset(names[output] for output in outputs) for name, outputs in found.dependence.items()}
     return dataclasses.replace(found, **changed, dependence=dependence)
-
-
-def _plain(argument: Any, places: dict[fx.Node, int]) -> Hashable:
-    if isinstance(argument, fx.Node):
-        return "node", places[argument]
-    if isinstance(argument, tuple | list):
-        return tuple(_plain(part, places) for part in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _plain(part, places)) for name, part in argument.items())
-    return argument if isinstance(argument, int | float | str | None) else str(argument)
 
 
 def _described(value: Any) -> Hashable:

@@ -6,7 +6,7 @@ The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "argument_form",
     "bound_arguments",
     "call_with",
     "draws",
@@ -110,6 +111,20 @@ def draws(node: fx.Node) -> bool:
     if not draws_random_numbers(node.target):
         return False
     return bool(bound_arguments(node).get("dropout_p", 1.0) != 0.0)
+
+
+def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
+    """An argument of a call with numbers in the place of nodes: equal for calls that do the same to values in the same places.
+
+    One, one point nought and True are equal numbers and unlike arguments: types are told apart.
+    """
+    if isinstance(argument, fx.Node):
+        return "node", places[argument]
+    if isinstance(argument, tuple | list):
+        return tuple(argument_form(part, places) for part in argument)
+    if isinstance(argument, dict):
+        return tuple((name, argument_form(part, places)) for name, part in argument.items())
+    return type(argument), argument if isinstance(argument, Hashable) else str(argument)
 
 
 def node_leaves(argument: Any) -> list[fx.Node]:

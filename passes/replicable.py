@@ -22,7 +22,7 @@ from passes.gradient_flow import is_differentiable
 from passes.ir.graph import ModelGraph
 from passes.operators import draws_random_numbers, packet
 
-__all__ = ["replicable_nodes"]
+__all__ = ["read_by_replicable", "replicable_nodes"]
 
 aten = torch.ops.aten
 
@@ -56,6 +56,17 @@ def replicable_nodes(graph: ModelGraph) -> frozenset[str]:
             available.add(node.name)
             replicable.add(node.name)
     return frozenset(replicable)
+
+
+def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
+    """The buffers and constants that replicable nodes read.
+
+    Which stages compute these nodes depends on how the batch is cut: what is exchanged between ranks is computed in one stage alone.
+    Whoever holds all of these can serve every cut.
+    """
+    replicable, held = replicable_nodes(graph), graph.buffers.keys() | graph.constants.keys()
+    read = (node.all_input_nodes for node in graph.graph.nodes if node.name in replicable)
+    return frozenset(source.name for sources in read for source in sources if source.name in held)
 
 
 def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient: AbstractSet[str]) -> bool:

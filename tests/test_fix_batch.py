@@ -23,7 +23,7 @@ def test_the_fixed_graph_computes_what_the_model_computes(case: Case) -> None:
     model = instance.model.eval()
     graph = trace(model, instance.args, dict(instance.kwargs), training=False)
     if graph.batch is None:
-        pytest.skip("its batch is fixed as it is")
+        pytest.skip("the model was traced for one batch size alone: there is nothing left to fix")
     given = case.build(seed=1, batch_size=6)
     fixed = fix_batch(graph, 6)
     assert fixed.batch is None

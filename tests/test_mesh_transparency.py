@@ -204,6 +204,23 @@ def test_a_batch_that_does_not_divide_is_computed_whole_and_said(mode: str) -> N
     assert compare_values(case.build().model(*instance.args), output, case.tolerance) is None
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 7 rows does not divide")
+@pytest.mark.parametrize(
+    ("name", "setting"), [("returns_loss", "data2"), pytest.param("whisper", "data2-pipeline2", marks=pytest.mark.slow)]
+)
+def test_batches_that_divide_and_others_take_turns(name: str, setting: str) -> None:
+    """A model's own loss has another name where rows are cut; masks are computed in other stages where something is exchanged."""
+    case, chosen = case_named(name), SETTINGS[setting]
+    pm = make_partitioned(case.build(), n_microbatches=chosen.n_microbatches, **chosen.arguments)
+    for batch_size in (7, BATCH_SIZE, 7):
+        reference = reference_steps(case, n_steps=1, batch_size=batch_size)
+        instance = case.build(batch_size=batch_size)
+        pm.zero_grad()
+        loss = pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
+        assert compare_values(reference.losses[0], loss.detach(), tolerance(case)) is None
+        assert compare_gradients(reference.gradients[0], pm.full_gradients(), tolerance(case)) is None
+
+
 def _partitioned(instance: Instance, setting: str) -> PartitionedModel:
     return make_partitioned(instance, **SETTINGS[setting].arguments)
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from passes.aliasing import OWN_MEMORY
 from passes.differentiate import contiguous_like, differentiate, fake_mode
 from passes.lazy_graph_module import LazyGraphModule
+from passes.operators import argument_form
 from passes.recompute import Recompute
 from passes.size_expression import size_of
 from passes.split_backward import DifferentiatedStage, split_backward
@@ -136,18 +137,8 @@ class Templates:
         inputs = self.inputs(region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
         read = tuple((self._kind(node), _described(node.meta["val"]), node in differentiable) for node in inputs)
-        calls = tuple((node.target, _plain(node.args, places), _plain(node.kwargs, places)) for node in region.nodes)
+        calls = tuple((node.target, argument_form(node.args, places), argument_form(node.kwargs, places)) for node in region.nodes)
         return str(self._stage.device), read, calls, tuple((places[node], node in given) for node in region.outputs)
-
-
-def _plain(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
-    if isinstance(argument, fx.Node):
-        return "node", places[argument]
-    if isinstance(argument, tuple | list):
-        return tuple(_plain(part, places) for part in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _plain(part, places)) for name, part in argument.items())
-    return type(argument), argument if isinstance(argument, Hashable) else str(argument)
 
 
 def _described(value: Any) -> Hashable:
