@@ -22,12 +22,9 @@ from torch import nn
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
 from partitioner.planner.auto import plan_auto
-from partitioner.planner.candidates import Candidate
-from partitioner.planner.describe import plan_words
+from partitioner.planner.describe import words_of
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.tracing.trace import trace
-from passes.ir.mesh import STAGES, Mesh
-from passes.ir.plan import Plan
 
 __all__ = ["Planned", "planned"]
 
@@ -102,12 +99,7 @@ def planned(layers: int, devices: int) -> Planned:
     done = time.process_time()
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert plan.gap is not None
-    return Planned(traced - start, done - traced, held, plan.gap, plan.step_time, _words(plan))
-
-
-def _words(plan: Plan) -> str:
-    places = next((size for name, size in plan.mesh if name in STAGES), 1)
-    return plan_words(Mesh(plan.mesh), Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches), plan.recompute)
+    return Planned(traced - start, done - traced, held, plan.gap, plan.step_time, words_of(plan))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

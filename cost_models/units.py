@@ -6,7 +6,7 @@ import re
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["format_bytes", "format_flops", "format_seconds", "parse_bytes"]
+__all__ = ["enough_bytes", "format_bytes", "format_flops", "format_seconds", "parse_bytes"]
 
 _FACTORS = {
     "b": 1,
@@ -43,6 +43,16 @@ def format_bytes(size: float) -> str:
         if abs(size) >= _FACTORS[unit.lower()]:
             return f"{_three_digits(size / _FACTORS[unit.lower()])} {unit}"
     return f"{size:.0f} B"
+
+
+def enough_bytes(size: float) -> str:
+    """The same, never less than the size: what is told to be enough is enough.
+
+    >>> enough_bytes(17179869184), enough_bytes(1501)
+    ('16.0 GiB', '1.48 KiB')
+    """
+    text = format_bytes(size)
+    return text if parse_bytes(text) >= size else format_bytes(size * 1.01)
 
 
 def format_flops(flops: float) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,13 +13,12 @@ from cost_models.hardware import Cluster
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
-from partitioner.lowerings import Lowerings, Variant, results_in_training
+from partitioner.lowerings import Lowerings, Variant, first_variant
 from partitioner.meshes import dimensions_of_one, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_mesh import plan_mesh
+from partitioner.plan_cuts import PlanCuts
+from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.stream_plan import plan_stream
 from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.progress import Progress
 from partitioner.rows import Inputs
@@ -28,19 +26,13 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
 from partitioner.simulate import Assumptions
-from partitioner.state import State, materialize
+from partitioner.state import materialize
 from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
-from passes.blocks import Block
-from passes.cut_axes import CutModel, cut_by_plan
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, Mesh, pipelines
+from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import Plan
-from passes.loss_totals import with_totals
-from passes.replicable import read_by_replicable
-from passes.stages import split_stages
-from passes.streaming.streamed import streamed
 from passes.weights_digest import weights_digest
 
 __all__ = ["partition"]
@@ -121,6 +113,7 @@ def partition(
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, example_inputs, example_kwargs, dtype)
         graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
+    problem = None
     if plan is None:
         request = PlanRequest(
             mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
@@ -135,29 +128,17 @@ def partition(
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
         )
+        problem = PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
         with steps.step("planning"):
-            plan = _plan((graph, hardware, request, cost_model), mesh, in_turn, steps.tell)
+            plan = problem.solve(steps.tell)
     _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime
     runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
     runtime.agree("plan", plan.hash)
     with steps.step("lowering"):
-        assumed = Assumptions(hardware, cost_model, optimizer)
+        assumed = Assumptions(hardware, cost_model, optimizer, problem)
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
-
-
-def _plan(
-    problem: tuple[ModelGraph, Cluster, PlanRequest, CostModel | None],
-    mesh: Mesh | None,
-    in_turn: int | tuple[int, ...] | None,
-    tell: Callable[[str], None],
-) -> Plan:
-    """Of what the mode asks for: tiles in turn on one device, a mesh, or whatever is the fastest."""
-    graph, hardware, request, cost_model = problem
-    if in_turn is not None:
-        return plan_stream(graph, in_turn, hardware, request, cost_model)
-    return plan_auto(*problem, tell) if mesh is None else plan_mesh(*problem, mesh)
 
 
 def _lower(
@@ -171,46 +152,15 @@ def _lower(
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
 ) -> PartitionedModel:
-    decided = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
-    stored = decided.layouts.stored if decided.cut.mesh.size > 1 else None
-
-    @functools.cache
-    def cut_at(variant: Variant) -> CutModel:
-        fixed = variant.batch_size not in (None, graph.batch_size)
-        traced = trace(model, example_inputs, example_kwargs, graph.training, variant.batch_size, graph.autocast) if fixed else graph
-        traced = streamed(with_totals(traced) if variant.in_parts else traced, plan.tiles, plan.tile_budget)
-        return cut_by_plan(traced, plan, variant.results, rows=variant.rows, stored=stored)
+    cuts = PlanCuts(graph, plan, lambda rows: trace(model, example_inputs, example_kwargs, graph.training, rows, graph.autocast))
 
     def lower_at(variant: Variant) -> Lowering:
-        return Lowering(cut_at(variant), plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
+        return Lowering(cuts.at(variant), plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
 
-    lowerings = Lowerings(graph, plan, lower_at, inputs)
-    _, first = lowerings.variant_for(plan.batch_size, results=results_in_training(graph) if graph.training else "rows")
-    shared = read_by_replicable(decided.graph) if decided.cut.rows and len(plan.stages) > 1 else frozenset()
-    state = _state(model, graph, plan, runtime, cut_at(first).parts[0], shared, decided.blocks)
+    held = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
+    state = materialize(model, graph, held, runtime.devices, runtime.local_ranks)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
-    return PartitionedModel(model, graph, plan, runtime, state, lowerings, assumed, dtype)
-
-
-def _state(
-    model: nn.Module,
-    graph: ModelGraph,
-    plan: Plan,
-    runtime: Runtime,
-    part: ModelGraph,
-    shared: frozenset[str],
-    blocks: Sequence[Mapping[str, Block]],
-) -> State:
-    """What each rank holds: the blocks of what the stages read that a part is cut into, and of what any stage may need."""
-    ranks = pipelines(Mesh(plan.mesh))
-    places = {rank: (number, stage) for number, pipeline in enumerate(ranks) for stage, rank in enumerate(pipeline)}
-    devices = [runtime.devices[ranks[0][stage.rank]] for stage in plan.stages]
-    stages = split_stages(part, [stage.first_node for stage in plan.stages], devices)
-    needed = {
-        rank: shared.union(*(stage.bound for stage in stages if plan.stage_rank[stage.index] == place))
-        for rank, (_, place) in places.items()
-    }
-    return materialize(model, graph, needed, lambda name, rank: blocks[places[rank][0]][name], runtime.devices, runtime.local_ranks)
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:

@@ -12,7 +12,7 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
-__all__ = ["LowerAt", "Lowerings", "Variant", "results_in_training"]
+__all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training"]
 
 LowerAt = Callable[["Variant"], Lowering]
 """Lowers the plan for one variant of the graph."""
@@ -77,21 +77,34 @@ class Lowerings:
         return count, self._kept[variant]
 
     def variant_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Variant]:
-        """How many microbatches a batch of this size has, and the way in which the model is lowered for them.
+        """How many microbatches a batch of this size has, and the way in which the model is lowered for them; see the function."""
+        return variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results)
 
-        At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
 
-        Args:
-            in_parts: let means over the batch that the model returns be sums over microbatches and ranks.
-            results: what ranks return that cut the batch.
-        """
-        rows = self.rows.divides(batch)
-        parts = self.rows.count if rows else 1
-        count = min(self._plan.n_microbatches, batch // parts)
-        size = None
-        if self._graph.batch is None:
-            count = next(divisor for divisor in range(count, 0, -1) if batch // parts % divisor == 0)
-            size = batch // count
-        cut = count > 1 or parts > 1
-        means = any(output.combine == "mean" for output in self._graph.outputs)
-        return count, Variant(size, in_parts and cut and means, results, rows, self.rows.inputs)
+def variant_for(
+    graph: ModelGraph, plan: Plan, parts_of_rows: RowParts, batch: int, *, in_parts: bool = True, results: Results = "rows"
+) -> tuple[int, Variant]:
+    """How many microbatches a batch has, and the way in which a model is lowered for them.
+
+    At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
+
+    Args:
+        in_parts: let means over the batch that the model returns be sums over microbatches and ranks.
+        results: what ranks return that cut the batch.
+    """
+    rows = parts_of_rows.divides(batch)
+    parts = parts_of_rows.count if rows else 1
+    count = min(plan.n_microbatches, batch // parts)
+    size = None
+    if graph.batch is None:
+        count = next(divisor for divisor in range(count, 0, -1) if batch // parts % divisor == 0)
+        size = batch // count
+    cut = count > 1 or parts > 1
+    means = any(output.combine == "mean" for output in graph.outputs)
+    return count, Variant(size, in_parts and cut and means, results, rows, parts_of_rows.inputs)
+
+
+def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:
+    """The way in which a model is lowered for the plan's own batch."""
+    rows = RowParts(Mesh(plan.mesh), inputs)
+    return variant_for(graph, plan, rows, plan.batch_size, results=results_in_training(graph) if graph.training else "rows")[1]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from cost_models.hardware import Cluster
 from partitioner.accumulation import Accumulation
 from partitioner.autograd import PartitionedForward
 from partitioner.binding import BoundInputs, check_target
@@ -19,6 +17,7 @@ from partitioner.calls import Calls
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
 from partitioner.cost_formula import cost_formula
+from partitioner.explain import explain, save_report
 from partitioner.freezing import Freezing
 from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
@@ -26,13 +25,14 @@ from partitioner.initialization import InitFunction, initialize, seed_text
 from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
-from partitioner.page.build import save_page
+from partitioner.optimizer_state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
+from partitioner.planner.pinned import Pinned
 from partitioner.precision import converted_inputs
 from partitioner.record import record
+from partitioner.replan import replan
 from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
-from partitioner.reports.explanation import explain
 from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
 from partitioner.shown import LastStep, Shown, shown
@@ -85,6 +85,7 @@ class PartitionedModel(nn.Module):
         self._assumed = assumed
         self._losses = Losses(runtime)
         self._last_step: LastStep | None = None
+        self._choices: tuple[Pinned, ...] | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -248,33 +249,27 @@ class PartitionedModel(nn.Module):
         subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
         return check(subject, *converted_inputs((args, kwargs), self._calls.dtype))
 
-    def explain(self) -> str:
-        """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it."""
-        return explain(self.explained())
-
-    def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
-        """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
-        save_page(path, self.explained(), self._device_table(), self.simulate(cluster), self.cost_formula())
-
-    cost_formula, record, simulate = cost_formula, record, simulate
+    explain, save_report, cost_formula, record, simulate, replan = explain, save_report, cost_formula, record, simulate, replan
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
         schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
         name = type(self._original[0]).__name__
-        return Explained(name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
+        found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
+        return Explained(*found, self._assumed.limits)
 
-    def _device_table(self) -> DeviceTable:
+    def device_table(self) -> DeviceTable:
+        """A line for each rank: what ``print`` shows."""
         lowering = self.lowering_for(self._plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(type(self._original[0]).__name__, self._plan, lowering.stages)
         return mesh_table(self.explained())
 
     def __repr__(self) -> str:
-        return self._device_table().text()
+        return self.device_table().text()
 
     def _repr_html_(self) -> str:
-        return self._device_table().html()
+        return self.device_table().html()
 
     def _with_microbatches(self, count: int | None) -> PartitionedModel:
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
@@ -336,6 +331,10 @@ class PartitionedModel(nn.Module):
         """
         self._runtime.agree("seed", seed_text(seed))
         initialize(self._original[0], self._state, self._gathered, init_fn, seed)
+
+    full_optimizer_state_dict = full_optimizer_state_dict
+    sharded_optimizer_state_dict = sharded_optimizer_state_dict
+    load_optimizer_state_dict = load_optimizer_state_dict
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``, on every rank."""

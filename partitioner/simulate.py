@@ -9,6 +9,8 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
+from partitioner.planner.pipeline_problem import memory_limits
+from partitioner.planner.plan_problem import PlanProblem
 from partitioner.shown import Shown
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
@@ -28,11 +30,21 @@ class Assumptions:
         cluster: the machine.
         cost_model: prices; None: an analytic roofline.
         optimizer: whose state is held.
+        problem: what the plan is the solution of; None: the plan was given.
     """
 
     cluster: Cluster
     cost_model: CostModel | None
     optimizer: str
+    problem: PlanProblem | None = None
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """For each rank the bytes that it may hold; empty where the plan was given, for whatever hardware."""
+        if self.problem is None:
+            return ()
+        request = self.problem.request
+        return memory_limits(self.problem.cluster.first(len(request.devices)), request)
 
 
 class _Simulated(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,22 +157,15 @@ def _key(name: str, number: int) -> str:
 def materialize(
     model: nn.Module,
     graph: ModelGraph,
-    needed: Mapping[int, Collection[str]],
-    block_at: Callable[[str, int], Block],
+    blocks: Mapping[str, Mapping[int, Block]],
     devices: Sequence[torch.device],
     local_ranks: Sequence[int],
 ) -> State:
-    """Copy to each of this process's ranks what its stages hold. What no stage uses stays with rank 0.
+    """Copy to each of this process's ranks what it holds.
 
     Args:
-        needed: rank -> the placeholders that its stages read.
-        block_at: which block of a placeholder's tensor a rank holds.
+        blocks: placeholder -> rank -> which block of it, for all ranks.
     """
-    holders = {
-        name: [rank for rank, names in needed.items() if name in names] or [0]
-        for name in (*graph.parameters, *graph.buffers, *graph.constants)
-    }
-    blocks = {name: {rank: block_at(name, rank) for rank in ranks} for name, ranks in holders.items()}
     by_rank = {rank: _copies(model, graph, blocks, rank, devices[rank]) for rank in local_ranks}
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
     return State(graph, by_rank, blocks, names, parameters, tuple(devices))

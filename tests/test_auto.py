@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.units import parse_bytes
 from partitioner import Constraints, InfeasiblePlanError, Plan, partition
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
@@ -117,6 +119,10 @@ def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_would_do() -
     assert enough > 2
     plan = plan_auto(graph, Cluster.preset("a100-80gb", 1, enough), request(enough, memory_limit=3_000))
     assert max(plan.memory) <= 3_000
+    larger = re.search(r"or 2 devices of ([\d.]+ \w+)", str(raised.value))
+    assert larger is not None
+    assert parse_bytes(larger[1]) > 3_000
+    plan_auto(graph, Cluster.preset("a100-80gb", 1, 2), request(2, memory_limit=larger[1]))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_no_choice_costs_less(name: str, pace: Pace | None) -> None:
     free = AxisProblem(graph, find_axes(graph.graph), ("tensor", 2), pace=pace)
     found = free.solve(2)
     assert found is not None
-    chosen = tuple(int(group[0] in found) for group in groups)
+    chosen = tuple(int(group[0] in found.axes) for group in groups)
     best = min(problem.totals(options)[0] for options in every)
     if problem.totals(chosen)[0] > problem.totals((0,) * len(groups))[0]:  # nothing is worth its messages: one cut all the same
         best = min(problem.totals(options)[0] for options in every if sum(options) == 1)
@@ -59,14 +59,14 @@ def test_memory_forces_more_cuts() -> None:
     choice = AxisProblem(graph, axes, ("tensor", 2), pace=pace)
     free = choice.solve(2)
     assert free is not None
-    held = problem.totals(tuple(int(group[0] in free) for group in groups))[1]
+    held = problem.totals(tuple(int(group[0] in free.axes) for group in groups))[1]
     tight = choice.solve(2, held * 0.9)
     assert tight is not None
-    assert set(tight) != set(free)
+    assert set(tight.axes) != set(free.axes)
     alone = [(axis,) for group in groups for axis in group]
     choices = layout_choices(graph, axes, ("tensor", 2), alone)
     terms = axis_terms(graph, axes, choices, 2, lambda _: 1, pace, ValueBytes(graph))
-    assert ChoiceProblem((2,) * len(alone), tuple(terms)).totals([int(axis in tight) for (axis,) in alone])[1] <= held * 0.9
+    assert ChoiceProblem((2,) * len(alone), tuple(terms)).totals([int(axis in tight.axes) for (axis,) in alone])[1] <= held * 0.9
     assert choice.solve(2, 1.0) is None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cost_models.units import format_bytes, format_flops
 from partitioner import PartitionedModel, partition
 from partitioner.reports.communication import transfers
-from partitioner.reports.explanation import explain
+from partitioner.reports.explanation import explanation
 from tests.models.gpt import Gpt
 
 ROWS, NARROW, WIDE, CLASSES = 8, 16, 64, 4
@@ -168,7 +168,7 @@ def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
 def test_what_bounds_a_step_is_told_by_ranks_of_the_mesh() -> None:
     explained = gpt({"data": 2, "pipeline": 2}, 4).explained()
     plan = dataclasses.replace(explained.plan, bound_by="stage 1 on rank 1 is the slowest")
-    assert "  bound by   stage 1 on ranks 1 and 3 is the slowest\n" in explain(dataclasses.replace(explained, plan=plan))
+    assert "  bound by   stage 1 on ranks 1 and 3 is the slowest\n" in explanation(dataclasses.replace(explained, plan=plan))
 
 
 def test_evaluation_has_reports() -> None:

@@ -15,8 +15,7 @@ from partitioner.experiments.placement import Placement
 from partitioner.experiments.row import Row, failed_row
 from partitioner.experiments.subject import Subject
 from partitioner.meshes import resolve_mode
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_mesh import plan_mesh
+from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import PartitionError
 from passes.ir.mesh import STAGES, Mesh
@@ -155,5 +154,4 @@ def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptio
         constraints=Constraints(),
         modules=subject.modules,
     )
-    of_mesh = (subject.graph, cluster, request, None)
-    return plan_auto(*of_mesh) if mesh is None else plan_mesh(*of_mesh, mesh)
+    return PlanProblem(subject.graph, cluster, request, None, mesh).solve()

@@ -19,6 +19,7 @@ from partitioner.page.mathml import formulas_html
 from partitioner.page.memory_bars import bars_html
 from partitioner.page.program_html import program_html
 from partitioner.page.stage_formulas import stage_formulas
+from partitioner.planner.pinned import Pinned
 from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable
 from partitioner.reports.explained import Explained
@@ -36,26 +37,34 @@ _WEIGHTS = 4
 """Weights that are drawn: one for each way in which ranks hold them."""
 
 
-def save_page(path: str | Path, explained: Explained, devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> None:
+def save_page(
+    path: str | Path,
+    explained: Explained,
+    choices: Sequence[Pinned],
+    devices: DeviceTable,
+    simulation: Simulation,
+    formula: StepFormula,
+) -> None:
     """Write the page; see ``page_html``.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    save_text(path, page_html(explained, devices, simulation, formula), "the report")
+    save_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
 
 
-def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> str:
+def page_html(explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> str:
     """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
 
     Args:
         explained: the model.
+        choices: what the user pinned, priced.
         devices: a line for each rank.
         simulation: of a step.
         formula: of a step.
     """
     parts = (
-        ("Plan", _plan(explained)),
+        ("Plan", _plan(explained, choices)),
         ("Devices", f'<div class="wide">{devices.html()}</div>'),
         ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
         ("Weights", _weights(explained)),
@@ -83,13 +92,14 @@ def _tiles(simulation: Simulation) -> str:
     return tiles_html(tiles)
 
 
-def _plan(explained: Explained) -> str:
+def _plan(explained: Explained, choices: Sequence[Pinned]) -> str:
     pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained))
-    return f"<dl>{pairs}</dl>" + _tables(explained, ("AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE"))
+    titles = ("PLANS", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
+    return f"<dl>{pairs}</dl>" + _tables(explained, titles, choices)
 
 
-def _tables(explained: Explained, titles: Sequence[str]) -> str:
-    found = dict(sections(explained))
+def _tables(explained: Explained, titles: Sequence[str], choices: Sequence[Pinned] = ()) -> str:
+    found = dict(sections(explained, choices))
     return "".join(f'<h3>{title.capitalize()}</h3><div class="wide">{_body(found[title])}</div>' for title in titles if title in found)
 
 

@@ -29,7 +29,7 @@ from partitioner.planner.auto_space import allowed_shapes, candidates_of
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
-from partitioner.planner.describe import compared, plan_words
+from partitioner.planner.describe import compared, contender, plan_words, searched_words
 from partitioner.planner.infeasible import nothing_fits
 from partitioner.planner.make_plan import describe_plan, differentiates
 from partitioner.planner.mesh_bounds import MeshBounds
@@ -42,7 +42,7 @@ from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
-from passes.ir.plan import Plan
+from passes.ir.plan import Contender, Plan
 from passes.recompute import Recompute
 from passes.weights_digest import weights_digest
 
@@ -136,6 +136,7 @@ class _Search:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._open: list[tuple[float, int, float, _Cut | _Option]] = []
         self._n_added = 0
+        self._n_cuts = 0
         self._n_solved = 0
         self._n_actions = 0
         self._n_first = 0
@@ -177,6 +178,7 @@ class _Search:
         try:
             for beside in (False, True)[: 1 + self._model.can_cut_beside(mesh)]:
                 bound = bounds.of(mesh, beside=beside)
+                self._n_cuts += 1
                 self._add(bound, _Cut(mesh, beside, self._graph.batch_size))
                 if bound == np.inf:
                     self._too_large.append(_Cut(mesh, beside, self._graph.batch_size))
@@ -188,11 +190,13 @@ class _Search:
         if self._best is None:
             raise self._failure()
         option, solution = self._best
-        plan = describe_plan(option.problem, solution, self._runner_up(option, solution))
+        plan = describe_plan(option.problem, solution, self._runner_up(option, solution), self._contenders())
         if option.cut is not None:
             plan = cut_described(plan, option.cut, self._request)
         gap = max(0.0, 1 - self._bound / solution.step_time) if solution.step_time else 0.0
-        return dataclasses.replace(plan, gap=gap, notes=(*plan.notes, *self._notes()), weights=weights_digest(self._graph))
+        searched = searched_words(len(self._solutions), len(self._meshes), self._n_cuts, gap)
+        notes = (*plan.notes, *self._notes())
+        return dataclasses.replace(plan, gap=gap, searched=searched, notes=notes, weights=weights_digest(self._graph))
 
     def _add(self, bound: float, item: _Cut | _Option) -> None:
         """Remember what is still to be tried: the most promising first, whatever is proved by then."""
@@ -246,6 +250,16 @@ class _Search:
                 self._n_first = len(self._meshes)
             self._best = (option, solution)
             self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)}: {option.words}")
+
+    def _contenders(self) -> list[Contender]:
+        """The fastest solution of each mesh, the fastest mesh first."""
+        fastest: dict[int, tuple[_Option, Solution]] = {}
+        for option, solution in (*([self._best] if self._best else []), *self._solutions):
+            known = fastest.get(id(option.problem))
+            if known is None or solution.step_time < known[1].step_time * (1 - _TIE):
+                fastest[id(option.problem)] = (option, solution)
+        ordered = sorted(fastest.values(), key=lambda pair: (pair is not self._best, pair[1].step_time))
+        return [contender(option.words, solution) for option, solution in ordered]
 
     def _runner_up(self, chosen: _Option, solution: Solution) -> str:
         """The fastest solution of another mesh, or else of this one."""

@@ -26,7 +26,7 @@ from passes.ir.layout import Shard
 from passes.layout_choices import LayoutChoices, TooManyChoicesError, layout_choices
 from passes.layouts import ValueBytes, assign_layouts
 
-__all__ = ["AxisGroup", "AxisProblem", "axis_groups"]
+__all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,19 @@ class AxisGroup:
 
     axes: tuple[int, ...]
     span: int
+
+
+@dataclass(frozen=True)
+class AxisChoice:
+    """What a mesh dimension cuts.
+
+    Attributes:
+        axes: those that were fixed first.
+        gap: how much less, relatively, another choice could cost by the same prices: 0 is proved; None where nothing was to choose.
+    """
+
+    axes: tuple[int, ...]
+    gap: float | None = None
 
 
 class AxisProblem:
@@ -73,7 +86,7 @@ class AxisProblem:
         self._unlimited: dict[int, tuple[ChoiceProblem, Choices | None]] = {}
         self._alone: tuple[LayoutChoices, list[AxisGroup]] | None = None
 
-    def solve(self, count: int, limit: float = math.inf) -> tuple[int, ...] | None:
+    def solve(self, count: int, limit: float = math.inf) -> AxisChoice | None:
         """The axes that so many ranks cut, the fixed ones first; None where parameters do not fit so many bytes.
 
         Args:
@@ -84,7 +97,7 @@ class AxisProblem:
             self._unlimited[count] = problem, choose(problem)
         problem, best = self._unlimited[count]
         if best is not None and best.bytes <= limit:
-            return self._axes_of(self._groups, self._asked_for(problem, best).options)
+            return self._chosen(self._groups, self._asked_for(problem, best))
         if self._alone is None:
             self._alone = self._worked_out([AxisGroup((axis,), group.span) for group in self._groups for axis in group.axes])
         choices, alone = self._alone
@@ -92,7 +105,10 @@ class AxisProblem:
         limited = choose(dataclasses.replace(problem, limit=limit))
         known = [] if limited is None else [tuple(limited.options[group_of[group.axes[0]]] for group in alone)]
         found = choose(dataclasses.replace(self._problem(choices, alone, count), limit=limit), known)
-        return None if found is None else self._axes_of(alone, found.options)
+        return None if found is None else self._chosen(alone, found)
+
+    def _chosen(self, groups: Sequence[AxisGroup], found: Choices) -> AxisChoice:
+        return AxisChoice(self._axes_of(groups, found.options), found.gap if groups else None)
 
     def _asked_for(self, problem: ChoiceProblem, found: Choices) -> Choices:
         """The choice; where nothing is worth its messages, but a cut was asked for, the single one that costs least."""

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import sympy
 
-from partitioner.planner.axis_choice import AxisProblem
+from partitioner.planner.axis_choice import AxisChoice, AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
@@ -50,6 +50,7 @@ class MeshCut:
         layouts: how every value lies.
         beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation
             recomputation in large transformer models", 2022).
+        gap: of the choice of axes, by its own prices; None where there was none.
     """
 
     part: ModelPart
@@ -58,6 +59,7 @@ class MeshCut:
     assigned: Mapping[str, tuple[int, ...]]
     layouts: Layouts
     beside: bool = False
+    gap: float | None = None
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
         """What is cut as a plan says it: (axis of the whole model, mesh dimension)."""
@@ -112,15 +114,17 @@ class CuttableModel:
         axes, names = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
-        assigned = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
-        key = (cutting, beside, tuple(assigned.items()))
+        chosen = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
+        assigned = {name: each.axes for name, each in chosen.items()}
+        gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
+        key = (cutting, beside, tuple(assigned.items()), gap)
         if key not in self._cuts:
             if beside:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             cut = axis_cut(cutting, assigned, self._request.batchnorm)
             part = self._part(of, graph.batch_size, axes, cut, beside)
             assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside)
+            self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap)
         return self._cuts[key]
 
     def with_grid(self, mesh: Mesh) -> Mesh:
@@ -183,7 +187,7 @@ class CuttableModel:
         dimension: str,
         fixed: Mapping[str, tuple[int, ...]],
         limit: float,
-    ) -> tuple[int, ...]:
+    ) -> AxisChoice:
         """The axes that one mesh dimension cuts: those that the user fixed, and those that follow from what it is."""
         elsewhere = {axis for other, each in fixed.items() if other != dimension for axis in each}
         if dimension in ROWS:
@@ -192,9 +196,9 @@ class CuttableModel:
                 raise ConfigError(
                     f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
                 )
-            return (*found, *(axis for axis in fixed[dimension] if axis not in found))
+            return AxisChoice((*found, *(axis for axis in fixed[dimension] if axis not in found)))
         if dimension in TILES:
-            return tile_axes(axes, cutting, dimension)
+            return AxisChoice(tile_axes(axes, cutting, dimension))
         if dimension == "sequence":
             along = set(axes_named("sequence", names))
             rest = () if along & set(fixed[dimension]) else tuple(axis for axis in sorted(along) if axis not in elsewhere)
@@ -203,7 +207,7 @@ class CuttableModel:
                     'nothing is left for the mesh dimension "sequence": constraints cut the sequence over another',
                     remedy="leave the dimension out, or the constraint",
                 )
-            return (*fixed[dimension], *rest)
+            return AxisChoice((*fixed[dimension], *rest))
         count = cutting.length(dimension)
         longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
         key = (id(axes), dimension, longer, fixed[dimension], tuple(sorted(elsewhere)))
@@ -212,8 +216,9 @@ class CuttableModel:
             others = elsewhere | along - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], others, self._pace)
             self._chosen[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
-        chosen = self._chosen[key].solve(count, limit) or self._chosen[key].solve(count)
-        if not chosen:
+        within, free = (self._chosen[key].solve(count, each) for each in (limit, math.inf))
+        chosen = within if within is not None and within.axes else free
+        if chosen is None or not chosen.axes:
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",
                 remedy="use fewer devices for this mesh dimension, or another mode",

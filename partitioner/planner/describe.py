@@ -10,27 +10,63 @@ from partitioner.planner.mesh_problem import Solution
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.staged_model import StagedModel
 from passes.ir.mesh import STAGES, Mesh
+from passes.ir.plan import Contender, Plan
 
-__all__ = ["bound_by", "candidate_words", "compared", "next_best", "plan_words"]
+__all__ = ["bound_by", "candidate_words", "compared", "contender", "next_best", "plan_words", "searched_words", "words_of"]
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
     """What limits the step: the sum of gradients, or the slowest stage, what it spends its time on, and how long the ranks wait."""
     if sums > staged.step.makespan:
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
-    seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
-    slowest = max(range(len(seconds)), key=lambda stage: seconds[stage])
-    times, rank = staged.times[slowest], staged.schedule.stage_rank[slowest]
-    sending = times.send + times.send_gradient
-    if sending > seconds[slowest] / 2:
-        spent = "sending"
-    elif problems.prices.exchanging(staged.runs[slowest], problems.rows(staged.candidate)) > seconds[slowest] / 2:
-        spent = "communication between the ranks that cut axes"
-    else:
-        spent = problems.prices.limit_of(staged.runs[slowest], problems.cluster.devices[rank], problems.rows(staged.candidate))
+    slowest, seconds = _slowest(staged)
+    rank, spent = staged.schedule.stage_rank[slowest], _spent_on(problems, staged)
     idle = round(100 * staged.step.bubble_fraction)
     waiting = f"; ranks wait {idle} % of the time" if idle else ""
-    return f"stage {slowest} on rank {rank} is the slowest: {format_seconds(seconds[slowest])} a microbatch, most of it {spent}{waiting}"
+    return f"stage {slowest} on rank {rank} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}{waiting}"
+
+
+def _slowest(staged: StagedModel) -> tuple[int, float]:
+    """The stage that takes longest, and its seconds a microbatch."""
+    seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
+    slowest = max(range(len(seconds)), key=lambda stage: seconds[stage])
+    return slowest, seconds[slowest]
+
+
+def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
+    """What the slowest stage spends most of its time on."""
+    slowest, seconds = _slowest(staged)
+    times, rank = staged.times[slowest], staged.schedule.stage_rank[slowest]
+    if times.send + times.send_gradient > seconds / 2:
+        return "sending"
+    if problems.prices.exchanging(staged.runs[slowest], problems.rows(staged.candidate)) > seconds / 2:
+        return "communication between the ranks that cut axes"
+    return problems.prices.limit_of(staged.runs[slowest], problems.cluster.devices[rank], problems.rows(staged.candidate))
+
+
+def contender(words: str, solution: Solution) -> Contender:
+    """A solution as plans list those that were worked out."""
+    staged = solution.staged
+    if solution.sums > staged.step.makespan:
+        spent = "the sum of gradients over replicas"
+    else:
+        idle = staged.step.bubble_fraction
+        spent = "waiting for other ranks" if idle > 1 / 2 else _spent_on(solution.problems, staged)
+    return Contender(words, solution.step_time, max(staged.memory), spent)
+
+
+def searched_words(n_plans: int, n_meshes: int, n_all: int, gap: float) -> str:
+    """What a search did, and what it proved.
+
+    >>> searched_words(12, 4, 11, 0.0)
+    '12 plans on 4 of 11 meshes were worked out; it is proved that no other is faster, by the same prices'
+    >>> searched_words(80, 40, 90, 0.42)
+    '80 plans on 40 of 90 meshes were worked out; not proved: another could take up to 42 % less time'
+    """
+    done = f"{n_plans} plan{'s' if n_plans != 1 else ''} on {n_meshes} of {n_all} mesh{'es' if n_all != 1 else ''} were worked out"
+    if gap == 0.0:
+        return f"{done}; it is proved that no other is faster, by the same prices"
+    return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
 
 
 def next_best(chosen: Solution, others: Sequence[Solution]) -> str:
@@ -64,6 +100,14 @@ def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = 
     if policy != "none":
         words.append(f"recompute {policy}")
     return ", ".join(words)
+
+
+def words_of(plan: Plan) -> str:
+    """The choices of a plan for reading, as ``plan_words`` has them."""
+    places = next((size for name, size in plan.mesh if name in STAGES), 1)
+    beside = any(axis.startswith("sequence") and dimension == "tensor" for axis, dimension in plan.axes)
+    candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches)
+    return plan_words(Mesh(plan.mesh), candidate, plan.recompute, beside=beside)
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from cost_models.hardware import Cluster, Device, Link
-from cost_models.units import format_bytes
+from cost_models.units import enough_bytes, format_bytes
 from partitioner.constraints import Constraints
 from partitioner.planner.candidates import Candidate, schedules
 from partitioner.planner.mesh_problem import MeshProblem, policies
@@ -46,7 +46,7 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     return InfeasiblePlanError(
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
-        remedy=_remedy(problems, _fewest_devices(problems, candidate)),
+        remedy=_remedy(problems, n_ranks, _fewest_devices(problems, candidate), missing),
     )
 
 
@@ -75,7 +75,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     counts = [places * of.mesh.cutting.size for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
     return InfeasiblePlanError(
         f"no plan fits {devices} of {format_bytes(min(problems.limits()))}: in the closest, {words} with {count}, {lacks}",
-        remedy=_remedy(problems, min(counts, default=None)),
+        remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
     )
 
 
@@ -91,12 +91,20 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{'' if number == 1 else plural}"
 
 
-def _remedy(problems: PipelineProblems, fewest: int | None) -> str:
-    others = "larger devices, a smaller batch, or an optimizer with less state"
+def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missing: float) -> str:
+    """How many devices would do, and how large they would have to be.
+
+    Args:
+        present: devices that there are.
+        fewest: devices of this size that fit the model; None: no number of them does.
+        missing: bytes that the fullest device lacks.
+    """
+    others = "a smaller batch, or an optimizer with less state"
+    larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:
-        return f"no number of such devices fits it, as one operation alone needs more: take {others}"
+        return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"
     free = problems.request.constraints == Constraints()
-    return f"{fewest} such devices fit it{'' if free else ' without the constraints'}; or take {others}"
+    return f"{fewest} such devices fit it{'' if free else ' without the constraints'}, or {larger}; or take {others}"
 
 
 def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:

@@ -14,7 +14,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
 from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbatch_counts, schedules
-from partitioner.planner.describe import bound_by, next_best
+from partitioner.planner.describe import bound_by, candidate_words, contender, next_best
 from partitioner.planner.infeasible import why_infeasible
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
 from partitioner.planner.model_part import unfolded, whole_part
@@ -24,7 +24,7 @@ from partitioner.planner.staged_model import StagedModel, describe_stages, stage
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Plan
+from passes.ir.plan import Contender, Plan
 
 __all__ = ["PlanRequest", "describe_plan", "differentiates", "make_plan", "plan_stages"]
 
@@ -61,8 +61,9 @@ def plan_stages(problem: MeshProblem) -> Plan:
     problems, tried = _first_fitting(problem.problems(policy) for policy in open_policies)
     solutions = [problem.price(problems, staged) for staged in tried]
     chosen = _choose(solutions)
-    others = [solution for solution in solutions if solution is not chosen]
-    return describe_plan(problem, chosen, next_best(chosen, others))
+    others = sorted((solution for solution in solutions if solution is not chosen), key=lambda solution: solution.step_time)
+    contenders = [contender(candidate_words(each.staged.candidate), each) for each in (chosen, *others)]
+    return describe_plan(problem, chosen, next_best(chosen, others), contenders)
 
 
 def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
@@ -70,8 +71,13 @@ def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
     return graph.training or request.optimizer != "none"
 
 
-def describe_plan(problem: MeshProblem, chosen: Solution, runner_up: str) -> Plan:
-    """The plan that a solution is."""
+def describe_plan(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
+    """The plan that a solution is.
+
+    Args:
+        runner_up: the next best, in words.
+        contenders: what was worked out, the chosen one first.
+    """
     graph, request, mesh = problem.part.graph, problem.request, problem.mesh
     candidate, problems = chosen.staged.candidate, chosen.problems
     return Plan(
@@ -87,7 +93,12 @@ def describe_plan(problem: MeshProblem, chosen: Solution, runner_up: str) -> Pla
         bound_by=bound_by(problems, chosen.staged, chosen.sums),
         runner_up=runner_up,
         notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
+        contenders=tuple(contenders[:_MOST_CONTENDERS]),
     )
+
+
+_MOST_CONTENDERS = 6
+"""Plans that are told of, the chosen one among them."""
 
 
 def _first_fitting(choices: Iterator[PipelineProblems]) -> tuple[PipelineProblems, list[StagedModel]]:

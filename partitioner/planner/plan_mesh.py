@@ -68,6 +68,7 @@ def cut_described(plan: Plan, cut: MeshCut, request: PlanRequest) -> Plan:
         plan,
         notes=(*plan.notes, *_notes(cut), *_whole_work(cut)),
         axes=cut.in_whole_model(),
+        axes_gap=cut.gap,
         batchnorm=request.batchnorm,
     )
 

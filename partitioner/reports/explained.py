@@ -34,6 +34,7 @@ class Explained:
         blocks: what ranks hold of each parameter.
         programs: of all ranks.
         schedule: of a training step; None in evaluation.
+        limits: for each rank the bytes that it may hold; empty: not known.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Explained:
     blocks: Blocks
     programs: Sequence[Program]
     schedule: Schedule | None
+    limits: Sequence[float] = ()
 
     @property
     def mesh(self) -> Mesh:

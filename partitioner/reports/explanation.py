@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cost_models.units import format_bytes, format_flops, format_seconds
+from partitioner.planner.pinned import Pinned
 from partitioner.reports.activations import activations_section
+from partitioner.reports.choices import axes_proof, contenders_section, fullest_rank, pinned_section
 from partitioner.reports.communication import transfers
 from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
@@ -22,24 +24,30 @@ from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.microbatch import microbatch_sizes
 from passes.size_expression import bytes_of
 
-__all__ = ["explain", "notes_of", "sections", "summary"]
+__all__ = ["explanation", "notes_of", "sections", "summary"]
 
 _WIDTH = 132
 
 
-def explain(explained: Explained) -> str:
-    """The explanation, for a terminal of 140 columns; what needs more are tables with long names."""
+def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
+    """The explanation, for a terminal of 140 columns; what needs more are tables with long names.
+
+    Args:
+        choices: what the user pinned, priced.
+    """
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
     lines += [f"  {line}" for line in _paragraphs(summary(explained))]
-    for title, body in sections(explained):
+    for title, body in sections(explained, choices):
         lines += ["", title, *(f"  {line}" for line in (body.lines() if isinstance(body, Table) else body))]
     return "\n".join(lines)
 
 
-def sections(explained: Explained) -> list[tuple[str, Table | Sequence[str]]]:
+def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple[str, Table | Sequence[str]]]:
     """What is told of a plan: titles, with tables or lines. What there is nothing to say of is left out."""
     notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
     every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
+        ("PLANS", contenders_section(explained.plan)),
+        ("PINNED", pinned_section(choices, explained.plan)),
         ("AXES", axes_section(explained) if explained.is_cut else None),
         ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
         ("STAGES", _stages(explained)),
@@ -76,8 +84,11 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
         ("tiles", f"{' x '.join(map(str, plan.tiles))} in turn" if plan.tiles else ""),
         ("recompute", kept if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted"),
+        ("memory", fullest_rank(explained.plan, explained.limits)),
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.runner_up or "there was no other choice"),
+        ("searched", plan.searched),
+        ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
 

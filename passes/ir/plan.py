@@ -10,7 +10,7 @@ from typing import Any
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["Plan", "Stage"]
+__all__ = ["Contender", "Plan", "Stage"]
 
 _FORMAT = 1
 
@@ -45,6 +45,23 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Contender:
+    """A plan that was worked out beside others.
+
+    Attributes:
+        words: its mesh, schedule, microbatches and recomputation.
+        step_time: predicted seconds for one training step.
+        memory: predicted peak bytes of its fullest rank.
+        spent_on: what most of its time goes into.
+    """
+
+    words: str
+    step_time: float
+    memory: int
+    spent_on: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything runs, and when. Equal inputs give an equal plan; it round-trips through JSON.
 
@@ -65,6 +82,11 @@ class Plan:
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices: 0 is proved to be the best;
             None where the mesh was given.
+        axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
+            proved to be the best; None where no such axes were to be chosen.
+        searched: how many plans were worked out and what is known of all others, in words; empty where the mesh was given.
+        contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
+            few that come next.
         weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
@@ -85,6 +107,9 @@ class Plan:
     axes: tuple[tuple[str, str], ...] = ()
     batchnorm: str = "sync"
     gap: float | None = None
+    axes_gap: float | None = None
+    searched: str = ""
+    contenders: tuple[Contender, ...] = ()
     weights: str = ""
     tiles: tuple[int, ...] = ()
     tile_budget: int = 0
@@ -114,6 +139,9 @@ class Plan:
         for stage in fields["stages"]:
             _check_names("stage", stage, Stage)
         fields["stages"] = tuple(Stage(**{**stage, "modules": tuple(stage["modules"])}) for stage in fields["stages"])
+        for contender in fields["contenders"]:
+            _check_names("contender", contender, Contender)
+        fields["contenders"] = tuple(Contender(**contender) for contender in fields["contenders"])
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
         fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
         for name in ("devices", "memory", "notes", "tiles"):

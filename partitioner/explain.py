@@ -1,0 +1,62 @@
+"""``pm.explain()`` and ``pm.save_report()``: a plan told in words, and on a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from cost_models.hardware import Cluster
+from cost_models.simulator.simulation import Simulation
+from cost_models.step_formula import StepFormula
+from partitioner.page.build import save_page
+from partitioner.planner.pinned import Pinned, pinned
+from partitioner.reports.devices import DeviceTable
+from partitioner.reports.explained import Explained
+from partitioner.reports.explanation import explanation
+from partitioner.simulate import Assumptions
+from passes.ir.plan import Plan
+
+__all__ = ["explain", "save_report"]
+
+
+class _Planned(Protocol):
+    """A partitioned model, as far as it is told of."""
+
+    _plan: Plan
+    _assumed: Assumptions
+    _choices: tuple[Pinned, ...] | None
+
+    def explained(self) -> Explained:
+        """What reports read."""
+
+    def device_table(self) -> DeviceTable:
+        """A line for each rank."""
+
+    def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
+        """A step on a clock."""
+
+    def cost_formula(self) -> StepFormula:
+        """A step as formulas."""
+
+
+def explain(self: _Planned) -> str:
+    """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it.
+
+    Beside the plan stand those that came next, and the price of everything that was decided beforehand (``mode=``, ``schedule=``, an entry
+    of ``constraints=``): each takes one more search, when this is first asked for.
+    """
+    return explanation(self.explained(), _priced(self))
+
+
+def save_report(self: _Planned, path: str | Path, cluster: Cluster | str | None = None) -> None:
+    """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
+    choices = _priced(self)
+    save_page(path, self.explained(), choices, self.device_table(), self.simulate(cluster), self.cost_formula())
+
+
+def _priced(self: _Planned) -> tuple[Pinned, ...]:
+    """What the user pinned, priced once; nothing where the plan was given."""
+    if self._choices is None:
+        problem = self._assumed.problem
+        self._choices = () if problem is None else pinned(problem, self._plan)
+    return self._choices

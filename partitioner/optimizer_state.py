@@ -1,0 +1,187 @@
+"""The state of an optimizer of ``pm.parameters()``, under the names of the model's parameters: that of any other plan can go on with it.
+
+    rank 0   exp_avg of rows 0 to 31 of up.weight  ─┐
+                                                    ├─>   {"state": {"up.weight": {"exp_avg": all 64 rows, ...}}, "param_groups": [...]}
+    rank 1   exp_avg of rows 32 to 63              ─┘
+
+The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` of the model in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from partitioner.block_tensor import BlockTensor
+from partitioner.runtime.runtime import Runtime
+from partitioner.state import State
+from passes.ir.errors import ConfigError
+
+__all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
+
+
+class _Held(Protocol):
+    """A partitioned model, as far as optimizers read it."""
+
+    _state: State
+    _runtime: Runtime
+
+
+def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
+
+    Returns:
+        ``"state"``: parameter -> ``exp_avg``, ``step``, ...; ``"param_groups"``: the options, with names of parameters.
+
+    Raises:
+        ConfigError: a state is neither one number for its parameter nor one for each element: nobody can say whose parts these are.
+    """
+    state, owned = self._state, {}
+    for name in _names(state):
+        for key, parameter in state.owned(name):
+            for what, tensor in _entries(optimizer, name, parameter):
+                owned[f"{key}{_SEPARATOR}{what}"] = tensor
+    found = self._runtime.collect(owned)
+    kinds = dict.fromkeys(key.partition(_SEPARATOR)[2] for key in found)
+    whole: dict[str, dict[str, Tensor]] = {}
+    for what in kinds:
+        parts = {key.partition(_SEPARATOR)[0]: tensor for key, tensor in found.items() if key.partition(_SEPARATOR)[2] == what}
+        for name in _names(state):
+            first = parts.get(name)
+            together = state.whole(name, parts) if first is not None and first.dim() else first
+            if together is not None:
+                whole.setdefault(name, {})[what] = together
+    return {"state": whole, "param_groups": _groups(state, optimizer)}
+
+
+def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+    """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+
+    An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
+    """
+    if not optimizer.state:
+        _prepare(optimizer)
+    state = self._state
+    found: dict[str, dict[str, Any]] = {}
+    for name in _names(state):
+        blocks: dict[str, list[Any]] = {}
+        for block, parameter in reversed(state.held(name)):
+            for what, tensor in _entries(optimizer, name, parameter):
+                blocks.setdefault(what, []).append((block, tensor))
+        for what, each in blocks.items():
+            found.setdefault(name, {})[what] = BlockTensor(list(dict(each).items())) if each[0][1].dim() else each[-1][1]
+    return {"state": found, "param_groups": _groups(state, optimizer)}
+
+
+def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
+
+    Args:
+        optimizer: of the same kind.
+        state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+
+    Raises:
+        ConfigError: names or shapes are not those of the model, or parameters of one group come from groups with unlike options.
+    """
+    state, given = self._state, state_dict["state"]
+    unknown = sorted(set(given) - set(state.parameter_names))
+    if unknown:
+        raise ConfigError(
+            f"unknown names in the optimizer's state: {', '.join(unknown[:5])}", remedy="use the names of the original model's parameters"
+        )
+    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
+    saved = [(frozenset(group["params"]), group) for group in state_dict["param_groups"]]
+    entries: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = [name_of.get(id(parameter)) for parameter in group["params"]]
+        alike = [saved[index][1]] if len(saved) == len(optimizer.param_groups) else []
+        options = [each for members, each in saved if not members.isdisjoint(names)] or alike  # other processes name their own alone
+        if any(_options(each) != _options(options[0]) for each in options[1:]):
+            raise ConfigError(
+                "parameters of one group had unlike options when the state was saved",
+                remedy="make the groups of the optimizer those that it had",
+            )
+        first = sum(len(each["params"]) for each in groups)
+        numbers = list(range(first, first + len(names)))
+        groups.append({**(_options(options[0]) if options else _options(group)), "params": numbers})
+        for number, name, parameter in zip(numbers, names, group["params"], strict=True):
+            if name is not None and name in given:
+                entries[number] = {what: _part(state, name, parameter, value) for what, value in given[name].items()}
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+_SEPARATOR = "\0"
+"""Stands between the name of a block and what is kept for it."""
+
+
+def _names(state: State) -> list[str]:
+    """The parameters, each of those that are tied once."""
+    return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
+
+
+def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps for a parameter."""
+    for what, value in optimizer.state.get(parameter, {}).items():
+        if value is None:
+            continue
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if tensor.dim() and tensor.shape != parameter.shape:
+            raise ConfigError(
+                f"{what} of {name} has shape {tuple(tensor.shape)}, and the part of the parameter {tuple(parameter.shape)}: "
+                "its elements belong to no elements of the parameter",
+                remedy="use an optimizer whose state is element by element, as AdamW's is",
+            )
+        yield what, tensor
+
+
+def _groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options, with names in the place of parameters."""
+    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
+    elsewhere = [name for name in _names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
+    groups = []
+    for group in optimizer.param_groups:
+        here = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
+        groups.append({**_options(group), "params": [*here, *elsewhere]})
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _part(state: State, name: str, parameter: Tensor, value: Any) -> Any:
+    """What a rank keeps of a value for the whole parameter."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value.clone() if isinstance(value, Tensor) else value
+    block = next(block for block, held in state.held(name) if held is parameter)
+    if tuple(value.shape) != block.shape:
+        raise ConfigError(f"the state of {name} has shape {tuple(value.shape)} and the parameter {block.shape}")
+    if not isinstance(value, BlockTensor):
+        return block.take(value).clone()
+    found = dict(value.blocks)
+    if block not in found:
+        raise ConfigError(
+            f"the blocks of the state of {name} are those of another plan",
+            remedy="load into pm.sharded_optimizer_state_dict(optimizer) of this model",
+        )
+    return found[block].clone()
+
+
+def _prepare(optimizer: Optimizer) -> None:
+    """Make the state of a first step that moves nothing: gradients of zero, and no learning rate."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    gradients, rates = [parameter.grad for parameter in parameters], [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,68 @@
+"""How a plan cuts a model: one cut for each way in which the model is lowered, and the blocks that ranks hold, the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from partitioner.lowerings import Variant
+from passes.blocks import Block
+from passes.cut_axes import CutModel, cut_by_plan
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh, pipelines
+from passes.ir.plan import Plan
+from passes.loss_totals import with_totals
+from passes.replicable import read_by_replicable
+from passes.stages import split_stages
+from passes.streaming.streamed import streamed
+
+__all__ = ["PlanCuts"]
+
+
+class PlanCuts:
+    """The cuts of a model by a plan, each made when first asked for.
+
+    Args:
+        graph: the model.
+        plan: how it is cut.
+        traced_for: traces the model for another size of the batch, where its graph serves one alone.
+    """
+
+    def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
+        self._graph, self._plan, self._traced_for = graph, plan, traced_for
+        self._decided = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
+        self._stored = self._decided.layouts.stored if self._decided.cut.mesh.size > 1 else None
+        self._found: dict[Variant, CutModel] = {}
+
+    def at(self, variant: Variant) -> CutModel:
+        """The cut for one way in which the model is lowered."""
+        if variant not in self._found:
+            plan, size = self._plan, variant.batch_size
+            graph = self._graph if size in (None, self._graph.batch_size) else self._traced_for(size)
+            graph = streamed(with_totals(graph) if variant.in_parts else graph, plan.tiles, plan.tile_budget)
+            self._found[variant] = cut_by_plan(graph, plan, variant.results, rows=variant.rows, stored=self._stored)
+        return self._found[variant]
+
+    def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
+        """Placeholder -> rank -> the block that it holds.
+
+        A rank holds what its stages read of the part that this variant is cut into, and what any stage may need. What no stage reads stays
+        with rank 0.
+
+        Args:
+            devices: for each rank, where it runs.
+        """
+        graph, plan, decided = self._graph, self._plan, self._decided
+        ranks = pipelines(Mesh(plan.mesh))
+        places = {rank: (number, place) for number, pipeline in enumerate(ranks) for place, rank in enumerate(pipeline)}
+        firsts, of_stages = [stage.first_node for stage in plan.stages], [devices[ranks[0][stage.rank]] for stage in plan.stages]
+        stages = split_stages(self.at(variant).parts[0], firsts, of_stages)
+        shared = read_by_replicable(decided.graph) if decided.cut.rows and len(plan.stages) > 1 else frozenset[str]()
+        needed = {
+            rank: shared.union(*(stage.bound for stage in stages if plan.stage_rank[stage.index] == place))
+            for rank, (_, place) in places.items()
+        }
+        held = (*graph.parameters, *graph.buffers, *graph.constants)
+        holders = {name: [rank for rank, names in needed.items() if name in names] or [0] for name in held}
+        return {name: {rank: decided.blocks[places[rank][0]][name] for rank in ranks} for name, ranks in holders.items()}
