@@ -48,7 +48,7 @@ def format_bytes(size: float) -> str:
 def enough_bytes(size: float) -> str:
     """The same, never less than the size: what is told to be enough is enough.
 
-    >>> enough_bytes(17179869184), enough_bytes(1501)
+    >>> enough_bytes(17179869184), enough_bytes(1500)
     ('16.0 GiB', '1.48 KiB')
     """
     text = format_bytes(size)

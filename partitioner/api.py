@@ -113,7 +113,7 @@ def partition(
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, example_inputs, example_kwargs, dtype)
         graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
-    problem = None
+    problem: PlanProblem | None = None
     if plan is None:
         request = PlanRequest(
             mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
@@ -133,12 +133,11 @@ def partition(
             plan = problem.solve(steps.tell)
     _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, Mesh(plan.mesh), world_size)
-    runtime: Runtime
-    runtime = EmbeddedRuntime(placement.devices) if world_size is None else torchrun.TorchrunRuntime(placement.devices)
+    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     runtime.agree("plan", plan.hash)
     with steps.step("lowering"):
-        assumed = Assumptions(hardware, cost_model, optimizer, problem)
-        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
+        of = (model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs)
+        return _lower(*of, Assumptions(hardware, cost_model, optimizer, problem))
 
 
 def _lower(
