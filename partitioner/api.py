@@ -88,7 +88,7 @@ def partition(
         inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
             as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
-        constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``.
+        constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
         progress: show progress; None: on a terminal.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from partitioner.meshes import dimension_named
+from passes.ir.halo_run import Payment
+from passes.ir.mesh import TILE
 
 __all__ = ["TENSOR", "Constraints"]
 
@@ -29,6 +31,9 @@ class Constraints:
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism.
         pin: module or node name -> stage.
+        halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer, or
+            ``"recompute"``, a wider halo once, whose overlap both neighbours compute; of all layers, or module name -> of its layers. A
+            module has the entry of its longest prefix; what has none is planned.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None
@@ -36,8 +41,10 @@ class Constraints:
     split_spec: Mapping[str, Any] | None = None
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
+    halo: Payment | Mapping[str, Payment] | None = None
 
     def without_dimensions(self, names: Collection[str]) -> Constraints:
         """What is left where some mesh dimensions have one rank, which holds all of everything that they would cut."""
         axes = {axis: where for axis, where in (self.axes or {}).items() if dimension_named(where) not in names}
-        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan)
+        halo = None if TILE in names else self.halo
+        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo)

@@ -30,6 +30,7 @@ from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
 from passes.slide import variety
 from passes.split_randomness import split_randomness
+from passes.wide_halos import widened
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan", "layouts_of_cut"]
 
@@ -44,6 +45,7 @@ class AxisCut:
         rows: mesh dimensions that cut the batch.
         stored: mesh dimensions over which parameters are held in parts and gathered where they are used.
         local_statistics: whether batch normalisation takes those of a rank's own rows, as DistributedDataParallel does.
+        wide: the first and the last call of every run that fetches a wide halo once (``passes.wide_halos``).
     """
 
     mesh: Mesh
@@ -51,6 +53,7 @@ class AxisCut:
     rows: tuple[str, ...]
     stored: tuple[str, ...]
     local_statistics: bool = False
+    wide: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,8 @@ def cut_by_plan(
             assigned[dimension] += axes_named(name, names)
     cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
     over = tuple(name for name in mesh.names if name in STORED)
-    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local"), results, stored)
+    wide = tuple((run.first, run.last) for run in plan.halos if run.payment == "recompute")
+    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local", wide), results, stored)
 
 
 def cut_axes(
@@ -146,7 +150,7 @@ def layouts_of_cut(
 ) -> Layouts:
     """How every value lies under a cut, parameters as they are stored: what ``cut_axes`` writes graphs from."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
-    return _store(graph, axes, layouts, cut)
+    return widened(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide)
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:

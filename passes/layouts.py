@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor, fx
 
@@ -30,7 +31,10 @@ from passes.operators import draws
 from passes.rules.loops import Loops
 from passes.size_expression import bytes_of
 
-__all__ = ["Cut", "LayoutWalk", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
+__all__ = ["Cut", "Intervals", "LayoutWalk", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
+
+Intervals: TypeAlias = tuple[tuple[int, int], ...]
+"""For each rank along a mesh dimension the first element and the one behind the last."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Layouts:
         results: node -> for each tensor that it gives, its layout as computed.
         stored: parameter, buffer or constant -> the layout in which ranks hold it.
         varying: parameter -> the mesh dimensions over which every use is Varying: its gradient is reduced over them once, at the end.
+        wide: call -> for each mesh dimension along which ranks compute more than their own part of its result (``passes.wide_halos``),
+            the interval of each rank.
+        fetched: the same of values that are fetched so, once for several readers that would each fetch less.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -52,6 +59,8 @@ class Layouts:
     results: Mapping[str, tuple[Layout, ...]]
     stored: Mapping[str, Layout]
     varying: Mapping[str, frozenset[int]]
+    wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
+    fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
 
 
 class ValueBytes:

@@ -29,10 +29,10 @@ from passes.axes import Axes, is_item, returned_values, tensor_operands
 from passes.call_along import Cut
 from passes.differentiate import fake_mode
 from passes.extents import Extents, product
+from passes.halo_writer import HaloWriter
 from passes.inside.table import inside_of
 from passes.inside.windows import WindowWriter, write_windows
 from passes.inside.writer import InsideCut, InsideWriter
-from passes.ir import collectives
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
@@ -40,7 +40,7 @@ from passes.layouts import Layouts
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, call_with, packet
 from passes.provenance import place_of
-from passes.reshard import CHANGE, Change, Resharder
+from passes.reshard import Resharder
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.size_expression import emit_size, size_of
 from passes.slide import Slide, slides_of, space_of
@@ -71,10 +71,10 @@ class _Localizer:
         self.extents = extents
         self.target = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.halos: dict[Any, fx.Node] = {}
         self.batch: fx.Node | None = None
         self.reader = ""
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
+        self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
 
     def run(self) -> ModelGraph:
         with fake_mode(self.graph.graph):
@@ -147,22 +147,25 @@ class _Localizer:
             return
         operands = tensor_operands(node)
         needs = self.layouts.needs[node.name]
-        parts = {operand: self.resharder.read(operand, need, node) for operand, need in zip(operands, needs, strict=True)}
-        by_place = [self.resharder.read(operand, need, node) for operand, need in zip(operands, needs, strict=True)]
+        by_place = [self.halos.part(node, place, operand, need) for place, (operand, need) in enumerate(zip(operands, needs, strict=True))]
         copy = (
             self._cut_call(node, operands, by_place)
             if any(self.layouts.cuts[node.name])
-            else self._copy(node, node.args, node.kwargs, parts)
+            else self._copy(node, node.args, node.kwargs, dict(zip(operands, by_place, strict=True)))
         )
         self._register(node, copy)
 
     def _register(self, node: fx.Node, copy: fx.Node) -> None:
         self.copies[node] = copy
-        copy.meta["part_of"] = node.name
+        if node.name in self.layouts.wide:
+            self.halos.keep_wide(node, copy)
+        else:
+            copy.meta["part_of"] = node.name
         for place, (layout, axes) in enumerate(zip(self.layouts.results[node.name], self.axes.tensors[node.name], strict=True)):
-            self.resharder.register(node, place, copy, layout, axes)
+            if node.name not in self.layouts.wide:
+                self.resharder.register(node, place, copy, layout, axes)
             value = copy.meta["val"] if isinstance(copy.meta["val"], Tensor) else copy.meta["val"][place]
-            expected = self.extents.shape(axes, layout)
+            expected = self.halos.shape(node, axes, layout)
             if not _equal(expected, [size_of(size) for size in value.shape]):
                 raise PartitionError(
                     f"a part of {node.name} ({node.target}) has shape {tuple(value.shape)} where {expected} was expected",
@@ -181,7 +184,7 @@ class _Localizer:
         loops = self.axes.loops[node.name]
         arguments = bound_arguments(node)
         slides = slides_of(node.name, self.axes, self.layouts, self.extents)
-        by_place = self._fetched(node, operands, by_place, slides)
+        by_place = self.halos.fetched(node, operands, by_place, slides)
         places = iter(by_place)
         given: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -201,29 +204,6 @@ class _Localizer:
         return self._weighted(node, loops, copy)
 
     # -- windows -------------------------------------------------------------------------------------------------------------------
-
-    def _fetched(self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node], slides: Sequence[Slide]) -> list[fx.Node]:
-        """The operands with what windows read beyond a rank's own elements; what several calls read alike is fetched once."""
-        found = list(parts)
-        for slide in slides:
-            place, dimension = slide.window.operand, slide.window.dimension
-            if slide.is_as_it_lies:
-                continue
-            source, fill = found[place], slide.window.reach.fill
-            key = (source, dimension, slide.over, slide.owned, slide.wanted, fill)
-            if key not in self.halos:
-                name, sizes = f"{operands[place].name}_halo_{slide.over}", (slide.own, slide.size, fill)
-                if slide.is_local:
-                    local = (source, dimension, slide.over, slide.local_wanted, *sizes)
-                    self.halos[key] = self.emit(collectives.take_runs, local, {}, name, node)
-                else:
-                    assert slide.owned is not None
-                    exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
-                    self.halos[key] = self.emit(collectives.halo_exchange, exchanged, {}, name, node)
-                    layout = self.layouts.needs[node.name][place]
-                    self.halos[key].meta["custom"] = {CHANGE: Change(operands[place].name, layout, layout)}
-            found[place] = self.halos[key]
-        return found
 
     def _own_results(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
         """Without the results that other ranks make."""
@@ -294,10 +274,14 @@ class _Localizer:
                 for place, cut in zip(cut_axes, self.layouts.cuts[node.name], strict=True)
             )
             factors.append(product(self.extents.axis(axis, own) for axis in axes))
+        for index, start, stop in self.halos.computed(node):
+            cut = self.layouts.cuts[node.name][index]
+            assert cut is not None
+            factors[cut.factor] = stop - start
         return LocalCall(
             arguments=arguments,
             operands=tuple(tuple(size_of(size) for size in part.meta["val"].shape) for part in parts),
-            results=tuple(self.extents.shape(axes, layout) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)),
+            results=tuple(self.halos.shape(node, axes, layout) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)),
             factors=tuple(factors),
             cut=frozenset(cut.factor for cut in self.layouts.cuts[node.name] if cut is not None),
         )
@@ -307,7 +291,7 @@ class _Localizer:
     def _outputs(self) -> dict[str, str]:
         node = self.graph.graph.output_node()
         returned = {
-            value: self.resharder.read(value, need, node)
+            value: self.halos.own_part(value, need, node)
             for value, need in zip(returned_values(node), self.layouts.needs["output"], strict=True)
         }
         self.target.output(fx.map_arg(node.args[0], returned.__getitem__))

@@ -88,6 +88,10 @@ class Resharder:
         if place == 0 and isinstance(copy.meta["val"], torch.Tensor):
             self._values[node] = _Value(node.name, copy, place, layout, axes)
 
+    def knows(self, node: fx.Node) -> bool:
+        """Whether a value is registered."""
+        return node in self._values
+
     def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
         """This rank's part of a value in the layout that a reader needs."""
         value = self._values[node]

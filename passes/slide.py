@@ -6,23 +6,33 @@ A convolution, kernel 3, padding 1, height 16 over two ranks:
     rank 1   makes 8 .. 15     reads 7:16 _1     has 8 .. 15
 
 Two dimensions of space are fetched one after the other: the second fetch takes with it what the first has brought, so corners come, too.
+
+Where ranks compute more than their own part of a value (``passes.wide_halos``), it lies in intervals that overlap. A call that reads no
+more than that finds it all there; one that reads the operand element by element slides over it, too, by a window of one element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from passes.axes import Axes
+from passes.call_along import Cut
 from passes.extents import Extents
 from passes.inside.windows import Along
 from passes.ir.layout import Shard
+from passes.ir.mesh import TILES
 from passes.ir.runs import Run, Runs, from_text, length, segments, to_text
-from passes.layouts import Layouts
+from passes.layouts import Intervals, Layouts
 from passes.rules.loops import Loops
-from passes.rules.windows import Window
+from passes.rules.windows import STEP, Reach, Window
 
-__all__ = ["Slide", "slides_of", "space_of", "variety"]
+__all__ = ["Holding", "Slide", "fetch_of", "held_for", "own_part_of", "slides_of", "space_of", "variety"]
+
+Holding: TypeAlias = Literal["own", "computed", "fetched"]
+"""Of a value: a rank's own part; that and the overlap that the rank has computed; that and what was fetched once for several readers."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Slide:
         owned: how many elements of the operand each rank has; None where each has all.
         wanted: what each reads (``passes.ir.runs``), counted from the first element.
         parts: for each rank the first step of its part of the loop, and the one behind the last.
+        held: for each rank the interval of the operand that it has, where they overlap; None where one begins at the end of another.
     """
 
     over: str
@@ -43,7 +54,8 @@ class Slide:
     window: Window
     owned: tuple[int, ...] | None
     wanted: str
-    parts: tuple[tuple[int, int], ...]
+    parts: Intervals
+    held: Intervals | None = None
 
     @property
     def own(self) -> int:
@@ -74,7 +86,7 @@ class Slide:
     @property
     def is_local(self) -> bool:
         """Whether every rank reads its own elements alone."""
-        if self.owned is None:
+        if self.owned is None or self.held is not None:
             return True
         read = segments(self.owned, self.wanted)
         return not any(copies for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader)
@@ -84,7 +96,7 @@ class Slide:
         """What each rank reads, counted from its own first element; where ``is_local``."""
         if self.owned is None:
             return self.wanted
-        starts = [sum(self.owned[:rank]) for rank in range(len(self.owned))]
+        starts = [start for start, _ in self.held or _intervals(self.owned)]
         return to_text(_moved(runs, start) for runs, start in zip(from_text(self.wanted), starts, strict=True))
 
     @property
@@ -100,25 +112,107 @@ def _moved(runs: Runs, start: int) -> Runs:
 
 def slides_of(name: str, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
     """The slides of a call, in the order in which they are fetched."""
-    loops = axes.loops.get(name)
-    if loops is None or not loops.windows:
+    if name not in axes.loops or not (axes.loops[name].windows or layouts.wide):
         return ()
     found = []
     for index, cut in enumerate(layouts.cuts[name]):
-        for window in loops.windows if cut is not None else ():
-            if cut is None or window.factor != cut.factor:
-                continue
-            inner = _inner(extents, axes.factors[name][cut.factor])
-            parts = _intervals([size * inner for size in _parts(extents, cut.axis, index)])
-            operand = axes.operands[name][window.operand]
+        for window in _windows(name, index, axes, layouts):
+            assert cut is not None
+            parts = _steps(name, index, cut, axes, layouts, extents)
             place = layouts.needs[name][window.operand][index]
-            owned = None
+            owned = held = None
             if isinstance(place, Shard):
-                inside = _inner(extents, axes.of(operand.name)[window.dimension])
-                owned = tuple(size * inside for size in _parts(extents, place.axis, index))
+                operand = axes.operands[name][window.operand].name
+                held = held_for(name, window.operand, axes, layouts, extents)[1][index]
+                inside = _inner(extents, axes.of(operand)[window.dimension])
+                sizes = _parts(extents, place.axis, index)
+                owned = tuple(size * inside for size in sizes) if held is None else tuple(stop - start for start, stop in held)
             wanted = to_text(window.reach.reads(start, stop) for start, stop in parts)
-            found.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts))
+            found.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, held))
     return tuple(found)
+
+
+def held_for(name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[Holding, tuple[Intervals | None, ...]]:
+    """What a call reads an operand from, and which intervals ranks have of that; None where they have their own part.
+
+    With the overlap that ranks have, if the call reads the operand as it lies, and no more of it than each rank has.
+    """
+    operand = axes.operands[name][place].name
+    if layouts.needs[name][place] == layouts.results[operand][0]:
+        if operand in layouts.wide and _is_enough(layouts.wide[operand], name, place, axes, layouts, extents):
+            return "computed", layouts.wide[operand]
+        if operand in layouts.fetched and _is_enough(layouts.fetched[operand], name, place, axes, layouts, extents):
+            return "fetched", layouts.fetched[operand]
+    return "own", (None,) * len(layouts.mesh)
+
+
+def _is_enough(held: Sequence[Intervals | None], name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> bool:
+    """Whether ranks have all that they read of an operand."""
+    for index, intervals in enumerate(held):
+        if intervals is None:
+            continue
+        cut = layouts.cuts[name][index]
+        window = next((each for each in _windows(name, index, axes, layouts) if each.operand == place), None)
+        if cut is None or window is None:
+            return False
+        steps = _steps(name, index, cut, axes, layouts, extents)
+        if not all(_holds(own, window.reach.reads(*part)) for own, part in zip(intervals, steps, strict=True)):
+            return False
+    return True
+
+
+def _holds(own: tuple[int, int], runs: Runs) -> bool:
+    ends = [end for run in runs if run.step for end in (run.start, run.start + run.step * (run.count - 1))]
+    return all(own[0] <= end < own[1] for end in ends)
+
+
+def own_part_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
+    """What leaves, of a value of which ranks have computed more than their own part, each with its own."""
+    return _between(name, layouts.wide[name], layouts, extents, to_own=True)
+
+
+def fetch_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
+    """What brings, of a value of which each rank has its own part, what several calls read beyond that."""
+    return _between(name, layouts.fetched[name], layouts, extents, to_own=False)
+
+
+def _between(name: str, overlapping: Sequence[Intervals | None], layouts: Layouts, extents: Extents, *, to_own: bool) -> tuple[Slide, ...]:
+    """From intervals that overlap to every rank's own part, or back."""
+    found = []
+    for index, intervals in enumerate(overlapping):
+        place = layouts.results[name][0][index]
+        if intervals is not None:
+            assert isinstance(place, Shard)
+            own = _intervals(_parts(extents, place.axis, index))
+            window = Window(0, place.dimension, None, Reach(STEP, STEP, own[-1][1]))
+            parts, held = (own, intervals) if to_own else (intervals, None)
+            owned = tuple(stop - start for start, stop in held or own)
+            wanted = to_text(window.reach.reads(start, stop) for start, stop in parts)
+            found.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, held))
+    return tuple(found)
+
+
+def _windows(name: str, index: int, axes: Axes, layouts: Layouts) -> Iterator[Window]:
+    """What slides over operands where a loop is cut; where somebody computes more than its own part, also what runs over them."""
+    cut, loops = layouts.cuts[name][index], axes.loops[name]
+    if cut is None:
+        return
+    yield from (window for window in loops.windows if window.factor == cut.factor)
+    for place, (operand, dimensions) in enumerate(zip(axes.operands[name], loops.operands, strict=True)):
+        is_wide = name in layouts.wide or operand.name in layouts.wide
+        for dimension, factors in enumerate(dimensions):
+            if is_wide and factors == (cut.factor,) and layouts.mesh[index][0] in TILES:
+                size = math.prod(int(axes.sizes[axis]) for axis in axes.of(operand.name)[dimension])
+                yield Window(place, dimension, cut.factor, Reach(STEP, STEP, size))
+
+
+def _steps(name: str, index: int, cut: Cut, axes: Axes, layouts: Layouts, extents: Extents) -> Intervals:
+    """For each rank along a mesh dimension, its part of the loop that is cut."""
+    intervals = layouts.wide[name][index] if name in layouts.wide else None
+    if intervals is not None:
+        return intervals
+    inner = _inner(extents, axes.factors[name][cut.factor])
+    return _intervals([size * inner for size in _parts(extents, cut.axis, index)])
 
 
 def space_of(loops: Loops, slides: Sequence[Slide]) -> tuple[Along, ...]:
@@ -155,7 +249,7 @@ def variety(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
     """What else than sizes of parts makes one rank's graph unlike another's: how much it reads, what it cuts off, where it starts."""
     found: list[int] = []
     for name, loops in axes.loops.items():
-        if loops.windows:
+        if loops.windows or layouts.wide:
             for slide in slides_of(name, axes, layouts, extents):
                 found += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
     return tuple(found)

@@ -159,7 +159,8 @@ def test_seams_are_equal_bit_by_bit() -> None:
     """In float32, the two rows and columns on either side of each seam: a convolution adds the same terms in the same order there."""
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1)]
     model, x = nn.Sequential(*layers), torch.randn(2, 3, 64, 48)
-    pm = partition(model, devices=4, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False)
+    exchanged = Constraints(halo="exchange")
+    pm = partition(model, devices=4, mode={"tile": (2, 2)}, example_inputs=(x,), constraints=exchanged, progress=False)
     with torch.no_grad():
         expected, found = model(x), pm(x)
     assert torch.equal(found[:, :, 14:18], expected[:, :, 14:18])

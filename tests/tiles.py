@@ -35,7 +35,13 @@ def first_difference_of_tiles(
     tolerance: float = 1e-9,
     constraints: Constraints | None = None,
 ) -> str:
-    """What differs from the model in one piece, in words; empty when nothing does."""
+    """What differs from the model in one piece, in words; empty when nothing does.
+
+    Args:
+        constraints: None: halos are exchanged in front of every layer.
+    """
+    if constraints is None and "tile" in mode:
+        constraints = Constraints(halo="exchange")
     whole = copy.deepcopy(model)
     parts = partition(model, devices=devices, mode=mode, example_inputs=(x,), constraints=constraints, progress=False)
     parts.verify()

@@ -92,7 +92,7 @@ class CuttableModel:
         self._request, self._differentiate, self._pace = request, differentiate, pace
         self._whole = graph
         self._folded = fold_repeats(graph)
-        self._graphs: dict[bool, PartGraph] = {}
+        self._graphs: dict[tuple[bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._chosen: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
@@ -103,25 +103,26 @@ class CuttableModel:
         """The model for a mesh that cuts no axes."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
 
-    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> MeshCut:
+    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, wide: tuple[tuple[str, str], ...] = ()) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
             beside: whether the tensor dimension cuts the sequence, too.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
+            wide: the first and the last call of every run that fetches a wide halo once.
         """
-        of = self._prepared(any(name in ROWS for name in cutting.names))
+        of = self._prepared(cutting)
         axes, names = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
         chosen = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
         assigned = {name: each.axes for name, each in chosen.items()}
         gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
-        key = (cutting, beside, tuple(assigned.items()), gap)
+        key = (cutting, beside, tuple(assigned.items()), gap, wide)
         if key not in self._cuts:
             if beside:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
-            cut = axis_cut(cutting, assigned, self._request.batchnorm)
+            cut = dataclasses.replace(axis_cut(cutting, assigned, self._request.batchnorm), wide=wide)
             part = self._part(of, graph.batch_size, axes, cut, beside)
             assert part.layouts is not None
             self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap)
@@ -131,7 +132,7 @@ class CuttableModel:
         """A mesh whose tiles, if it has any, make a grid."""
         if TILE not in mesh.names:
             return mesh
-        graph = self._prepared(any(name in ROWS for name in mesh.names)).graph
+        graph = self._prepared(mesh).graph
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
     def can_cut_beside(self, mesh: Mesh) -> bool:
@@ -147,7 +148,7 @@ class CuttableModel:
         if not cut.rows or not alone or of.graph.batch is None:
             return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
         fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (fewest, beside, tuple(sorted(cut.assigned.items())))
+        key = (fewest, beside, tuple(sorted(cut.assigned.items())), cut.wide)
         if key not in self._of_two:
             self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest), differentiate=self._differentiate)
         part = self._of_two[key]
@@ -155,27 +156,29 @@ class CuttableModel:
             return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
 
-    def _prepared(self, by_rows: bool) -> PartGraph:
-        """The graph as it is cut."""
-        if by_rows not in self._graphs:
-            self._graphs[by_rows] = part_graph(
-                self._folded, self._whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph)
+    def _prepared(self, mesh: Mesh) -> PartGraph:
+        """The graph as it is cut; of tiles the whole one, since runs that fetch a halo once may go from block to block."""
+        by_rows, in_tiles = _kind(mesh)
+        if (by_rows, in_tiles) not in self._graphs:
+            folded = Folded(self._whole, {}, {}) if in_tiles else self._folded
+            self._graphs[by_rows, in_tiles] = part_graph(
+                folded, self._whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph)
             )
-        return self._graphs[by_rows]
+        return self._graphs[by_rows, in_tiles]
 
     def _find_axes(self, graph: ModelGraph, cutting: Mesh) -> tuple[Axes, tuple[str, ...]]:
         """The axes, found once for all meshes that need the same short ones merged."""
-        by_rows, others = _axes_key(cutting)
-        if (by_rows, ()) not in self._axes:
+        kind, others = _kind(cutting), tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
+        if (kind, ()) not in self._axes:
             plain = find_axes(graph.graph)
-            self._axes[by_rows, ()] = plain, axis_names(graph, plain)
-        if (by_rows, others) not in self._axes:
-            axes = self._axes[by_rows, ()][0]
+            self._axes[kind, ()] = plain, axis_names(graph, plain)
+        if (kind, others) not in self._axes:
+            axes = self._axes[kind, ()][0]
             for _, count in others:
                 axes = merge_short_axes(graph, axes, count)
-            same = axes is self._axes[by_rows, ()][0]
-            self._axes[by_rows, others] = self._axes[by_rows, ()] if same else (axes, axis_names(graph, axes))
-        return self._axes[by_rows, others]
+            same = axes is self._axes[kind, ()][0]
+            self._axes[kind, others] = self._axes[kind, ()] if same else (axes, axis_names(graph, axes))
+        return self._axes[kind, others]
 
     def _assigned(
         self,
@@ -277,10 +280,9 @@ def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mappi
     return tuple(axis for axis in along if isinstance(size := axes.sizes[axis], int) and size >= cutting.length(TENSOR))
 
 
-def _axes_key(cutting: Mesh) -> tuple[bool, tuple[tuple[str, int], ...]]:
-    """What the axes of a model depend on: whether rows are cut, and the lengths of all other dimensions."""
-    others = tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
-    return len(others) < len(cutting.dimensions), others
+def _kind(mesh: Mesh) -> tuple[bool, bool]:
+    """Whether rows are cut, and whether space is."""
+    return any(name in ROWS for name in mesh.names), any(name in (TILE, *TILES) for name in mesh.names)
 
 
 def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:

@@ -31,9 +31,9 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.ir.runs import segments
 from passes.layouts import Layouts
 from passes.rules.loops import Size
-from passes.slide import slides_of
+from passes.slide import fetch_of, held_for, slides_of
 
-__all__ = ["Exchange", "GradientSum", "find_exchanges", "find_gradient_sums"]
+__all__ = ["Exchange", "GradientSum", "find_exchanges", "find_gradient_sums", "find_halos"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
         for operand, need in zip(operands, layouts.needs[node.name], strict=True):
             for key, exchange in _changes(operand, need, node.name, layouts, sizes, flowing):
                 found.setdefault(key, exchange)
-        for key, exchange in _halos(node, graph, axes, layouts, sizes, flowing):
+        for key, exchange in find_halos(node, graph, axes, layouts, sizes, flowing):
             found.setdefault(key, exchange)
         for key, exchange in _inside(node, axes, layouts, sizes, flowing):
             found.setdefault(key, exchange)
@@ -137,7 +137,7 @@ def _changes(
             yield key, Exchange(reader, size, name, forward, backward, again)
 
 
-def _halos(
+def find_halos(
     node: fx.Node,
     graph: ModelGraph,
     axes: Axes,
@@ -145,18 +145,22 @@ def _halos(
     sizes: PartSizes,
     flowing: frozenset[str],
 ) -> Iterator[tuple[object, Exchange]]:
-    """What windows of a call read of neighbours: priced as the most that one rank gives another."""
+    """What windows of a call read of neighbours, by a key that equal exchanges share: priced as the most that one rank gives another."""
     if node.op != "call_function" or node.name not in axes.loops:
         return
     extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, sizes.n_row_parts)
-    for slide in slides_of(node.name, axes, layouts, extents):
+    slides = [(slide, slide.window.operand) for slide in slides_of(node.name, axes, layouts, extents)]
+    for place, operand in enumerate(axes.operands[node.name]):
+        if operand.name in layouts.fetched and held_for(node.name, place, axes, layouts, extents)[0] == "fetched":
+            slides += [(slide, place) for slide in fetch_of(operand.name, layouts, extents)]
+    for slide, place in slides:
         if slide.is_local or slide.owned is None:
             continue
         read = segments(slide.owned, slide.wanted)
         most = max(
             sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if reader != owner
         )
-        operand = axes.operands[node.name][slide.window.operand]
+        operand = axes.operands[node.name][place]
         (part,) = sizes.operands(node)[operand]
         backward: Collective | None = "halo_exchange" if operand.name in flowing else None
         key = (operand.name, slide.over, slide.window.dimension, slide.wanted)

@@ -59,17 +59,29 @@ class PartSizes:
         if layouts is None or len(layouts) != len(shapes):
             return tuple(self._own_rows(shape) for shape in shapes)
         tensors = self._axes.tensors[node.name]
-        return tuple(self.part(shape, axes, layout) for shape, axes, layout in zip(shapes, tensors, layouts, strict=True))
+        parts = tuple(self.part(shape, axes, layout) for shape, axes, layout in zip(shapes, tensors, layouts, strict=True))
+        return tuple(self._wide(part, node.name) for part in parts)
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
         """The parts that a call reads, by what gives them."""
         needs = self._layouts.needs.get(call.name, ())
         if is_item(call) or not needs:
             return {}
-        return {
-            operand: (self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need),)
-            for operand, need in zip(self._axes.operands[call.name], needs, strict=True)
-        }
+        found = {}
+        for operand, need in zip(self._axes.operands[call.name], needs, strict=True):
+            part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
+            as_it_lies = need == self._layouts.results[operand.name][0]
+            found[operand] = (self._wide(part, operand.name) if as_it_lies else part,)
+        return found
+
+    def _wide(self, part: TensorShape, name: str) -> TensorShape:
+        """A part with what ranks compute besides: as much as the rank that computes most."""
+        shape = list(part.shape)
+        for place, intervals in zip(self._layouts.results[name][0], self._layouts.wide.get(name, ()), strict=False):
+            if intervals is not None:
+                assert isinstance(place, Shard)
+                shape[place.dimension] = max(stop - start for start, stop in intervals)
+        return replace(part, shape=tuple(shape))
 
     def part(self, shape: TensorShape, axes: TensorAxes, layout: Layout) -> TensorShape:
         """The part of a tensor in a layout."""

@@ -15,13 +15,17 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
+from partitioner.planner.constrained_halos import asked_payments
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
+from partitioner.planner.halo_choice import choose_halos
 from partitioner.planner.make_plan import differentiates, make_plan, plan_stages
+from partitioner.planner.mesh_links import LinkTable, places_of
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_request import PlanRequest
 from passes.axis_names import axes_named, shortened
 from passes.ir.graph import ModelGraph
+from passes.ir.halo_run import HaloRun
 from passes.ir.mesh import STAGES, TILES, Mesh
 from passes.ir.plan import Plan
 from passes.provenance import module_path
@@ -51,10 +55,22 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace)
     mesh = model.with_grid(mesh)
     cut = model.cut(mesh.cutting)
+    halos: tuple[HaloRun, ...] = ()
+    if any(name in TILES for name in mesh.names):
+        halos = _halos(cut, mesh, cluster, request, cost_model or Roofline())
+        cut = model.cut(mesh.cutting, wide=tuple((run.first, run.last) for run in halos if run.payment == "recompute"))
     check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
     problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, cost_model or Roofline())
-    return dataclasses.replace(cut_described(plan_stages(problem), cut, request), weights=weights_digest(graph))
+    return dataclasses.replace(cut_described(plan_stages(problem), cut, request), weights=weights_digest(graph), halos=halos)
+
+
+def _halos(cut: MeshCut, mesh: Mesh, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> tuple[HaloRun, ...]:
+    """How each run of calls pays for its halos."""
+    used = cluster.first(mesh.size)
+    asked = asked_payments(request.constraints, cut.part.graph, request.modules)
+    rows = -(-cut.part.batch_size // (request.n_microbatches or 1))
+    return choose_halos(cut.part, cut.assigned, LinkTable(used).of(mesh), places_of(mesh, used).devices[0], cost_model, rows, asked)
 
 
 def stages_mode(mesh: Mesh, request: PlanRequest) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.auto import plan_auto
+from partitioner.planner.constrained_halos import check_halos
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stream_plan import plan_stream
@@ -48,6 +49,7 @@ class PlanProblem:
             ConfigError: the request does not fit the model, the cluster or itself.
             InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
         """
+        check_halos(self.request.constraints, self.mesh if self.in_turn is None else None)
         problem = (self.graph, self.cluster, self.request, self.cost_model)
         if self.in_turn is not None:
             return plan_stream(self.graph, self.in_turn, *problem[1:])

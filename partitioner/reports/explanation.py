@@ -16,6 +16,7 @@ from partitioner.reports.communication import transfers
 from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
 from partitioner.reports.explained import Explained
+from partitioner.reports.halos import halos_section
 from partitioner.reports.module_range import module_range, rank_list
 from partitioner.reports.table import Table, align
 from partitioner.reports.timetable import timetable
@@ -49,6 +50,7 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
         ("PLANS", contenders_section(explained.plan)),
         ("PINNED", pinned_section(choices, explained.plan)),
         ("AXES", axes_section(explained) if explained.is_cut else None),
+        ("HALOS", halos_section(explained.plan)),
         ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
         ("STAGES", _stages(explained)),
         ("ACTIVATIONS", activations_section(explained)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.ir.errors import ConfigError
+from passes.ir.halo_run import HaloRun
 
 __all__ = ["Contender", "Plan", "Stage"]
 
@@ -90,6 +91,7 @@ class Plan:
         weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
+        halos: where tiles lie over devices, how each run of calls pays for what its windows read of neighbours.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -113,6 +115,7 @@ class Plan:
     weights: str = ""
     tiles: tuple[int, ...] = ()
     tile_budget: int = 0
+    halos: tuple[HaloRun, ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -142,6 +145,9 @@ class Plan:
         for contender in fields["contenders"]:
             _check_names("contender", contender, Contender)
         fields["contenders"] = tuple(Contender(**contender) for contender in fields["contenders"])
+        for run in fields["halos"]:
+            _check_names("run of halos", run, HaloRun)
+        fields["halos"] = tuple(HaloRun(**{**run, "modules": tuple(run["modules"])}) for run in fields["halos"])
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
         fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
         for name in ("devices", "memory", "notes", "tiles"):

@@ -50,6 +50,7 @@ class Reach:
     skip: sympy.Expr | int = 0
     written: bool = False
 
+    @functools.lru_cache(maxsize=2**16)  # noqa: B019  a reach is a value; the cache is of all of them
     def reads(self, start: int, stop: int) -> Runs:
         """What the steps from ``start`` to ``stop`` read."""
         first, last = _at(self.first, start), _at(self.last, stop - 1)

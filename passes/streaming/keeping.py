@@ -94,24 +94,30 @@ def tiles_of(grid: TileGrid, cut: Sequence[bool]) -> list[tuple[int, ...]]:
 
 
 def demand(
-    target: fx.Node, box: Box, keeping: Keeping, axes: Axes, order: Mapping[fx.Node, int], whole: Collection[fx.Node]
+    targets: Mapping[fx.Node, Box],
+    calls: Mapping[fx.Node, TileCall],
+    axes: Axes,
+    order: Mapping[fx.Node, int],
+    whole: Collection[fx.Node] = frozenset(),
 ) -> dict[fx.Node, Box]:
-    """What one tile of a value needs of every value that is not whole, in the order in which it is computed.
+    """What parts of some values need of the values that they are made from, in the order in which these are computed.
 
     Args:
+        targets: the parts that are wanted.
+        calls: what is computed by parts; what these read of others is not asked for.
         order: place of every node in the graph.
-        whole: what is whole by now.
+        whole: of the calls, those whose values are whole by now.
     """
-    boxes: dict[fx.Node, Box] = {target: box}
-    waiting = {target}
+    boxes: dict[fx.Node, Box] = dict(targets)
+    waiting = set(targets)
     done: list[fx.Node] = []
     while waiting:
         node = max(waiting, key=order.__getitem__)
         waiting.remove(node)
         done.append(node)
-        call = keeping.calls[node]
+        call = calls[node]
         for operand, need in zip(axes.operands[node.name], call.needs(boxes[node]), strict=True):
-            if operand not in whole:
+            if operand in calls and operand not in whole:
                 boxes[operand] = united(boxes.get(operand), need)
                 waiting.add(operand)
     return {node: boxes[node] for node in reversed(done)}

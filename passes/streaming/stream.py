@@ -110,7 +110,7 @@ class _Streamer:
 
     def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
         """One tile of a value, from values that are whole."""
-        demanded = demand(node, box, self.plan, self.axes, self.order, self.writer.whole)
+        demanded = demand({node: box}, self.plan.calls, self.axes, self.order, self.writer.whole)
         held: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for each in demanded:
             held[each] = (self._compute(each, demanded[each], held, label), demanded[each])

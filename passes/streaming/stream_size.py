@@ -137,7 +137,7 @@ class _Measure:
         box = self._grid.owned(call.spans, tiles[len(tiles) // 2])
         if target in self._whole:
             return _Sweep(made, frozenset({target}), self._bytes(target, box), self._bytes(target, box), len(tiles))
-        boxes = demand(target, box, self._keeping, self._axes, self._order, self._whole)
+        boxes = demand({target: box}, self._keeping.calls, self._axes, self._order, self._whole)
         reads = {operand for node in boxes for operand in self._axes.operands[node.name] if operand in self._whole}
         recomputed = sum(self._bytes(node, box) for node, box in boxes.items())
         return _Sweep(made, frozenset(reads), self._chain(boxes), recomputed, len(boxes) * len(tiles))
