@@ -189,7 +189,10 @@ def pictures() -> dict[str, Callable[[], str]]:
     def tiled() -> PartitionedModel:
         layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3))
         image = torch.zeros(2, 3, 32, 32)
-        return partition(nn.Sequential(*layers), devices=4, mode={"tile": (2, 2)}, example_inputs=(image,), progress=False)
+        exchanged = Constraints(halo="exchange")
+        return partition(
+            nn.Sequential(*layers), devices=4, mode={"tile": (2, 2)}, example_inputs=(image,), constraints=exchanged, progress=False
+        )
 
     def routed() -> PartitionedModel:
         mixture, tokens = experts.factory()

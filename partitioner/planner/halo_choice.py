@@ -152,9 +152,17 @@ class _Region:
             return
         exchange, once = self._prices.exchange(calls), self._prices.once(calls)
         if payment == "recompute" or once.messages < exchange.messages:
-            first, last = calls[0].node, calls[-1].node
-            modules = tuple(dict.fromkeys((module_path(first), module_path(last))))
-            yield HaloRun(first.name, last.name, modules, payment, exchange.messages, exchange.seconds, once.messages, once.seconds)
+            paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
+            yield HaloRun(
+                calls[0].node.name,
+                calls[-1].node.name,
+                tuple(dict.fromkeys((paths[0], paths[-1]))),
+                payment,
+                exchange.messages,
+                exchange.seconds,
+                once.messages,
+                once.seconds,
+            )
 
 
 class _Prices:

@@ -17,7 +17,7 @@ class HaloRun:
 
     Attributes:
         first, last: names of the first and the last call.
-        modules: the modules of these two, for reading; one where they are the same.
+        modules: the first and the last module that it computes in, for reading; one where they are the same.
         payment: what was chosen.
         exchange_messages: halo exchanges of a forward if they move layer by layer.
         exchange_time: predicted seconds for one microbatch, forward and backward, if they do.
