@@ -2,8 +2,9 @@
 
     python examples/tiled_unet.py
 
-It learns to remove noise from stripes; down by pooling, up by transposed convolutions. The list shows what is fetched in front of which
-layer: `"_1 0:17|15:32 _1"` says that the upper tiles read one row of padding and rows 0 to 16, the lower ones rows 15 to 31 and padding.
+It learns to remove noise from stripes; down by pooling, up by transposed convolutions. The list shows what is fetched in front of each run
+of layers: `"0:18|14:32"` says that the upper tiles read rows 0 to 17, the lower ones rows 14 to 31: two rows of the neighbour, with which a
+tile computes the row that the second of two layers reads of it.
 """
 
 from __future__ import annotations
