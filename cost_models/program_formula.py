@@ -11,19 +11,19 @@ all_reduce([gradients], group=(0, 1))        its bytes, once a step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cost_models.node_work import node_work
 from cost_models.operations import tensor_shapes
 from cost_models.sizes import Size, TensorShape
 from cost_models.work import Work
+from passes.aliasing import memory_keys
 from passes.ir import communication
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
@@ -216,9 +216,8 @@ def _saved_nodes(graph: fx.Graph) -> list[fx.Node]:
 def _storages(nodes: list[fx.Node]) -> dict[Any, Size]:
     """Bytes of the memory of tensors, each piece once."""
     found: dict[Any, Size] = {}
-    for tensor in _tensors(nodes):
+    for tensor, key in (pair for node in nodes for pair in memory_keys(node)):
         shape: TensorShape = tensor_shapes(tensor)[0]
-        key = StorageWeakRef(tensor.untyped_storage())
         known = found.get(key, 0)
         found[key] = known if _larger(known, shape.bytes) else shape.bytes
     return found
@@ -228,9 +227,3 @@ def _larger(one: Size, other: Size) -> bool:
     """Whether it is, at a row count of which both are formulas."""
     at = [size.subs(dict.fromkeys(size.free_symbols, 64)) if isinstance(size, sympy.Basic) else size for size in (one, other)]
     return bool(at[0] >= at[1])
-
-
-def _tensors(nodes: list[fx.Node]) -> Iterator[torch.Tensor]:
-    for node in nodes:
-        value = node.meta.get("val")
-        yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, torch.Tensor))

@@ -104,7 +104,7 @@ class Lowering:
 
     def requiring(self, inputs: frozenset[str]) -> frozenset[str]:
         """The values between stages, and those returned, that autograd would track."""
-        return self._keep(("requiring", inputs), lambda: values_requiring_gradient(self.stages.stages, self.trainable | inputs))
+        return self._keep(("requiring", inputs), lambda: values_requiring_gradient(self.stages, self.trainable | inputs))
 
     def everything(self, inputs: frozenset[str]) -> Differentiation:
         """Differentiate every result that autograd would track."""
@@ -119,7 +119,7 @@ class Lowering:
         devices = self._devices(pipeline)
         return self._keep(
             ("training", differentiation, id(part), devices),
-            lambda: differentiate_stages(self._stages(part, pipeline), differentiation, recompute, devices),
+            lambda: differentiate_stages(self._stages(part, pipeline), differentiation, recompute),
         )
 
     def schedule(self, n_microbatches: int) -> Schedule:
@@ -156,7 +156,7 @@ class Lowering:
                 emitted = emit_forward(self._stages(part, number), n_microbatches, devices, training=False)
             else:
                 recompute = cast(Recompute, self.plan.recompute)
-                lowered = differentiate_stages(self._stages(part, number), differentiation, recompute, devices, share=True)
+                lowered = differentiate_stages(self._stages(part, number), differentiation, recompute, share=True)
                 emitted = emit_train_step(lowered, self.schedule(n_microbatches), loss, devices)
             if len(self._parts) > 1:
                 emitted = tuple(place_on_mesh(each, part, self._mesh, ranks, written_out=False) for each in emitted)

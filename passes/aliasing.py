@@ -32,6 +32,7 @@ __all__ = [
     "memory_key",
     "memory_keys",
     "mutated_arguments",
+    "new_memory",
     "shares_memory",
     "tensors_of",
 ]
@@ -165,7 +166,12 @@ def shares_memory(node: fx.Node) -> bool:
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """What tensors that lie in one storage have in common, for as long as one of them is there."""
-    return StorageWeakRef(tensor.untyped_storage())
+    return "storage", StorageWeakRef(tensor.untyped_storage())  # alone, it cannot be compared with keys of other kinds
+
+
+def new_memory() -> Hashable:
+    """The key of memory that nothing else lies in."""
+    return object()
 
 
 class _DisjointSets:

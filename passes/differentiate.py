@@ -14,7 +14,7 @@ operation. A gradient that autograd calls None is absent here too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,10 @@ from passes.lazy_graph_module import traced_lazily
 from passes.simplify import simplify
 from passes.stages import StageGraph
 
-__all__ = ["Joint", "differentiate"]
+__all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "fake_mode", "returned_nodes"]
+
+_SOURCE = "from_node"
+"""Where in ``meta`` PyTorch's interpreter says which nodes a traced one came from, the last of them that of the stage."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Joint:
         graph: placeholders: those of the stage, then ``<name>_gradient`` for each of ``outputs_with_gradient``.
         outputs: for each output of the stage, its node.
         gradients: input or parameter -> node of its gradient; absent where there is none.
-        outputs_with_gradient: outputs whose gradients the backward takes.
+        outputs_with_gradient: outputs (and inputs) whose gradients the backward takes.
+        sources: node of the forward -> the node of the stage that it computes.
     """
 
     stage: StageGraph
@@ -50,6 +54,13 @@ class Joint:
     outputs: tuple[fx.Node, ...]
     gradients: dict[str, fx.Node]
     outputs_with_gradient: tuple[str, ...]
+    sources: Mapping[fx.Node, str]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The placeholders of the stage."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return placeholders[: len(placeholders) - len(self.outputs_with_gradient)]
 
     @property
     def gradient_placeholders(self) -> list[fx.Node]:
@@ -82,9 +93,25 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
         outputs_with_gradient: outputs whose gradients will be given.
         device: where the stage runs: decides which kernels autograd picks.
     """
+    given = [node for node in returned_nodes(stage.module.graph) if node.name in outputs_with_gradient]
+    with fake_mode(stage.module.graph):
+        inputs = [example_of(node, node.target in stage.bound, device) for node in stage.module.graph.nodes if node.op == "placeholder"]
+        gradients = {node.name: contiguous_like(node.meta["val"], device) for node in given}
+    return differentiate_from(stage, differentiable, inputs, gradients)
+
+
+def differentiate_from(
+    stage: StageGraph, differentiable: frozenset[str], inputs: Sequence[Any], given: Mapping[str, Tensor], so_far: Sequence[str] = ()
+) -> Joint:
+    """Trace the stage's joint graph.
+
+    Args:
+        differentiable: placeholders that gradients are wanted for.
+        inputs: for each placeholder, a fake tensor like what the stage is given (or a size).
+        given: output, or input, -> a fake tensor like its gradient.
+        so_far: the inputs among ``given``: what is given is added to, as autograd adds to what later readers gave.
+    """
     names = stage.bound + stage.arguments
-    given = tuple(name for name in stage.outputs if name in outputs_with_gradient)
-    outputs = {node.name: node for node in returned_nodes(stage.module.graph)}
     found: list[str] = []
 
     def joint(inputs: Sequence[Any], gradients: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
@@ -94,7 +121,7 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
             ]
             results = _Differentiable(stage.module).run(*leaves)
             wanted = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in differentiable]
-            roots = [results[stage.outputs.index(name)] for name in given]
+            roots = [leaves[names.index(name)] if name in so_far else results[stage.outputs.index(name)] for name in given]
             if not roots or not wanted:
                 return list(results), []
             found_gradients: Sequence[Tensor | None] = torch.autograd.grad(
@@ -106,15 +133,14 @@ def differentiate(stage: StageGraph, differentiable: frozenset[str], outputs_wit
 
     try:
         with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta(), traced_lazily():
-            inputs = [_example(node, node.name in stage.bound, device) for node in stage.module.graph.nodes if node.op == "placeholder"]
-            module = make_fx(joint)(inputs, [contiguous_like(outputs[name].meta["val"], device) for name in given])
+            module = make_fx(joint)(list(inputs), list(given.values()))
     except Exception as error:
         raise TraceError(
             f"stage {stage.index} cannot be differentiated: {error}",
             place=Place(module=", ".join(sorted(_modules(stage))[:4])),
             remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
         ) from error
-    return _named(stage, module.graph, given, found)
+    return _named(stage, module.graph, tuple(given), found)
 
 
 class _Differentiable(fx.Interpreter):
@@ -137,7 +163,8 @@ def _requires_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _example(node: fx.Node, bound: bool, device: torch.device) -> Any:
+def example_of(node: fx.Node, bound: bool, device: torch.device) -> Any:
+    """What a stage is given for a placeholder, inside ``fake_mode``."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return value
@@ -156,10 +183,11 @@ def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Seq
     for node in traced.nodes:
         copies[node] = graph.placeholder(next(names)) if node.op == "placeholder" else graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
+    sources = {copies[node]: str(node.meta[_SOURCE][-1].name) for node in traced.nodes if _SOURCE in node.meta}
     simplify(graph)
     results = returned_nodes(graph)
     count = len(stage.outputs)
-    return Joint(stage, graph, tuple(results[:count]), dict(zip(found, results[count:], strict=True)), tuple(given))
+    return Joint(stage, graph, tuple(results[:count]), dict(zip(found, results[count:], strict=True)), tuple(given), sources)
 
 
 def returned_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -9,26 +9,20 @@ or in what they read. A copy reads its own parameters, values of itself and of t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from passes.ir.graph import ModelGraph
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import node_leaves
-from passes.provenance import module_path
-from passes.size_expression import size_of
+from passes.repeats import Run, border_depth, periods, signatures
 
 __all__ = ["Folded", "fold_repeats"]
 
 _LEAST = 5
 """Copies from which on it is worth folding: three stay."""
-
-_PERIODS = 6
-"""How many lengths of a block are tried, the most frequent distances between like nodes first."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +45,17 @@ class Folded:
         return max((len(names) for names in self.copies.values()), default=1)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """``count`` copies of ``length`` nodes from ``start`` on."""
-
-    start: int
-    length: int
-    count: int
-
-    def copy_of(self, position: int) -> int:
-        """Which copy a position is in; -1 before the run, ``count`` behind it."""
-        return min(max((position - self.start) // self.length, -1), self.count) if position >= self.start else -1
-
-
 def fold_repeats(graph: ModelGraph) -> Folded:
     """Fold the longest run of copies; the graph itself where there is none."""
     nodes = graph.computing_nodes()
-    signatures = _signatures(graph, nodes)
+    held = {**graph.parameters, **graph.buffers, **graph.constants}.keys()
+
+    def kind(value: fx.Node) -> str:
+        return "held" if value.name in held else value.name if value.op == "placeholder" else "value"
+
+    found = signatures(nodes, kind)
     position = {node: index for index, node in enumerate(nodes)}
-    runs = (_run(graph, nodes, signatures, position, period) for period in _periods(signatures))
+    runs = (_run(nodes, found, position, period, held) for period in periods(found))
     run = max((run for run in runs if run is not None), key=lambda run: (run.count - 3) * run.length, default=None)
     if run is None:
         return Folded(graph, {}, {})
@@ -79,70 +65,13 @@ def fold_repeats(graph: ModelGraph) -> Folded:
 # -- finding a run -------------------------------------------------------------------------------------------------------------------
 
 
-def _signatures(graph: ModelGraph, nodes: Sequence[fx.Node]) -> list[int]:
-    """A number for each node: equal for nodes that do the same to values of the same shapes."""
-    numbers: dict[Hashable, int] = {}
-    held = {**graph.parameters, **graph.buffers, **graph.constants}
-
-    def leaf(value: Any) -> str:
-        if not isinstance(value, fx.Node):
-            return repr(value)
-        kind = "held" if value.name in held else value.name if value.op == "placeholder" else "value"
-        return f"{kind} {_described(value.meta.get('val'))}"
-
-    found = []
-    for node in nodes:
-        arguments = [leaf(value) for value in _leaves((node.args, node.kwargs))]
-        found.append(numbers.setdefault((node.target, _described(node.meta.get("val")), tuple(arguments)), len(numbers)))
-    return found
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What nested arguments hold, how they are nested with it."""
-    if isinstance(value, tuple | list):
-        yield len(value)
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, Mapping):
-        yield tuple(value)
-        for each in value.values():
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _described(value: object) -> Hashable:
-    """What is known of a traced value, as far as copies must agree in it."""
-    if isinstance(value, Tensor):
-        return (*(str(size_of(size)) for size in value.shape), str(value.dtype), value.requires_grad)
-    if isinstance(value, tuple | list):
-        return tuple(_described(each) for each in value)
-    return str(value)
-
-
-def _periods(signatures: Sequence[int]) -> list[int]:
-    """Distances between like nodes, the most frequent first."""
-    last: dict[int, int] = {}
-    distances: Counter[int] = Counter()
-    rare = Counter(signatures)
-    for index, signature in enumerate(signatures):
-        if signature in last:
-            distances[index - last[signature]] += 1 + (rare[signature] < len(signatures) / 8)
-        last[signature] = index
-    # A block that holds two like layers repeats at their sum as well.
-    frequent = [distance for distance, _ in distances.most_common(_PERIODS)]
-    sums = [one + other for one in frequent[:3] for other in frequent[:3]]
-    return list(dict.fromkeys((*frequent, *sums)))
-
-
-def _run(graph: ModelGraph, nodes: list[fx.Node], signatures: list[int], position: dict[fx.Node, int], period: int) -> _Run | None:
+def _run(nodes: list[fx.Node], found: list[int], position: dict[fx.Node, int], period: int, held: Collection[str]) -> Run | None:
     """The longest run of copies of so many nodes."""
-    held = {**graph.parameters, **graph.buffers, **graph.constants}
     best: tuple[int, int] = (0, 0)
     start = 0
     for index in range(len(nodes) - period + 1):
-        alike = index < len(nodes) - period and signatures[index] == signatures[index + period]
-        if alike and _reads_alike(nodes[index], nodes[index + period], period, position, held.keys()):
+        alike = index < len(nodes) - period and found[index] == found[index + period]
+        if alike and _reads_alike(nodes[index], nodes[index + period], period, position, held):
             continue
         best = max(best, (index - start, start), key=lambda pair: pair[0])
         start = index + 1
@@ -150,22 +79,14 @@ def _run(graph: ModelGraph, nodes: list[fx.Node], signatures: list[int], positio
     count = length // period + 1
     if count < _LEAST:
         return None
-    runs = [_Run(first, period, (start + length + period - first) // period) for first in range(start, start + period)]
-    for run in sorted(runs, key=lambda run: (_depth(nodes, run.start), run.start)):
-        if run.count >= _LEAST and _is_closed(nodes, position, run, held.keys()):
+    runs = [Run(first, period, (start + length + period - first) // period) for first in range(start, start + period)]
+    for run in sorted(runs, key=lambda run: (border_depth(nodes, run.start), run.start)):
+        if run.count >= _LEAST and _is_closed(nodes, position, run, held):
             return run
     return None
 
 
-def _depth(nodes: list[fx.Node], first: int) -> int:
-    """Through how many modules a border in front of a node goes: blocks begin where it is fewest."""
-    before, here = (module_path(node).split(".") for node in (nodes[max(first - 1, 0)], nodes[first]))
-    if before == here and first:
-        return len(here)
-    return next((depth for depth, pair in enumerate(zip(before, here, strict=False)) if pair[0] != pair[1]), min(len(before), len(here)))
-
-
-def _reads_alike(one: fx.Node, other: fx.Node, period: int, position: dict[fx.Node, int], held: Any) -> bool:
+def _reads_alike(one: fx.Node, other: fx.Node, period: int, position: dict[fx.Node, int], held: Collection[str]) -> bool:
     """Whether a node and its counterpart a copy later read counterparts, or the same."""
     for mine, theirs in zip(node_leaves((one.args, one.kwargs)), node_leaves((other.args, other.kwargs)), strict=True):
         if mine is theirs:
@@ -178,7 +99,7 @@ def _reads_alike(one: fx.Node, other: fx.Node, period: int, position: dict[fx.No
     return True
 
 
-def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: _Run, held: Any) -> bool:
+def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: Run, held: Collection[str]) -> bool:
     """Whether copies read only themselves, the one before, and what all of them read; and nobody else reads any but the last."""
     own: dict[fx.Node, set[int]] = {}
     for index in range(run.start, run.start + run.length * run.count):
@@ -204,7 +125,7 @@ def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: _Run, he
 # -- leaving copies out --------------------------------------------------------------------------------------------------------------
 
 
-def _folded(graph: ModelGraph, nodes: list[fx.Node], run: _Run) -> Folded:
+def _folded(graph: ModelGraph, nodes: list[fx.Node], run: Run) -> Folded:
     def at(copy: int, offset: int) -> fx.Node:
         return nodes[run.start + copy * run.length + offset]
 

@@ -7,16 +7,16 @@ once those have been differentiated. So None stays None from the loss back to th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, fx
 
 from passes.alike_stages import form_of, renamed
-from passes.differentiate import contiguous_like, differentiate, fake_mode
+from passes.differentiate_regions import differentiate_regions, tracked_outputs
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.recompute import Recompute
+from passes.region_templates import RegionTemplates
 from passes.split_backward import DifferentiatedStage, split_backward
 from passes.stages import StageGraph, split_stages
 from passes.streaming.differentiate_tiles import differentiate_tiles, tiles_requiring_gradient
@@ -51,6 +51,7 @@ class LoweredStages:
         training: for each stage, its training graphs; empty when nothing is differentiated.
         differentiation: what the training graphs differentiate; None when there are none.
         requiring: the values between stages, and those returned, that autograd would track.
+        templates: what is known of their regions, however often they are differentiated.
     """
 
     graph: ModelGraph
@@ -59,6 +60,7 @@ class LoweredStages:
     training: tuple[DifferentiatedStage, ...] = ()
     differentiation: Differentiation | None = None
     requiring: frozenset[str] = frozenset()
+    templates: RegionTemplates = field(default_factory=RegionTemplates, compare=False, repr=False)
 
     @property
     def collector(self) -> int:
@@ -98,21 +100,15 @@ def cut_stages(graph: ModelGraph, plan: Plan, devices: Sequence[torch.device]) -
 
 
 def differentiate_stages(
-    lowered: LoweredStages,
-    differentiation: Differentiation,
-    recompute: Recompute,
-    devices: Sequence[torch.device],
-    *,
-    share: bool = False,
+    lowered: LoweredStages, differentiation: Differentiation, recompute: Recompute, *, share: bool = False
 ) -> LoweredStages:
     """Add the training graphs.
 
     Args:
-        devices: for each rank, where it runs.
         share: whether stages that compute alike have one graph, whose names are those of one of them: enough to look at costs.
     """
     differentiable = differentiation.parameters | differentiation.inputs
-    requiring = values_requiring_gradient(lowered.stages, differentiable)
+    requiring = values_requiring_gradient(lowered, differentiable)
     given = set(differentiation.outputs)
     training: list[DifferentiatedStage] = []
     known: dict[Hashable, tuple[StageGraph, DifferentiatedStage]] = {}
@@ -128,40 +124,25 @@ def differentiate_stages(
         if is_streamed(stage.module.graph):
             training.insert(0, differentiate_tiles(stage, wanted, of_outputs, recompute))
         else:
-            joint = differentiate(stage, wanted, of_outputs, devices[lowered.stage_rank[stage.index]])
+            joint = differentiate_regions(stage, wanted, of_outputs, lowered.templates)
             training.insert(0, split_backward(joint, recompute))
         known[form] = stage, training[0]
         given.update(training[0].arguments_with_gradient)
-    return LoweredStages(lowered.graph, lowered.stages, lowered.stage_rank, tuple(training), differentiation, requiring)
+    return replace(lowered, training=tuple(training), differentiation=differentiation, requiring=requiring)
 
 
-def values_requiring_gradient(stages: Sequence[StageGraph], differentiable: frozenset[str]) -> frozenset[str]:
+def values_requiring_gradient(lowered: LoweredStages, differentiable: frozenset[str]) -> frozenset[str]:
     """Which values between stages autograd would track, found by running the stages on fake tensors."""
     requiring: set[str] = set()
     known: dict[Hashable, tuple[bool, ...]] = {}
-    for stage in stages:
+    for stage in lowered.stages:
         if is_streamed(stage.module.graph):
             requiring |= tiles_requiring_gradient(stage, differentiable)
             continue
-        form = form_of(stage, frozenset(name for name in stage.bound + stage.arguments if name in differentiable | requiring), ())
-        if form in known:
-            requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)
-            continue
-        with fake_mode(stage.module.graph), torch.enable_grad():
-            inputs = []
-            for node in stage.module.graph.nodes:
-                if node.op == "placeholder":
-                    value = node.meta["val"]
-                    if isinstance(value, Tensor):
-                        value = contiguous_like(value, stage.device) if node.name not in stage.bound else _on(value, stage.device)
-                        value.requires_grad_(node.name in differentiable or node.name in requiring)
-                    inputs.append(value)
-            results = fx.Interpreter(stage.module).run(*inputs)
-        known[form] = tuple(bool(getattr(result, "requires_grad", False)) for result in results)
+        wanted = frozenset(name for name in stage.bound + stage.arguments if name in differentiable or name in requiring)
+        form = form_of(stage, wanted, ())
+        if form not in known:
+            found = tracked_outputs(stage, wanted, lowered.templates)
+            known[form] = tuple(name in found for name in stage.outputs)
         requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)
     return frozenset(requiring)
-
-
-def _on(value: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor like another, where the stage runs: a model on the meta device is lowered for a real one."""
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)

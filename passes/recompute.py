@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from passes.aliasing import OWN_MEMORY, memory_keys
 from passes.differentiate import Joint, fake_mode
 from passes.dropout_masks import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.ir.collectives import (
@@ -129,8 +130,8 @@ class _Sizes:
         body = nodes.needed(gradients, lambda node: node.op == "placeholder" or node in kept, in_backward=True)
         memory: dict[Any, int] = {}
         for node in nodes.read_in_backward(body) | set(gradients):
-            if node in kept and isinstance(value := node.meta.get("val"), Tensor):
-                key = value.untyped_storage()._cdata  # noqa: SLF001  what tells storages apart
+            if node in kept and isinstance(node.meta.get("val"), Tensor):
+                ((_, key),) = memory_keys(node)
                 memory[key] = max(memory.get(key, 0), self.of(node))
         return sum(memory.values())
 
@@ -164,7 +165,7 @@ def _elements(mask: Tensor) -> int:
 def _with_state(graph: fx.Graph, node: fx.Node, drawn: tuple[Tensor, Tensor]) -> tuple[fx.Node, fx.Node]:
     def write(target: Any, arguments: tuple[Any, ...], name: str, value: Any) -> fx.Node:
         written = graph.create_node("call_function", target, arguments, name=name)
-        written.meta = {**node.meta, "val": value}
+        written.meta = {**{key: each for key, each in node.meta.items() if key != OWN_MEMORY}, "val": value}
         return written
 
     with graph.inserting_before(node):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.aliasing import aliasing
+from passes.aliasing import Aliasing, aliasing
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.lazy_graph_module import LazyGraphModule
@@ -115,10 +115,13 @@ def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequenc
     """
     stages = stage_of_nodes(graph, first_nodes)
     last = len(first_nodes) - 1
-    return tuple(_stage_graph(graph, stages, index, index == last, devices[index]) for index in range(len(first_nodes)))
+    memory = aliasing(graph.graph)
+    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index]) for index in range(len(first_nodes)))
 
 
-def _stage_graph(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: bool, device: torch.device) -> StageGraph:
+def _stage_graph(
+    graph: ModelGraph, memory: Aliasing, stages: Mapping[str, int], index: int, is_last: bool, device: torch.device
+) -> StageGraph:
     outputs = _outputs(graph, stages, index, is_last)
     needed = _needed_nodes(graph, stages, index, outputs)
     names = {node.name for node in needed}
@@ -142,7 +145,7 @@ def _stage_graph(graph: ModelGraph, stages: Mapping[str, int], index: int, is_la
         has_batch="batch" in placeholders,
         device=device,
     )
-    module = _copy(graph, stage, needed, device)
+    module = _copy(graph, memory, stage, needed, device)
     return StageGraph(**{**vars(stage), "module": module})
 
 
@@ -185,7 +188,7 @@ def _needed_nodes(graph: ModelGraph, stages: Mapping[str, int], index: int, outp
     return [node for node in graph.computing_nodes() if node in needed]
 
 
-def _copy(graph: ModelGraph, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device) -> fx.GraphModule:
+def _copy(graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device) -> fx.GraphModule:
     nodes = {node.name: node for node in graph.graph.nodes}
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -193,7 +196,6 @@ def _copy(graph: ModelGraph, stage: StageGraph, needed: Sequence[fx.Node], devic
         placeholder = target.placeholder(name)
         placeholder.meta = dict(nodes[name].meta)
         copies[nodes[name]] = placeholder
-    memory = aliasing(graph.graph)
     for node in needed:
         copies[node] = target.node_copy(node, lambda argument: copies[argument])
         _place(copies[node], device)

@@ -78,9 +78,9 @@ def lowered_stages(
     graph, everything = traced(case, batch_size, input_gradients)
     devices = [torch.device("cpu")] * n_ranks
     stages = cut_stages(graph, even_plan(graph, schedule, n_ranks, n_microbatches, recompute), devices)
-    requiring = values_requiring_gradient(stages.stages, everything.parameters | everything.inputs)
+    requiring = values_requiring_gradient(stages, everything.parameters | everything.inputs)
     wanted = Differentiation(everything.outputs & requiring, everything.inputs, everything.parameters)
-    return differentiate_stages(stages, wanted, recompute, devices)
+    return differentiate_stages(stages, wanted, recompute)
 
 
 def programs(

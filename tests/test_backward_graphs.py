@@ -115,7 +115,7 @@ def build(name: str, recompute: Recompute) -> Built:
         frozenset({"x"} if "x" in lowered.stages[0].model_inputs else lowered.stages[0].model_inputs),
         frozenset(graph.parameters),
     )
-    lowered = differentiate_stages(lowered, wanted, recompute, [CPU])
+    lowered = differentiate_stages(lowered, wanted, recompute)
     cotangent = torch.randn_like(model(x))
     torch.manual_seed(0)
     return Built(MODELS[name]().double(), lowered.stages[0], lowered.training[0], x, cotangent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.tracing.trace import trace
+from passes.aliasing import memory_keys
 from passes.dropout_masks import dropout_mask_again
 from passes.ir import communication
 from passes.lower import Differentiation, cut_stages, differentiate_stages
@@ -46,11 +48,11 @@ def saved_bytes(recompute: str) -> tuple[int, ...]:
     graph = trace(instance.model, instance.args, instance.kwargs)
     devices = [torch.device("cpu")] * 2
     everything = Differentiation(frozenset(graph.returned), frozenset(), frozenset(graph.parameters))
-    lowered = differentiate_stages(cut_stages(graph, plan, devices), everything, recompute, devices)  # type: ignore[arg-type]
+    lowered = differentiate_stages(cut_stages(graph, plan, devices), everything, recompute)  # type: ignore[arg-type]
     found = []
     for stage in lowered.training:
-        tensors = [value for value in stage.saved_values if isinstance(value, Tensor)]
-        storages = {value.untyped_storage()._cdata: int(value.untyped_storage().nbytes()) for value in tensors}
+        results: Any = stage.forward.graph.output_node().args[0]
+        storages = {key: int(tensor.untyped_storage().nbytes()) for node in results[-1] for tensor, key in memory_keys(node)}
         found.append(sum(storages.values()) // 4)
     return tuple(found)
 

@@ -15,7 +15,7 @@ from cost_models.communication import all_reduce, send_receive
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.simulator.events import run_ranks
-from cost_models.simulator.links import passage_of
+from cost_models.simulator.links import Passages
 from cost_models.simulator.read_program import RankWork
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
@@ -123,9 +123,7 @@ def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
 
     to_one = Transfer("to_one", "message", (0, 1), "to_one", 100)
     to_two = Transfer("to_two", "message", (0, 2), "to_two", 300)
-    runs, traffic = run_ranks(
-        [work(0, to_one, to_two), work(1, to_one), work(2, to_two)], lambda transfer: passage_of(transfer, cluster, Roofline())
-    )
+    runs, traffic = run_ranks([work(0, to_one, to_two), work(1, to_one), work(2, to_two)], Passages(cluster, Roofline()).of)
     assert runs[1].finish == pytest.approx(2.0)  # half of the bandwidth until it is over
     assert runs[2].finish == pytest.approx(4.0)  # the whole of it from then on
     assert traffic == {(0, 1): {(0, 1): 100}, (0, 2): {(0, 2): 300}}

@@ -19,7 +19,7 @@ from cost_models.formulas import Numbers
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.steps import Step
 from cost_models.simulator.values import UNKNOWN, Category, Held, Storage, leaves_of, storages_of
-from passes.aliasing import memory_key
+from passes.aliasing import memory_keys
 from passes.ancestors import with_ancestors
 from passes.operators import packet, viewed_arguments
 from passes.size_expression import SIZE_OPERATORS, size_of
@@ -137,28 +137,34 @@ class GraphReader(ABC):
         sources = {leaf.key: leaf.storage for source in node.all_input_nodes for leaf in leaves_of(self.values[source])}
         viewed = () if packet(node.target) in _MAY_COPY else viewed_arguments(node)
         fallback = next((leaf.storage for source in viewed for leaf in leaves_of(self.values[source])), None)
-        self.values[node] = self.traced(node, node.meta["val"], {} if packet(node.target) in _COPIES else sources, fallback)
+        self.values[node] = self.traced(node, {} if packet(node.target) in _COPIES else sources, fallback)
         if node in self._fused:
             dtype = next((leaf.dtype for leaf in leaves_of(self.values[node])), torch.float32)
             return self.prices.seconds(self._fused[node].at(self.numbers(node)), dtype)
         return self.prices.operator(node, self.values, self.values[node], is_view=not self.made)
 
-    def traced(self, node: fx.Node, fake: Any, sources: Mapping[Hashable, Storage] = _NO_SOURCES, fallback: Storage | None = None) -> Any:
-        """A traced value at the rows of this call.
+    def traced(self, node: fx.Node, sources: Mapping[Hashable, Storage] = _NO_SOURCES, fallback: Storage | None = None) -> Any:
+        """A node's traced value at the rows of this call.
 
         Args:
             sources: the storages of what the node reads, by the storage that tracing saw; the value is a view of those that it shares.
             fallback: what it is a view of in any case.
         """
+        keys = {id(tensor): key for tensor, key in memory_keys(node)}
+        return self._at_rows(node, node.meta.get("val"), keys, sources, fallback)
+
+    def _at_rows(
+        self, node: fx.Node, fake: Any, keys: Mapping[int, Hashable], sources: Mapping[Hashable, Storage], fallback: Storage | None
+    ) -> Any:
         if isinstance(fake, Tensor):
-            numbers, key = self.numbers(node), memory_key(fake)
+            numbers, key = self.numbers(node), keys[id(fake)]
             shape = tuple(int(numbers[size_of(size)]) for size in fake.shape)
             storage = sources.get(key) or fallback or self._new.get(key)
             if storage is None:
                 storage = self._new[key] = self.make(node, int(numbers[size_of(fake.untyped_storage().nbytes())]))
             return Held(storage, shape, fake.dtype, key)
         if isinstance(fake, tuple | list):
-            return [self.traced(node, part, sources, fallback) for part in fake]
+            return [self._at_rows(node, part, keys, sources, fallback) for part in fake]
         return int(self.numbers(node)[size_of(fake)]) if isinstance(fake, torch.SymInt) else fake
 
     def numbers(self, node: fx.Node) -> Numbers:

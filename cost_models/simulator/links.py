@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cost_models.cost_model import CostModel
-from cost_models.group_communication import Collective, collective_time, port
+from cost_models.group_communication import Collective, Group, GroupLinks, group_links, port
 from cost_models.hardware import Cluster
 from cost_models.simulator.steps import Transfer
 
-__all__ = ["Passage", "passage_of"]
+__all__ = ["Passage", "Passages"]
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,40 @@ class Passage:
     traffic: Mapping[tuple[int, int], float]
 
 
-def passage_of(transfer: Transfer, cluster: Cluster, cost_model: CostModel) -> Passage:
-    """How a transfer goes over the links of a cluster."""
-    group, size = transfer.group, transfer.bytes
-    if transfer.kind == "message":
-        source, destination = group
-        link = cluster.link(source, destination)
-        latency = cost_model.transfer_time(0, link)
-        seconds = cost_model.transfer_time(size, link) - latency
-        return Passage(latency, seconds, tuple(_ports(cluster, source, destination)), {(source, destination): size})
-    if len(group) == 1:
-        return Passage(0.0, 0.0, (), {})
-    kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
-    latency = collective_time(kind, 0, group, cluster)
-    pairs = zip(group, (*group[1:], group[0]), strict=True)
-    ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(cluster, *pair)))
-    return Passage(latency, collective_time(kind, size, group, cluster) - latency, ports, dict(_traffic(transfer)))
+class Passages:
+    """How transfers go over the links of a cluster. What all transfers of a group have in common is worked out once.
+
+    Args:
+        cluster: where ranks are.
+        cost_model: how long a message takes.
+    """
+
+    def __init__(self, cluster: Cluster, cost_model: CostModel) -> None:
+        self._cluster, self._cost_model = cluster, cost_model
+        self._groups: dict[Group, tuple[GroupLinks, tuple[Any, ...]]] = {}
+
+    def of(self, transfer: Transfer) -> Passage:
+        """How one goes."""
+        group, size = transfer.group, transfer.bytes
+        if transfer.kind == "message":
+            link = self._cluster.link(*group)
+            latency = self._cost_model.transfer_time(0, link)
+            seconds = self._cost_model.transfer_time(size, link) - latency
+            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), {(group[0], group[1]): size})
+        if len(group) == 1:
+            return Passage(0.0, 0.0, (), {})
+        kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
+        links, ports = self._of_group(group)
+        latency = links.seconds(kind, 0)
+        return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)))
+
+    def _of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
+        """Its links, and the ways that a ring of it uses."""
+        if group not in self._groups:
+            pairs = zip(group, (*group[1:], group[0]), strict=True)
+            ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(self._cluster, *pair)))
+            self._groups[group] = group_links(group, self._cluster), ports
+        return self._groups[group]
 
 
 def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:

@@ -108,7 +108,7 @@ class _ProgramReader(GraphReader):
         if not isinstance(fake, Tensor):
             return UNKNOWN
         self.begin()
-        value = self.traced(node, fake)
+        value = self.traced(node)
         return self._stay(value)
 
     def _state(self, name: str, fake: Tensor) -> Held:
@@ -228,7 +228,7 @@ class _ProgramReader(GraphReader):
         if function is not None:
             self.values[node] = function(self, node, *arguments, **keywords)
         elif isinstance(node.meta.get("val"), Tensor | tuple):
-            self.values[node] = self.traced(node, node.meta["val"])
+            self.values[node] = self.traced(node)
         else:
             self.values[node] = UNKNOWN
         assert callable(node.target)
@@ -368,9 +368,9 @@ class _CallReader(_ProgramReader):
         fake = node.meta.get("val")
         if not isinstance(fake, Tensor):
             self._given.append(None)
-            return self.traced(node, fake)
+            return self.traced(node)
         self.begin()
-        value = self.traced(node, fake)
+        value = self.traced(node)
         is_saved = len(self._given) < self._n_saved
         storage = Storage(node.name, value.storage.bytes if is_saved else 0, "activations", stays=not is_saved, holders=1)
         self._given.append(storage)

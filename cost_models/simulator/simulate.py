@@ -17,7 +17,7 @@ from cost_models.fusion import Fusion
 from cost_models.hardware import Cluster, Device
 from cost_models.memory import training_bytes
 from cost_models.simulator.events import RankRun, Slice, run_ranks
-from cost_models.simulator.links import passage_of
+from cost_models.simulator.links import Passages
 from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_program import RankWork, read_program
@@ -86,7 +86,7 @@ def simulate_programs(
         device = cluster.devices[program.rank]
         price = prices.setdefault(device, NodePrices(device, cost_model, fusion))
         work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), everybody.mesh))
-    runs, traffic = run_ranks(work, lambda transfer: passage_of(transfer, cluster, cost_model))
+    runs, traffic = run_ranks(work, Passages(cluster, cost_model).of)
     step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
     found = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer, mixed=mixed_precision)) for each in work}
     busy = sum(runs[rank].busy for rank in everybody.of.values())

@@ -13,7 +13,7 @@ from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.steps import Step, Transfer, merged
 from cost_models.simulator.values import Held, Storage
-from passes.aliasing import memory_key
+from passes.aliasing import memory_keys
 from passes.ir.program import StageCall
 from passes.size_expression import size_of
 
@@ -122,8 +122,8 @@ class _StageReader(GraphReader):
         if isinstance(fake, Tensor):
             storage = Storage(node.name, 0, "activations", stays=True)
             self.given.append(storage)
-            numbers = self.numbers(node)
-            return Held(storage, tuple(int(numbers[size_of(size)]) for size in fake.shape), fake.dtype, memory_key(fake))
+            numbers, ((_, key),) = self.numbers(node), memory_keys(node)
+            return Held(storage, tuple(int(numbers[size_of(size)]) for size in fake.shape), fake.dtype, key)
         self.given.append(None)
         return int(self.numbers(node)[size_of(fake)]) if isinstance(fake, torch.SymInt) else fake
 
@@ -131,6 +131,6 @@ class _StageReader(GraphReader):
         return self._rows
 
     def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
-        self.values[node] = self.traced(node, node.meta.get("val"))
+        self.values[node] = self.traced(node)
         assert callable(node.target)
         return self.prices.function(node.target, arguments, self.values[node], sum(storage.bytes for storage in self.made))

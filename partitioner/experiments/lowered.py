@@ -107,12 +107,12 @@ def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
 
 def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """The programs of one pipeline."""
-    requiring = values_requiring_gradient(stages.stages, trainable) if stages.graph.training else frozenset()
+    requiring = values_requiring_gradient(stages, trainable) if stages.graph.training else frozenset()
     outputs = frozenset(stages.returned) & requiring
     if not outputs:
         return emit_forward(stages, plan.n_microbatches, devices, training=False)
     differentiation = Differentiation(outputs, frozenset(), trainable)
-    lowered: LoweredStages = differentiate_stages(stages, differentiation, cast(Recompute, plan.recompute), devices, share=True)
+    lowered: LoweredStages = differentiate_stages(stages, differentiation, cast(Recompute, plan.recompute), share=True)
     schedule = make_schedule(plan.schedule, len(devices), plan.n_microbatches, len(plan.stages) // len(devices))
     return emit_train_step(lowered, schedule, LossForm(), devices)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.aliasing import OWN_MEMORY, memory_keys
+from passes.aliasing import OWN_MEMORY, memory_keys, new_memory
 from passes.size_expression import size_of
-from passes.streaming.known_values import KnownValues, new_memory
+from passes.streaming.known_values import KnownValues
 from passes.streaming.regions import TILE
 
 __all__ = ["GradientWriter", "write_out"]

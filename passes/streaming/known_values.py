@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.aliasing import OWN_MEMORY, memory_key, memory_keys, mutated_arguments, tensors_of
+from passes.aliasing import OWN_MEMORY, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
 from passes.operators import draws, node_leaves, written_arguments
 
-__all__ = ["KnownValues", "new_memory"]
+__all__ = ["KnownValues"]
 
 aten = torch.ops.aten
-
-
-def new_memory() -> Hashable:
-    """Memory that nothing else lies in."""
-    return object()
 
 
 class KnownValues:
