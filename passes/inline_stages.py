@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.aliasing import OWN_MEMORY
 from passes.ir import collectives, communication
 from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes, take_part
@@ -96,7 +97,7 @@ def written_out(stage: StageCall, section: Action, like: ProgramModule, mesh: Me
     arguments = []
     for node in [node for node in stage.graph.graph.nodes if node.op == "placeholder"][len(stage.bound_names) :]:
         arguments.append(graph.placeholder(f"given_{node.name}"))
-        arguments[-1].meta["val"] = node.meta.get("val")
+        arguments[-1].meta.update({key: node.meta[key] for key in ("val", OWN_MEMORY) if key in node.meta})
     given: tuple[Any, ...] = (tuple(arguments[:n_saved]), *arguments[n_saved:]) if stage.takes_tuple else tuple(arguments)
     call = graph.create_node("call_module", "stage", given, {}, name="call")
     call.meta["section"] = Action(section.stage, section.kind, 0)
