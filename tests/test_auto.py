@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +81,31 @@ def test_a_saved_plan_lowers_to_the_same_programs() -> None:
     found = partition(instance.model, devices=2, example_inputs=instance.args, progress=False)
     again = partition(instance.model, devices=2, example_inputs=instance.args, progress=False, plan=Plan.from_json(found.plan.to_json()))
     assert [graph.code for graph in found.graphs] == [graph.code for graph in again.graphs]
+
+
+HASHED = """
+import hashlib, torch
+from partitioner import partition
+from tests.models.zoo import case_named
+instance = case_named("gpt").build()
+pm = partition(instance.model, devices=4, example_inputs=instance.args, cluster="v100:2x2", progress=False)
+programs = "".join(graph.code for graph in pm.graphs)
+print(pm.plan.hash, hashlib.sha256(programs.encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_plans_and_programs_are_the_same_in_every_process() -> None:
+    """Sets of strings are in another order in each: nothing that is decided or written may depend on it."""
+    printed = set()
+    for seed in ("0", "1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        command = [sys.executable, "-c", HASHED]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=environment)
+        printed.add(finished.stdout.strip())
+    assert len(printed) == 1
+    assert len(printed.pop().split()) == 2
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

@@ -19,9 +19,11 @@ QUICK = {
     "distributed_sampler": ("--epochs", "2"),
     "encoder_decoder": ("--steps", "3"),
     "four_quadrants": ("--size", "32"),
+    "gpt3_on_1024_gpus": ("--layers", "4", "--devices", "8", "--batch-size", "16"),
     "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
     "lenet_data_parallel": ("--epochs", "1", "--devices", "2"),
     "llama_tensor": ("--steps", "2", "--sequence"),
+    "mixed_cluster": ("--layers", "8", "--width", "1024"),
     "mixtral_experts": (),
     "replicas_of_pipelines": ("--steps", "3"),
     "streamed_decoder": ("--size", "16", "--tiles", "4", "--memory", "0.6"),
@@ -37,7 +39,24 @@ QUICK = {
 EITHER_WAY = ("distributed_sampler", "torchrun_training")
 """Those that run in one process or in several, and print the losses of their steps."""
 
-LONG = frozenset({"clip_contrastive", "encoder_decoder", "llama_tensor", "mixtral_experts", "streamed_decoder", "transformers_from_config"})
+PLANNED = {
+    "gpt3_on_1024_gpus": r"^gap +\d+\.\d%: \d+ plans",
+    "mixed_cluster": r"^equal layers on the same mesh: .* [1-9]\.\d+ times as long",
+}
+"""Those that plan a model and run nothing, and a line that they print."""
+
+LONG = frozenset(
+    {
+        "clip_contrastive",
+        "encoder_decoder",
+        "gpt3_on_1024_gpus",
+        "llama_tensor",
+        "mixed_cluster",
+        "mixtral_experts",
+        "streamed_decoder",
+        "transformers_from_config",
+    }
+)
 """Those that take longest: they run with the full matrices."""
 
 PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -80,6 +99,8 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     difference = re.search(r"^largest difference (\S+)", printed, re.MULTILINE)
     if path.stem in EITHER_WAY:
         assert losses_in(printed)
+    elif path.stem in PLANNED:
+        assert re.search(PLANNED[path.stem], printed, re.MULTILINE)
     else:
         assert difference is not None
         assert float(difference[1]) < 1e-3
