@@ -22,7 +22,7 @@ from passes.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "shortened", "space_axes"]
+__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "expert_axes", "shortened", "space_axes"]
 
 BATCH = "batch"
 """The name of the rows of the inputs."""
@@ -68,7 +68,7 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
     """The name of every axis, with its number."""
     batch = batch_axes(graph, axes)
     of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
-    experts = _expert_axes(graph, axes)
+    experts = expert_axes(graph, axes)
     counts: Counter[str] = Counter()
     names = []
     for axis, roles in enumerate(axes.roles):
@@ -78,7 +78,7 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
+def expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
     """The axes along which a weight has a matrix for each element, multiplied with what that element has of the activations.
 
     Not the groups of a convolution, and not heads, which attention names.

@@ -148,7 +148,8 @@ def layout_choices(
     Raises:
         TooManyChoicesError: a call depends on too many groups.
     """
-    walk = LayoutWalk(graph, axes, (dimension,), {}, (dimension[0],) if rows else (), "rows", None, value_bytes or ValueBytes(graph))
+    every = {dimension[0]: [*fixed, *(axis for group in groups for axis in group)]}  # told beforehand, for what depends on all of them
+    walk = LayoutWalk(graph, axes, (dimension,), every, (dimension[0],) if rows else (), "rows", None, value_bytes or ValueBytes(graph))
     choices = _Choices(walk, groups, fixed)
     for node in graph.graph.nodes:
         choices.visit(node)

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
+from passes.axis_names import batch_axes, expert_axes
 from passes.call_along import CallAlong, Cut
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
@@ -140,6 +141,7 @@ class LayoutWalk:
         self.mesh = mesh
         self.assigned = [{axis: place for place, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
+        self.beside_rows = [self._beside_rows(name, each) for (name, _), each in zip(mesh, self.assigned, strict=True)]
         self.form = form
         self.stored = stored
         self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
@@ -152,6 +154,14 @@ class LayoutWalk:
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
         self.results: dict[str, tuple[Layout, ...]] = {}
+
+    def _beside_rows(self, name: str, assigned: Mapping[int, int]) -> frozenset[int]:
+        """What a mesh dimension that cuts rows is to cut besides, in calls that read it of a parameter, though rows are gathered for it.
+
+        Experts are none of it: tokens go to them.
+        """
+        others = assigned.keys() - batch_axes(self.graph, self.axes) if name in self.rows else frozenset[int]()
+        return frozenset(others - expert_axes(self.graph, self.axes)) if others else frozenset()
 
     # -- where the walk starts and ends --------------------------------------------------------------------------------------------
 
@@ -328,11 +338,11 @@ class LayoutWalk:
 
         Of parameters first those that the call itself reads: a sequence may be an axis of learned positions, which it does not.
         Where rows are cut: only the axis of a parameter that the call reads. For its sake what lies in parts is exchanged (tokens go to
-        their experts), and neither gathered nor summed.
+        their experts), and neither gathered nor summed, unless it was chosen for just that: where weights are larger than activations.
         """
         assert call.loops is not None
         by_rows = self.mesh[index][0] in self.rows
-        together = by_rows and call.comes_together(cut)
+        together = by_rows and call.comes_together(cut) and cut.axis not in self.beside_rows[index]
         is_read = self._reads_in_parts(call, cut)
         of_parameter = is_read if by_rows else cut.axis in self.of_parameters
         moved = 0.0

@@ -25,6 +25,7 @@ QUICK = {
     "llama_tensor": ("--steps", "2", "--sequence"),
     "mixed_cluster": ("--layers", "8", "--width", "1024"),
     "mixtral_experts": (),
+    "one_weird_trick": ("--devices", "2", "--batch-size", "16"),
     "replicas_of_pipelines": ("--steps", "3"),
     "streamed_decoder": ("--size", "16", "--tiles", "4", "--memory", "0.6"),
     "tiled_unet": ("--steps", "2"),
@@ -53,6 +54,7 @@ LONG = frozenset(
         "llama_tensor",
         "mixed_cluster",
         "mixtral_experts",
+        "one_weird_trick",
         "streamed_decoder",
         "transformers_from_config",
     }

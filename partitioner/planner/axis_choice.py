@@ -65,6 +65,7 @@ class AxisProblem:
         excluded: axes that are not: another mesh dimension cuts them.
         pace: of the ranks; None: unknown, and a cut was asked for.
         copies: how often a node is there: one of a block that stands for others counts for them.
+        rows: whether the mesh dimension cuts the batch, which is then what is fixed.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class AxisProblem:
         excluded: Collection[int] = (),
         pace: Pace | None = None,
         copies: Callable[[str], int] = lambda _name: 1,
+        *,
+        rows: bool = False,
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
         self._fixed, self._pace, self._copies = tuple(fixed), pace, copies
-        self._bytes = ValueBytes(graph)
+        self._bytes, self._rows = ValueBytes(graph), rows
         together = axis_groups(graph, axes, dimension[1], {*fixed, *excluded})
-        self._kept = self._held_by_fixed() if fixed else frozenset[str]()
+        self._kept = self._held_by_fixed() if fixed and not rows else frozenset[str]()
         self._choices, self._groups = self._worked_out(together)
         self._unlimited: dict[int, tuple[ChoiceProblem, Choices | None]] = {}
         self._alone: tuple[LayoutChoices, list[AxisGroup]] | None = None
@@ -126,7 +129,8 @@ class AxisProblem:
     def _cuts_fixed(self, chosen: Sequence[int]) -> bool:
         """Whether a call is cut, or a parameter held, by one of the fixed axes."""
         mesh, assigned = (self._dimension,), {self._dimension[0]: chosen}
-        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, (), value_bytes=self._bytes)
+        rows = (self._dimension[0],) if self._rows else ()
+        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, rows, value_bytes=self._bytes)
         cuts = any(cut is not None and cut.axis in self._fixed for each in layouts.cuts.values() for cut in each)
         return cuts or any(isinstance(place, Shard) and place.axis in self._fixed for each in layouts.stored.values() for place in each)
 
@@ -142,7 +146,7 @@ class AxisProblem:
                 left = [group for number, group in enumerate(left) if number not in dropped]
 
     def _outcomes(self, groups: Sequence[Sequence[int]]) -> LayoutChoices:
-        return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, value_bytes=self._bytes)
+        return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, rows=self._rows, value_bytes=self._bytes)
 
     def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
         terms = axis_terms(self._graph, self._axes, choices, count, self._copies, self._pace, self._bytes, self._fixed, self._kept)

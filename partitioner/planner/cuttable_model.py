@@ -20,7 +20,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.tile_grid import tile_axes, with_grid
 from partitioner.planner.unfold import unfolding_of
 from passes.axes import Axes, find_axes
-from passes.axis_names import axes_named, axis_names, batch_axes, shortened
+from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened
 from passes.cut_axes import AxisCut
 from passes.fold_repeats import Folded, fold_repeats
 from passes.ir.errors import ConfigError
@@ -37,6 +37,9 @@ __all__ = ["CuttableModel", "MeshCut"]
 TENSOR = "tensor"
 """The mesh dimension that cuts axes of the parameters."""
 
+DATA = "data"
+"""The mesh dimension of replicas."""
+
 
 @dataclass(frozen=True, eq=False)
 class MeshCut:
@@ -49,7 +52,8 @@ class MeshCut:
         assigned: mesh dimension -> the axes that it cuts.
         layouts: how every value lies.
         beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation
-            recomputation in large transformer models", 2022).
+            recomputation in large transformer models", 2022); where there is no tensor dimension, whether that of the replicas cuts
+            weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014).
         gap: of the choice of axes, by its own prices; None where there was none.
     """
 
@@ -107,7 +111,7 @@ class CuttableModel:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
-            beside: whether the tensor dimension cuts the sequence, too.
+            beside: whether the tensor dimension cuts the sequence, too, or that of the replicas large weights.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
             wide: the first and the last call of every run that fetches a wide halo once.
         """
@@ -116,11 +120,13 @@ class CuttableModel:
         graph = _with_divisible_batch(of.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
         chosen = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
+        if beside and TENSOR not in chosen:
+            chosen[DATA] = self._beside_rows(of, graph, axes, cutting, limit)
         assigned = {name: each.axes for name, each in chosen.items()}
         gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
         key = (cutting, beside, tuple(assigned.items()), gap, wide)
         if key not in self._cuts:
-            if beside:
+            if beside and TENSOR in assigned:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             cut = dataclasses.replace(axis_cut(cutting, assigned, self._request.batchnorm), wide=wide)
             part = self._part(of, graph.batch_size, axes, cut, beside)
@@ -136,11 +142,33 @@ class CuttableModel:
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
     def can_cut_beside(self, mesh: Mesh) -> bool:
-        """Whether the tensor dimension of a mesh may cut the sequence, too."""
+        """Whether the tensor dimension of a mesh may cut the sequence, too, or that of the replicas large weights."""
+        if mesh.cutting.names == (DATA,) and self._pace is not None and not self._request.constraints.axes:
+            return self._gains_beside_rows(mesh.cutting)
         if TENSOR not in mesh.names or "sequence" in mesh.names:
             return False
         plain = self.cut(Mesh(((TENSOR, 2),)))
         return bool(_sequence(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
+
+    def _gains_beside_rows(self, cutting: Mesh) -> bool:
+        """Whether replicas would cut anything besides the batch."""
+        of = self._prepared(True)
+        axes, _ = self._find_axes(of.graph, cutting)
+        graph = _with_divisible_batch(of.graph, cutting)
+        batch = batch_axes(graph, axes)
+        if graph.batch is None or not batch:
+            return False
+        return not set(self._beside_rows(of, graph, axes, cutting, math.inf).axes) <= batch
+
+    def _beside_rows(self, of: PartGraph, graph: ModelGraph, axes: Axes, cutting: Mesh, limit: float) -> AxisChoice:
+        """The batch, and the axes of parameters whose gradients would take longer to sum than their calls' activations to exchange."""
+        count, batch = cutting.length(DATA), tuple(sorted(batch_axes(graph, axes)))
+        longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
+        key = (id(axes), DATA, longer, batch)
+        if key not in self._chosen:
+            known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._pace)
+            self._chosen[key] = AxisProblem(*known, lambda name: len(of.copies(name)), rows=True)
+        return self._chosen[key].solve(count, limit) or AxisChoice(batch)
 
     def _part(self, of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, beside: bool) -> ModelPart:
         """The part of a rank. Said in its own rows it is the same however many replicas there are, unless these exchange activations."""

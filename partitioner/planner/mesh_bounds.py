@@ -59,10 +59,13 @@ class MeshBounds:
         """
         stages, parts = stages_length(mesh), mesh.cutting.size
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
-        if self._fixed * (rows if kind == "data" else 1) > self._limit:
+        in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
+        if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit:
             return float("inf")
         work = float(np.maximum(self._seconds / parts, self._starts).sum()) / stages
-        sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
+        sending = (
+            self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training and not in_parts else 0.0
+        )
         inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in ROWS))
         exchanging = self._exchanging(inner, mesh, -(-self._whole.batch_size // rows), beside=beside) / stages if inner.dimensions else 0.0
         return (work + exchanging + sending) * (1 - _ROUNDING)

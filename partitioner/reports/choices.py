@@ -75,5 +75,5 @@ def axes_proof(plan: Plan) -> str:
     if plan.axes_gap is None:
         return ""
     if plan.axes_gap == 0:
-        return "those of the tensor dimension are the best of all choices, by the prices of that choice"
-    return f"another choice for the tensor dimension could cost up to {100 * plan.axes_gap:.2g} % less, by the prices of that choice"
+        return "those of parameters that are cut are the best of all choices, by the prices of that choice"
+    return f"another choice of those of parameters could cost up to {100 * plan.axes_gap:.2g} % less, by the prices of that choice"

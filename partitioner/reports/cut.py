@@ -16,9 +16,9 @@ from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
 from partitioner.reports.table import Table
 from passes.axes import Axes
-from passes.axis_names import axes_named, axis_names
+from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block
-from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.ir.mesh import STORED, Mesh
 
 __all__ = ["axes_section", "parameters_section", "tensor_layout"]
 
@@ -30,7 +30,7 @@ def axes_section(explained: Explained) -> Table:
     rows = [("axis", "size", "over", "a rank has")]
     for name, dimension in plan.axes:
         count = mesh.length(dimension)
-        sizes = [plan.batch_size] if dimension in ROWS else sorted({axes.sizes[axis] for axis in axes_named(name, names)}, key=str)
+        sizes = [plan.batch_size] if name.startswith(BATCH) else sorted({axes.sizes[axis] for axis in axes_named(name, names)}, key=str)
         rows.append((name, _any_of(map(str, sizes)), dimension, _any_of(_part(size, count) for size in sizes)))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
