@@ -16,13 +16,13 @@ Axes of the same name (the ffn of every block) are numbered in the order of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from passes.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "expert_axes", "shortened", "space_axes"]
+__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "shortened", "space_axes"]
 
 BATCH = "batch"
 """The name of the rows of the inputs."""
@@ -76,6 +76,12 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
         names.append(f"{name}[{counts[name]}]")
         counts[name] += 1
     return tuple(names)
+
+
+def beside_rows(graph: ModelGraph, axes: Axes, assigned: Collection[int]) -> frozenset[int]:
+    """Of the axes that a mesh dimension of rows cuts, those for which rows are gathered; to experts they are sent."""
+    others = set(assigned) - batch_axes(graph, axes) if assigned else set[int]()
+    return frozenset(others - expert_axes(graph, axes)) if others else frozenset()
 
 
 def expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
-from passes.axis_names import batch_axes, expert_axes
+from passes.axis_names import beside_rows
 from passes.call_along import CallAlong, Cut
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
@@ -141,7 +141,7 @@ class LayoutWalk:
         self.mesh = mesh
         self.assigned = [{axis: place for place, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
-        self.beside_rows = [self._beside_rows(name, each) for (name, _), each in zip(mesh, self.assigned, strict=True)]
+        self.beside_rows = [beside_rows(graph, axes, assigned.get(name, ()) if name in rows else ()) for name, _ in mesh]
         self.form = form
         self.stored = stored
         self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
@@ -154,14 +154,6 @@ class LayoutWalk:
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
         self.results: dict[str, tuple[Layout, ...]] = {}
-
-    def _beside_rows(self, name: str, assigned: Mapping[int, int]) -> frozenset[int]:
-        """What a mesh dimension that cuts rows is to cut besides, in calls that read it of a parameter, though rows are gathered for it.
-
-        Experts are none of it: tokens go to them.
-        """
-        others = assigned.keys() - batch_axes(self.graph, self.axes) if name in self.rows else frozenset[int]()
-        return frozenset(others - expert_axes(self.graph, self.axes)) if others else frozenset()
 
     # -- where the walk starts and ends --------------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class CuttableModel:
 
     def _gains_beside_rows(self, cutting: Mesh) -> bool:
         """Whether replicas would cut anything besides the batch."""
-        of = self._prepared(True)
+        of = self._prepared(cutting)
         axes, _ = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)
         batch = batch_axes(graph, axes)
