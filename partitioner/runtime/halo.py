@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partitioner.runtime.exchange import Exchange
-from passes.ir.runs import Copy, Segment, from_text, length, segments
+from passes.ir.runs import Copy, Segment, from_text, length, put_copies, segments
 
 __all__ = ["Halo"]
 
@@ -70,15 +70,10 @@ class Halo:
         size = self.owned[self.position]
 
         def make(found: Sequence[Tensor]) -> Tensor:
-            total = grad.new_zeros(self._sized(grad, size))
+            total = put_copies(grad, self.dim, mine[self.position], size)
             for reader in range(len(self.owned)):
-                copies = read[reader][self.position]
-                given = (
-                    [self._oriented(grad.narrow(self.dim, copy.place, copy.count), copy) for copy in copies]
-                    if reader == self.position
-                    else self._split(found[reader], copies)
-                )
-                for copy, piece in zip(copies, given, strict=True):
+                copies = () if reader == self.position else read[reader][self.position]
+                for copy, piece in zip(copies, self._split(found[reader], copies), strict=True):
                     total.narrow(self.dim, copy.start, copy.count).add_(piece)
             return total
 

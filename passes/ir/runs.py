@@ -19,7 +19,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Run", "Runs", "Segment", "forward_runs", "from_text", "length", "put_runs", "segments", "take_runs", "to_text"]
+__all__ = [
+    "Copy",
+    "Run",
+    "Runs",
+    "Segment",
+    "forward_runs",
+    "from_text",
+    "length",
+    "put_copies",
+    "put_runs",
+    "segments",
+    "take_runs",
+    "to_text",
+]
 
 
 @dataclass(frozen=True)
@@ -184,15 +197,39 @@ def put_runs(grad: Tensor, dim: int, runs: Runs, size: int) -> Tensor:
     Args:
         size: of the dimension that was read.
     """
-    shape = list(grad.shape)
-    shape[dim] = size
-    whole = grad.new_zeros(shape)
-    place = 0
+    copies, place = [], 0
     for run in runs:
-        piece = grad.narrow(dim, place, run.count)
-        if run.step == 1:
-            whole.narrow(dim, run.start, run.count).add_(piece)
-        elif run.step == -1:
-            whole.narrow(dim, run.start - run.count + 1, run.count).add_(piece.flip(dim))
+        if run.step:
+            copies.append(Copy(run.start if run.step == 1 else run.start - run.count + 1, run.count, run.step, place))
         place += run.count
-    return whole
+    return put_copies(grad, dim, copies, size)
+
+
+def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Tensor:
+    """The gradients of what one rank read of one other, or of itself, added at the owner's elements, in new memory.
+
+    Args:
+        grad: of what was read, each copy in its place.
+        size: how many elements the owner has.
+    """
+    ordered = sorted(copies, key=lambda copy: copy.start)
+    ends = [0, *(copy.start + copy.count for copy in ordered)]
+    if any(copy.step == -1 or copy.start < end for copy, end in zip(ordered, ends, strict=False)):
+        whole = _zeros(grad, dim, size)
+        for copy in copies:
+            piece = grad.narrow(dim, copy.place, copy.count)
+            whole.narrow(dim, copy.start, copy.count).add_(piece if copy.step == 1 else piece.flip(dim))
+        return whole
+    # Every element was read once: the gradient is what was read, moved, and zeros where nobody read.
+    pieces = []
+    for copy, end in zip(ordered, ends, strict=False):
+        pieces += [_zeros(grad, dim, copy.start - end)] if copy.start > end else []
+        pieces.append(grad.narrow(dim, copy.place, copy.count))
+    pieces += [_zeros(grad, dim, size - ends[-1])] if size > ends[-1] or not pieces else []
+    return torch.cat(pieces, dim).contiguous() if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = size
+    return like.new_zeros(shape)
