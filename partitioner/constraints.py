@@ -31,9 +31,9 @@ class Constraints:
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism.
         pin: module or node name -> stage.
-        halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer, or
-            ``"recompute"``, a wider halo once, whose overlap both neighbours compute; of all layers, or module name -> of its layers. A
-            module has the entry of its longest prefix; what has none is planned.
+        halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer;
+            ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
+            compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None

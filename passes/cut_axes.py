@@ -21,6 +21,7 @@ from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
 from passes.ir.graph import ModelGraph, Part, Results
+from passes.ir.halo_run import ends_of
 from passes.ir.layout import Layout, Placement, Shard, Varying
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.ir.plan import Plan
@@ -30,7 +31,7 @@ from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
 from passes.slide import variety
 from passes.split_randomness import split_randomness
-from passes.wide_halos import widened
+from passes.wide_halos import with_halos
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan", "layouts_of_cut"]
 
@@ -46,6 +47,7 @@ class AxisCut:
         stored: mesh dimensions over which parameters are held in parts and gathered where they are used.
         local_statistics: whether batch normalisation takes those of a rank's own rows, as DistributedDataParallel does.
         wide: the first and the last call of every run that fetches a wide halo once (``passes.wide_halos``).
+        overlapped: the same of those that compute while halos are on their way (``passes.interior``).
     """
 
     mesh: Mesh
@@ -54,6 +56,7 @@ class AxisCut:
     stored: tuple[str, ...]
     local_statistics: bool = False
     wide: tuple[tuple[str, str], ...] = ()
+    overlapped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def cut_by_plan(
             assigned[dimension] += axes_named(name, names)
     cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
     over = tuple(name for name in mesh.names if name in STORED)
-    wide = tuple((run.first, run.last) for run in plan.halos if run.payment == "recompute")
-    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local", wide), results, stored)
+    wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
+    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local", wide, overlapped), results, stored)
 
 
 def cut_axes(
@@ -150,7 +153,7 @@ def layouts_of_cut(
 ) -> Layouts:
     """How every value lies under a cut, parameters as they are stored: what ``cut_axes`` writes graphs from."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
-    return widened(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide)
+    return with_halos(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide, cut.overlapped)
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:

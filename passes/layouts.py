@@ -52,6 +52,7 @@ class Layouts:
         wide: call -> for each mesh dimension along which ranks compute more than their own part of its result (``passes.wide_halos``),
             the interval of each rank.
         fetched: the same of values that are fetched so, once for several readers that would each fetch less.
+        overlapped: calls whose interior is computed while their halo is on its way (``passes.interior``).
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -62,6 +63,7 @@ class Layouts:
     varying: Mapping[str, frozenset[int]]
     wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
+    overlapped: frozenset[str] = frozenset()
 
 
 class ValueBytes:

@@ -33,6 +33,7 @@ from passes.halo_writer import HaloWriter
 from passes.inside.table import inside_of
 from passes.inside.windows import WindowWriter, write_windows
 from passes.inside.writer import InsideCut, InsideWriter
+from passes.interior import Interior, interior_of
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
@@ -184,26 +185,66 @@ class _Localizer:
         loops = self.axes.loops[node.name]
         arguments = bound_arguments(node)
         slides = slides_of(node.name, self.axes, self.layouts, self.extents)
+        interior = interior_of(loops, slides) if node.name in self.layouts.overlapped else None
+        if interior is not None:
+            return self._in_pieces(node, operands, by_place, slides, interior)
         by_place = self.halos.fetched(node, operands, by_place, slides)
-        places = iter(by_place)
-        given: dict[str, Any] = {}
-        for name, value in arguments.items():
-            given[name] = fx.map_arg(value, lambda each: next(places) if isinstance(each.meta.get("val"), Tensor) else self.copies[each])
+        given = self._given(arguments, by_place)
         cuts = self.layouts.cuts[node.name]
         inside = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
         if inside and not (self.local_statistics and packet(node.target) is aten.batch_norm):
             return self._inside_call(node, loops, given, inside)
         if any(slide.window.reach.written for slide in slides):
             return self._written(node, loops, given, slides)
+        return self._weighted(node, loops, self._windowed(node, by_place, slides))
+
+    def _given(self, arguments: Mapping[str, Any], by_place: Sequence[fx.Node]) -> dict[str, Any]:
+        """The arguments of a call on parts."""
+        places = iter(by_place)
+        given: dict[str, Any] = {}
+        for name, value in arguments.items():
+            given[name] = fx.map_arg(value, lambda each: next(places) if isinstance(each.meta.get("val"), Tensor) else self.copies[each])
+        return given
+
+    def _windowed(self, node: fx.Node, by_place: Sequence[fx.Node], slides: Sequence[Slide], piece: Slide | None = None) -> fx.Node:
+        """The same operation on what windows read.
+
+        Args:
+            piece: of the steps of this rank, those that are computed here; None: all.
+        """
+        loops, arguments = self.axes.loops[node.name], bound_arguments(node)
+        given = self._given(arguments, by_place)
         if loops.localize is not None:
-            local = self._local_call(node, loops, arguments, by_place)
+            local = self._local_call(node, loops, arguments, by_place, piece)
             given.update({name: self._emit_sizes(value) for name, value in loops.localize(local).items()})
         copy = self.emit(node.target, *call_with(node, given), node.name, node)
         for slide in slides:
             copy = self._own_results(node, loops, slide, copy)
-        return self._weighted(node, loops, copy)
+        return copy
 
     # -- windows -------------------------------------------------------------------------------------------------------------------
+
+    def _in_pieces(
+        self, node: fx.Node, operands: Sequence[fx.Node], by_place: Sequence[fx.Node], slides: Sequence[Slide], interior: Interior
+    ) -> fx.Node:
+        """The interior while the halo is on its way, then both borders."""
+        slide, others = interior.slide, [each for each in slides if each is not interior.slide]
+        place, dimension = slide.window.operand, slide.window.dimension
+        by_place = self.halos.fetched(node, operands, by_place, others)
+        borders = self.halos.fetched(node, operands, by_place, [interior.of_borders])[place]
+        found: dict[int, fx.Node] = {}
+        for piece, source in ((1, by_place[place]), (0, borders), (2, borders)):
+            start, stop = interior.read(piece)
+            if start < stop:
+                is_whole = (start, stop) == (0, source.meta["val"].shape[dimension])
+                name = f"{source.name}_inner" if piece == 1 else f"{source.name}_border"
+                part = source if is_whole else self.emit(aten.slice.Tensor, (source, dimension, start, stop), {}, name, node)
+                parts = [part if index == place else each for index, each in enumerate(by_place)]
+                found[piece] = self._windowed(node, parts, [*others, interior.of_piece(piece)], interior.of_piece(piece))
+        joined = [found[piece] for piece in sorted(found)]
+        return self._weighted(
+            node, self.axes.loops[node.name], self.emit(aten.cat.default, (joined, interior.dimension), {}, f"{node.name}_whole", node)
+        )
 
     def _own_results(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
         """Without the results that other ranks make."""
@@ -264,7 +305,9 @@ class _Localizer:
             return copy
         return self.emit(aten.mul.Tensor, (copy, float(share)), {}, f"{node.name}_share", node)
 
-    def _local_call(self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], parts: Sequence[fx.Node]) -> LocalCall:
+    def _local_call(
+        self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], parts: Sequence[fx.Node], piece: Slide | None = None
+    ) -> LocalCall:
         results = self.layouts.results[node.name]
         cut_axes = tuple(None if cut is None else _shard(cut.axis) for cut in self.layouts.cuts[node.name])
         factors = []
@@ -278,10 +321,16 @@ class _Localizer:
             cut = self.layouts.cuts[node.name][index]
             assert cut is not None
             factors[cut.factor] = stop - start
+        shapes = [list(self.halos.shape(node, axes, layout)) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)]
+        if piece is not None:
+            assert piece.window.factor is not None
+            factors[piece.window.factor] = piece.count
+            (dimension,) = [index for index, each in enumerate(loops.results[0]) if piece.window.factor in each]
+            shapes[0][dimension] = piece.count
         return LocalCall(
             arguments=arguments,
             operands=tuple(tuple(size_of(size) for size in part.meta["val"].shape) for part in parts),
-            results=tuple(self.halos.shape(node, axes, layout) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)),
+            results=tuple(map(tuple, shapes)),
             factors=tuple(factors),
             cut=frozenset(cut.factor for cut in self.layouts.cuts[node.name] if cut is not None),
         )

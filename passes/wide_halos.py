@@ -38,7 +38,7 @@ from passes.streaming.calls import TileCall, tile_call
 from passes.streaming.keeping import demand
 from passes.streaming.spans import Box, Span, TileGrid, united
 
-__all__ = ["Overlaps", "TileRegions", "widened"]
+__all__ = ["Overlaps", "TileRegions", "with_halos"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class TileRegions:
             if first in names and last in names and names.index(first) <= names.index(last):
                 return region[names.index(first) : names.index(last) + 1]
         raise ConfigError(
-            f"the plan fetches a wide halo from {first!r} to {last!r}, and no such calls of this model follow each other",
+            f"the plan names how the calls from {first!r} to {last!r} pay for halos, and no such calls of this model follow each other",
             remedy="make the plan again: it is for another model, or another version of it",
         )
 
@@ -201,26 +201,33 @@ def _joined(calls: Mapping[fx.Node, TileCall], axes: Axes) -> tuple[tuple[TileCa
     return tuple(tuple(calls[node] for node in calls if node in set(region)) for region in regions.values())
 
 
-def widened(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, assigned: Mapping[str, Sequence[int]], runs: Iterable[tuple[str, str]]
+def with_halos(
+    graph: ModelGraph,
+    axes: Axes,
+    layouts: Layouts,
+    assigned: Mapping[str, Sequence[int]],
+    wide: Iterable[tuple[str, str]],
+    overlapped: Iterable[tuple[str, str]] = (),
 ) -> Layouts:
-    """Layouts in which ranks compute overlaps.
+    """Layouts in which runs of calls, each by the names of its first and its last, pay otherwise for halos than by waiting for each.
 
     Args:
         assigned: mesh dimension -> the axes that it cuts.
-        runs: the first and the last call of every run that does, by name.
+        wide: runs that fetch a wide halo once.
+        overlapped: runs that compute while halos are on their way.
 
     Raises:
         ConfigError: there is no such run.
     """
-    runs = tuple(runs)
-    if not runs:
+    wide, overlapped = tuple(wide), tuple(overlapped)
+    if not wide and not overlapped:
         return layouts
     regions = TileRegions.of(graph, axes, layouts, assigned)
-    wide: dict[str, tuple[Intervals | None, ...]] = {}
+    computed: dict[str, tuple[Intervals | None, ...]] = {}
     fetched: dict[str, tuple[Intervals | None, ...]] = {}
-    for first, last in runs:
+    for first, last in wide:
         overlaps = regions.overlaps(regions.run(first, last))
-        wide |= overlaps.computed
+        computed |= overlaps.computed
         fetched |= overlaps.fetched
-    return replace(layouts, wide=wide, fetched=fetched)
+    meanwhile = frozenset(call.node.name for first, last in overlapped for call in regions.run(first, last))
+    return replace(layouts, wide=computed, fetched=fetched, overlapped=meanwhile)

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from cost_models.hardware import Cluster, Device, Link
 from partitioner import ConfigError, Constraints, PartitionedModel, Plan, partition
-from passes.ir.communication import halo_add, halo_exchange
+from passes.ir.communication import halo_add, halo_exchange, wait
 from passes.ir.halo_run import HaloRun
 from tests.models.case import Case
 from tests.models.space import NEEDS_DIFFUSERS, SPACE
 from tests.tile_operations import OPERATIONS, drawn
 from tests.tiles import first_difference_of_tiles
 
-ONCE, ALWAYS = Constraints(halo="recompute"), Constraints(halo="exchange")
+ONCE, ALWAYS, MEANWHILE = (Constraints(halo=payment) for payment in ("recompute", "exchange", "overlap"))
 Grid = int | tuple[int, ...]
 
 
@@ -112,6 +112,14 @@ def drawn_chain(seed: int) -> tuple[nn.Module, Tensor, Grid]:
         except RuntimeError:
             continue  # a window does not fit
     raise AssertionError("no chain fits its input")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 19 else (pytest.mark.slow,)) for seed in range(40)])
+def test_chains_in_pieces(seed: int) -> None:
+    """The interior of every layer apart from its borders."""
+    model, x, grid = drawn_chain(seed)
+    assert first_difference_of_tiles(model, x, ranks(grid), {"tile": grid}, constraints=MEANWHILE) == ""
 
 
 @pytest.mark.timeout(300)
@@ -240,6 +248,22 @@ def test_messages(norm: bool, constraints: Constraints, expected: int) -> None:
     assert sum(run.exchange_messages - run.recompute_messages for run in chosen) == 3 - expected
 
 
+def test_the_interior_is_computed_between_start_and_wait() -> None:
+    """Forward and backward; what is left are the borders, of one row each, which read three."""
+    x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
+    pm = pm_of(stack(norm=True), x, (2, 1), MEANWHILE)
+    pm.train_step(x, target=torch.randn(2, 4, 16, 12, dtype=torch.float64), loss_fn=F.mse_loss)
+    assert messages(pm) == (3, 3)
+    nodes = list(pm.graph(0).graph.nodes)
+    convolutions = (torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+    for start in (node for node in nodes if node.target in (halo_exchange, halo_add)):
+        (waited,) = (user for user in start.users if user.target is wait)
+        between = nodes[nodes.index(start) : nodes.index(waited)]
+        assert [node.args[0].meta["val"].shape[2] for node in between if node.target in convolutions] == [
+            8 if start.target is halo_exchange else 6
+        ]
+
+
 def test_rows_that_move_are_those_of_the_composed_windows() -> None:
     """Three convolutions of 3 x 3 need three rows of the neighbour."""
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
@@ -254,23 +278,31 @@ def test_rows_that_move_are_those_of_the_composed_windows() -> None:
 FLOPS, BANDWIDTH = 1e9, 1e9
 
 
-def pair(latency: float, flops: float = FLOPS) -> Cluster:
-    """Two devices without memory limits; a kernel costs nothing to start."""
-    device = Device("plain", {"float64": flops, "float32": flops}, 2**40, 1e15, 0.0, compute_efficiency=1.0)
+def pair(latency: float, overhead: float) -> Cluster:
+    """Two devices that move bytes in no time.
+
+    Args:
+        latency: of a message, s.
+        overhead: of a kernel, s.
+    """
+    device = Device("plain", {"float64": FLOPS, "float32": FLOPS}, 2**40, 1e15, overhead, compute_efficiency=1.0)
     return Cluster([device, device], Link(latency, BANDWIDTH))
 
 
-def runs(latency: float, flops: float = FLOPS) -> tuple[HaloRun, ...]:
+def runs(latency: float, overhead: float = 0.0) -> tuple[HaloRun, ...]:
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
-    return pm_of(stack(norm=True), x, (2, 1), None, pair(latency, flops)).plan.halos
+    return pm_of(stack(norm=True), x, (2, 1), None, pair(latency, overhead)).plan.halos
 
 
-def test_latency_is_weighed_against_arithmetic() -> None:
+def test_latency_is_weighed_against_arithmetic_and_kernels() -> None:
     (slow,) = runs(latency=1.0)
     assert (slow.payment, slow.exchange_messages, slow.recompute_messages) == ("recompute", 3, 1)
-    (fast,) = runs(latency=0.0)
+    (fast,) = runs(latency=0.0, overhead=1e-3)
     assert fast.payment == "exchange"
-    assert fast.exchange_time < fast.recompute_time
+    assert fast.exchange_time < min(fast.overlap_time, fast.recompute_time)
+    (hidden,) = runs(latency=1e-5)
+    assert hidden.payment == "overlap"
+    assert hidden.overlap_time == pytest.approx(0.0, abs=1e-9)  # a convolution takes longer than a message
 
 
 def test_prices_are_those_of_the_formulas() -> None:

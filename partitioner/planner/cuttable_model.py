@@ -25,6 +25,7 @@ from passes.cut_axes import AxisCut
 from passes.fold_repeats import Folded, fold_repeats
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.halo_run import HaloRun, ends_of
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 from passes.layouts import Layouts
 from passes.loss_totals import with_totals
@@ -107,13 +108,13 @@ class CuttableModel:
         """The model for a mesh that cuts no axes."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
 
-    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, wide: tuple[tuple[str, str], ...] = ()) -> MeshCut:
+    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloRun, ...] = ()) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
             beside: whether the tensor dimension cuts the sequence, too, or that of the replicas large weights.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
-            wide: the first and the last call of every run that fetches a wide halo once.
+            halos: how runs of calls pay for them; the rest waits for each.
         """
         of = self._prepared(cutting)
         axes, names = self._find_axes(of.graph, cutting)
@@ -124,11 +125,12 @@ class CuttableModel:
             chosen[DATA] = self._beside_rows(of, graph, axes, cutting, limit)
         assigned = {name: each.axes for name, each in chosen.items()}
         gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
-        key = (cutting, beside, tuple(assigned.items()), gap, wide)
+        key = (cutting, beside, tuple(assigned.items()), gap, halos)
         if key not in self._cuts:
             if beside and TENSOR in assigned:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
-            cut = dataclasses.replace(axis_cut(cutting, assigned, self._request.batchnorm), wide=wide)
+            plain = axis_cut(cutting, assigned, self._request.batchnorm)
+            cut = dataclasses.replace(plain, wide=ends_of(halos, "recompute"), overlapped=ends_of(halos, "overlap"))
             part = self._part(of, graph.batch_size, axes, cut, beside)
             assert part.layouts is not None
             self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap)
@@ -176,7 +178,7 @@ class CuttableModel:
         if not cut.rows or not alone or of.graph.batch is None:
             return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
         fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (fewest, beside, tuple(sorted(cut.assigned.items())), cut.wide)
+        key = (fewest, beside, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped)
         if key not in self._of_two:
             self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest), differentiate=self._differentiate)
         part = self._of_two[key]

@@ -1,4 +1,7 @@
-"""Whether a run of calls exchanges halos layer by layer, or fetches a wider one once and computes the overlap: by price, or as asked.
+"""How a run of calls pays for halos, by price or as asked.
+
+Layer by layer, waiting for each; layer by layer, computing interiors meanwhile; or by a wider halo once, whose overlap both neighbours
+compute.
 
 A region of calls that read each other may be parted in front of every call that needs a halo; each segment fetches what it needs of
 the values before it once, and computes the rest again:
@@ -27,9 +30,12 @@ from cost_models.work import Work
 from partitioner.planner.exchanges import Exchange, find_halos
 from partitioner.planner.model_part import ModelPart
 from passes.axes import Axes
+from passes.extents import Extents
+from passes.interior import interior_of
 from passes.ir.halo_run import HaloRun, Payment
 from passes.layouts import Intervals, Layouts
 from passes.provenance import module_path
+from passes.slide import slides_of
 from passes.streaming.calls import TileCall
 from passes.wide_halos import Overlaps, TileRegions
 
@@ -106,16 +112,31 @@ class _Region:
         """How it is paid for; nothing where either way sends as much."""
         if not self._prices.exchange(self._calls).messages:
             return
-        waiting: list[TileCall] = []
+        found: list[tuple[Payment, list[TileCall]]] = []
         for start, stop in self._segments():
-            calls = self._calls[start:stop]
-            if self._prices.regions.overlaps(calls).computed:
-                yield from self._run(waiting, "exchange")
-                yield from self._run(calls, "recompute")
-                waiting = []
+            payment, calls = self._payment(start, stop), self._calls[start:stop]
+            if payment != "recompute" and found and found[-1][0] == payment:
+                found[-1][1].extend(calls)
             else:
-                waiting += calls
-        yield from self._run(waiting, "exchange")
+                found.append((payment, list(calls)))
+        for payment, calls in found:
+            yield from self._run(calls, payment)
+
+    def _payment(self, start: int, stop: int) -> Payment:
+        """Of a segment."""
+        calls, asked = self._calls[start:stop], self._ways[start]
+        if self._prices.regions.overlaps(calls).computed:
+            return "recompute"
+        if asked in ("exchange", "overlap"):
+            return asked
+        return "overlap" if self._prices.overlapped(calls).seconds < self._prices.exchange(calls).seconds else "exchange"
+
+    def _price(self, start: int, stop: int) -> Price:
+        """Of a segment."""
+        calls = self._calls[start:stop]
+        return {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}[
+            self._payment(start, stop)
+        ](calls)
 
     def _segments(self) -> list[tuple[int, int]]:
         """The shortest path."""
@@ -127,7 +148,7 @@ class _Region:
                     break
                 if not self._may_part(last):
                     continue
-                price = self._prices.once(self._calls[start : starts[last]])
+                price = self._price(start, starts[last])
                 if best[first] + price.seconds < best[last] * (1 - _ROUNDING):
                     best[last], before[last] = best[first] + price.seconds, first
                 if price.computing > _HOPELESS * self._prices.exchange(self._calls[start : starts[last]]).seconds:
@@ -140,7 +161,7 @@ class _Region:
 
     def _must_part(self, first: int, last: int) -> bool:
         """Whether a segment would hold a call, behind its first, that must exchange its halo."""
-        return any(self._ways[self._starts[number]] == "exchange" for number in range(first + 1, last))
+        return any(self._ways[self._starts[number]] in ("exchange", "overlap") for number in range(first + 1, last))
 
     def _may_part(self, number: int) -> bool:
         """Whether a segment may end there: calls that must be computed again stay together."""
@@ -151,7 +172,7 @@ class _Region:
         if not calls:
             return
         exchange, once = self._prices.exchange(calls), self._prices.once(calls)
-        if payment == "recompute" or once.messages < exchange.messages:
+        if payment != "exchange" or once.messages < exchange.messages:
             paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
             yield HaloRun(
                 calls[0].node.name,
@@ -160,6 +181,7 @@ class _Region:
                 payment,
                 exchange.messages,
                 exchange.seconds,
+                self._prices.overlapped(calls).seconds,
                 once.messages,
                 once.seconds,
             )
@@ -190,6 +212,51 @@ class _Prices:
         """Halos in front of every call that needs one."""
         return self._sent(calls, Overlaps({}, {}))
 
+    def overlapped(self, calls: Sequence[TileCall]) -> Price:
+        """Halos in front of every call that needs one, which computes its interior meanwhile."""
+        found: dict[object, None] = {}
+        sending = computing = 0.0
+        for call in calls:
+            waits, pieces = self._meanwhile(call.node, found)
+            sending, computing = sending + waits, computing + pieces
+        return Price(len(found), sending, computing)
+
+    def _meanwhile(self, node: fx.Node, found: dict[object, None]) -> tuple[float, float]:
+        """Seconds that a call still waits, and that it takes longer in pieces.
+
+        Args:
+            found: what was exchanged for calls in front of it.
+        """
+        graph, layouts = self._part.of.graph, self._layouts
+        extents = Extents(self._axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._part.n_row_parts)
+        interior = interior_of(self._axes.loops[node.name], slides_of(node.name, self._axes, layouts, extents))
+        waits = pieces = 0.0
+        for key, exchange in self._halos(node, layouts):
+            if key in found:
+                continue
+            found[key] = None
+            forward, backward = exchange.seconds(self._numbers[exchange.size] * self._share, self._links[exchange.dimension])
+            if interior is not None and exchange.dimension == interior.slide.over:
+                cost, share = self._part.cost.nodes[node.name], interior.share
+                forward = max(0.0, forward - share * self._timed(cost.forward, node))
+                halves = self._timed(cost.backward_input, node) + self._timed(cost.backward_weight, node)
+                backward = max(0.0, backward - share * halves)
+                pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(halves))
+            waits += forward + backward
+        return waits, pieces
+
+    def _in_pieces(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
+        """Seconds of putting three results together, and adding the gradients of what three pieces read; each piece has its kernels."""
+        cost, sizes = self._part.cost.nodes[node.name], self._part.cost.bytes
+        result, operand = (self._numbers[sizes[name]] * self._share for name in (node.name, self._axes.operands[node.name][place].name))
+        works = [Work(0, 2 * result, 1 + 2 * cost.forward.launches)]
+        if differentiated:
+            works.append(Work(0, 3 * operand, 2 + 2 * (cost.backward_input.launches + cost.backward_weight.launches)))
+        return sum(self._cost_model.operation_time(work, self._device, cost.dtype) for work in works)
+
+    def _timed(self, work: Work, node: fx.Node) -> float:
+        return self._seconds(work, node, 1.0) if work.launches else 0.0
+
     def once(self, calls: Sequence[TileCall]) -> Price:
         """A wide halo in front of all of them, and the rest computed again."""
         overlaps = self.regions.overlaps(calls)
@@ -197,14 +264,17 @@ class _Prices:
         return replace(self._sent(calls, overlaps), computing=sum(again))
 
     def _sent(self, calls: Sequence[TileCall], overlaps: Overlaps) -> Price:
-        layouts, sizes = replace(self._layouts, wide=overlaps.computed, fetched=overlaps.fetched), self._part.sizes
-        assert sizes is not None
+        layouts = replace(self._layouts, wide=overlaps.computed, fetched=overlaps.fetched)
         found: dict[object, Exchange] = {}
         for call in calls:
-            for key, exchange in find_halos(call.node, self._part.of.graph, self._axes, layouts, sizes, self._part.cost.gradients):
+            for key, exchange in self._halos(call.node, layouts):
                 found.setdefault(key, exchange)
         seconds = (each.seconds(self._numbers[each.size] * self._share, self._links[each.dimension]) for each in found.values())
         return Price(len(found), sum(forward + backward for forward, backward in seconds))
+
+    def _halos(self, node: fx.Node, layouts: Layouts) -> Iterator[tuple[object, Exchange]]:
+        assert self._part.sizes is not None
+        return find_halos(node, self._part.of.graph, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
 
     def _again(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
         """Seconds that a call takes longer."""

@@ -58,7 +58,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     halos: tuple[HaloRun, ...] = ()
     if any(name in TILES for name in mesh.names):
         halos = _halos(cut, mesh, cluster, request, cost_model or Roofline())
-        cut = model.cut(mesh.cutting, wide=tuple((run.first, run.last) for run in halos if run.payment == "recompute"))
+        cut = model.cut(mesh.cutting, halos=halos)
     check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
     problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, cost_model or Roofline())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["HaloRun", "Payment"]
+__all__ = ["HaloRun", "Payment", "ends_of"]
 
-Payment = Literal["exchange", "recompute"]
-"""Halos move in front of every call that needs one; or a wider halo moves once, and the overlap is computed by both neighbours."""
+Payment = Literal["exchange", "overlap", "recompute"]
+"""Halos move in front of every call that needs one, which waits; or which computes its interior meanwhile; or a wider halo moves once, and
+both neighbours compute the rows between."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class HaloRun:
         modules: the first and the last module that it computes in, for reading; one where they are the same.
         payment: what was chosen.
         exchange_messages: halo exchanges of a forward if they move layer by layer.
-        exchange_time: predicted seconds for one microbatch, forward and backward, if they do.
+        exchange_time: predicted seconds for one microbatch, forward and backward, if they do, and calls wait for them.
+        overlap_time: the same if calls compute their interior meanwhile: what is left to wait for, and what computing in pieces costs.
         recompute_messages: halo exchanges of a forward if a wider halo moves once for each value that comes from outside.
         recompute_time: predicted seconds for one microbatch, forward and backward, if it does: messages, and what is computed twice.
     """
@@ -31,5 +34,11 @@ class HaloRun:
     payment: Payment
     exchange_messages: int
     exchange_time: float
+    overlap_time: float
     recompute_messages: int
     recompute_time: float
+
+
+def ends_of(runs: Iterable[HaloRun], payment: Payment) -> tuple[tuple[str, str], ...]:
+    """The first and the last call of every run that pays so."""
+    return tuple((run.first, run.last) for run in runs if run.payment == payment)
