@@ -1,8 +1,8 @@
 """How runs of layers pay for what their windows read of neighbours: what was chosen, beside the price of either way.
 
-layers             a halo moves        layer by layer  meanwhile         once for all
-down.0 ... bottom  once           6 messages  812 us     790 us  1 message  302 us
-up.0               in every layer 2 messages  211 us     431 us  1 message  388 us
+layers             a halo moves      layer by layer  meanwhile         once for all
+down.0 ... bottom  once            6 messages  812 us     790 us  1 message  302 us
+up.0               in every layer  2 messages  211 us     431 us  1 message  388 us
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def halos_section(plan: Plan) -> Table | None:
         for run in plan.halos
     ]
     footnote = (
-        "messages of a forward; predicted times of one microbatch, forward and backward; meanwhile: borders wait, the interior does not; "
-        "once: a wider halo, whose overlap neighbours compute, too"
+        "messages: of a forward; times: predicted, forward and backward; meanwhile: borders alone wait; once: the overlap is computed twice"
     )
     return Table(rows, "<<>>>>>", footnote)
 
