@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,13 @@ from cost_models.simulator.simulate import simulate_programs
 from cost_models.simulator.simulation import Simulation
 from partitioner import Constraints
 from partitioner.experiments.lowered import lower_for_timing
-from partitioner.experiments.subject import trace_subject
+from partitioner.experiments.subject import Subject, trace_subject
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
 
-__all__ = ["Gpt", "Predicted", "Row", "predict", "rows"]
+__all__ = ["Gpt", "Predicted", "Row", "plan_of_row", "predict", "predicted", "rows", "subject_of"]
 
 SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
 OPTIMIZER_TRAFFIC = 34
@@ -150,19 +151,19 @@ def rows() -> list[Row]:
     ]
 
 
-def predict(row: Row, policy: str) -> Predicted:
-    """Trace, partition, lower and simulate.
-
-    Args:
-        policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
-    """
-    started = time.perf_counter()
+def subject_of(row: Row) -> Subject:
+    """A row's model and batch, traced."""
     sizes = row.sizes
     with torch.device("meta"):
         model = Gpt(sizes["layers"], sizes["hidden"], sizes["heads"]).half()
         tokens = torch.zeros(sizes["global_batch"], SEQUENCE, dtype=torch.int64)
+    return trace_subject(row.name, (model, (tokens, tokens)), training=True)
+
+
+def plan_of_row(row: Row, subject: Subject, cluster: Cluster, policy: str) -> Plan:
+    """What the row says is run; ``policy``: see ``predict``."""
+    sizes = row.sizes
     tensor, pipeline, interleave = sizes["tensor"], sizes["pipeline"], sizes["interleave"]
-    cluster = Cluster.preset("a100-80gb", nodes=sizes["devices"] // 8, devices_per_node=8)
     cut = dict.fromkeys(("heads", "ffn", "vocab", *(("sequence",) if policy == "seqsel" else ())), "tensor")
     per_stage = sizes["layers"] // (pipeline * interleave)
     stages = {f"blocks.{index * per_stage}": "beginning" for index in range(1, pipeline * interleave)}
@@ -170,7 +171,6 @@ def predict(row: Row, policy: str) -> Predicted:
     if pipeline > 1:
         pipelined = {"schedule": "Interleaved1F1B", "stages_per_rank": interleave}
         pipelined["n_microbatches"] = sizes["global_batch"] // sizes["microbatch"]
-    subject = trace_subject(row.name, (model, (tokens, tokens)), training=True)
     mesh = Mesh((("pipeline", pipeline), ("tensor", tensor)) if pipeline > 1 else (("tensor", tensor),))
     request = PlanRequest(
         mode="pipeline" if pipeline > 1 else "model",
@@ -182,7 +182,24 @@ def predict(row: Row, policy: str) -> Predicted:
         **pipelined,
     )
     found = plan_mesh(subject.graph, cluster, request, None, mesh)
-    plan = dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
+    return dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
+
+
+def predict(row: Row, policy: str) -> Predicted:
+    """Trace, partition, lower and simulate.
+
+    Args:
+        policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
+    """
+    started = time.perf_counter()
+    subject, cluster = subject_of(row), Cluster.preset("a100-80gb", nodes=row.sizes["devices"] // 8, devices_per_node=8)
+    found = predicted(row, subject, plan_of_row(row, subject, cluster, policy), cluster)
+    return dataclasses.replace(found, took=time.perf_counter() - started)
+
+
+def predicted(row: Row, subject: Subject, plan: Plan, cluster: Cluster) -> Predicted:
+    """Lower any plan of a row's model, and simulate it."""
+    started, sizes = time.perf_counter(), row.sizes
     timed = lower_for_timing(subject, plan)
     simulation = simulate_programs(
         timed.programs,
@@ -198,10 +215,11 @@ def predict(row: Row, policy: str) -> Predicted:
     device = cluster.devices[0]
     most = max(memory.optimizer for memory in simulation.memory) // 14
     update = OPTIMIZER_TRAFFIC * most / device.bandwidth
+    blocks = cast(Gpt, subject.made.model).blocks
     layer_bytes = sum(
-        parameter.numel() * 2 // (tensor if parameter.dim() > 1 else 1) for block in model.blocks for parameter in block.parameters()
+        parameter.numel() * 2 // (sizes["tensor"] if parameter.dim() > 1 else 1) for block in blocks for parameter in block.parameters()
     )
-    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // pipeline)
+    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // sizes["pipeline"])
 
 
 def compare(row: Row, policies: Sequence[str] = ("full", "seqsel", "none")) -> Iterator[tuple[str, float, float]]:
