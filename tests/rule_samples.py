@@ -181,7 +181,9 @@ def space() -> Iterator[Sample]:
         yield Sample(operator.default, image, grid, 0, 0, False)
     yield Sample(aten.grid_sampler_3d.default, volume, real(2, 5, 3, 2, 3).clamp(-1, 1), 0, 0, False)
     yield Sample(aten.im2col.default, image, [2, 2], [1, 1], [0, 0], [1, 1])
+    yield Sample(aten.im2col.default, real(2, 3, 9, 7), [3, 2], [2, 1], [2, 1], [2, 3])
     yield Sample(aten.col2im.default, real(2, 16, 25), [6, 6], [2, 2], [1, 1], [0, 0], [1, 1])
+    yield Sample(aten.col2im.default, real(2, 18, 15), [9, 7], [3, 2], [2, 1], [2, 1], [2, 3])
 
 
 def losses() -> Iterator[Sample]:

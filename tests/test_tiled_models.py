@@ -193,6 +193,28 @@ def test_bytes_are_those_of_the_halo(tiles: int, kernel: int) -> None:
     assert given == {halo_exchange: 2 * (tiles - 1) * border, halo_add: 2 * (tiles - 1) * border}
 
 
+class Patches(nn.Module):
+    """A convolution written as windows side by side and a product, put together again as windows that overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mix = nn.Conv2d(3, 2, 1), nn.Linear(2 * 9, 2 * 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the shape of its input, two channels."""
+        columns = nn.functional.unfold(self.before(x), 3, padding=1)
+        return nn.functional.fold(self.mix(columns.transpose(1, 2)).transpose(1, 2), x.shape[2:], 3, padding=1)
+
+
+def test_patches_are_not_gathered() -> None:
+    model, x = Patches().double(), torch.randn(2, 3, 12, 10, dtype=torch.float64)
+    assert first_difference_of_tiles(model, x, 3, {"tile": (3, 1)}) == ""
+    pm = partition(model, devices=3, mode={"tile": (3, 1)}, example_inputs=(x,), progress=False)
+    pm.train_step(x, target=torch.zeros(2, 2, 12, 10, dtype=torch.float64), loss_fn=nn.functional.mse_loss)
+    gathered = [node.args[0][0] for node in pm.graph(0).graph.nodes if node.target is all_gather]
+    assert [tuple(value.meta["val"].shape[1:]) for value in gathered] == [(2, 4, 10)]  # the result, for whoever called the model
+
+
 def test_norms_gather_no_activations() -> None:
     """All that is gathered is the result, for whoever called the model."""
     x = torch.randn(2, 3, 16, 10, dtype=torch.float64)

@@ -174,7 +174,7 @@ def pixel_unshuffle(draw: Draw) -> Tiled:
 
 
 def patches(draw: Draw) -> Tiled:
-    """``unfold`` and ``fold``: between them nothing is cut."""
+    """``unfold`` and ``fold``: between them lie rows of places."""
     kernel, padding = tuple(draw.each(1, 3)), tuple(draw.each(0, 1))
     return Tiled(
         lambda x, weight: F.fold(F.unfold(F.conv2d(x, weight, padding=1), kernel, 1, padding), x.shape[2:], kernel, 1, padding),

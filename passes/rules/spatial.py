@@ -15,8 +15,8 @@ from passes.rules.loops import LocalCall, Loops
 from passes.rules.windows import STEP, Reach
 
 __all__ = [
-    "adaptive_pool", "convolution", "convolution_of_arguments", "flip", "interpolate", "padded_space", "pool", "roll", "sliced", "space",
-    "windowed",
+    "adaptive_pool", "convolution", "convolution_of_arguments", "flip", "interpolate", "padded_space", "pool", "roll", "scattered",
+    "sliced", "sliding", "space", "windowed",
 ]  # fmt: skip
 
 Localize = Callable[[LocalCall, frozenset[str]], Mapping[str, Any]]
@@ -83,7 +83,7 @@ def _convolution(call: Call, rank: int, transposed: bool) -> Loops:
     padding = _padding(call["padding"], rank)
     reaches = {}
     for name, size, step, before, extent in zip(names, sizes, stride, padding, extents, strict=True):
-        reaches[name] = _scattered(size, step, before, extent) if transposed else sliding(size, step, before, extent)
+        reaches[name] = scattered(size, step, before, extent) if transposed else sliding(size, step, before, extent)
     slides = call["padding"] != "same"  # numbers are in its place, unless what is added is uneven
 
     def localize(_part: LocalCall, cut: frozenset[str]) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ def sliding(size: int, stride: int, before: int, extent: int, **more: Any) -> Re
     return Reach(stride * STEP - before, stride * STEP - before + extent, size, **more)
 
 
-def _scattered(size: int, stride: int, before: int, extent: int) -> Reach:
+def scattered(size: int, stride: int, before: int, extent: int) -> Reach:
     """Every element is spread over a window of the result: a step reads all elements whose windows hold it.
 
     Between windows that leave gaps, it reads the elements on both sides, so that what they make holds the step.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes.rules import contractions, layers, spatial
+from passes.rules import contractions, layers, patches, spatial
 
 __all__ = ["CONTRACTIONS", "LAYERS", "LOSSES", "SPACE"]
 
@@ -100,8 +100,8 @@ SPACE: Mapping[Any, list[Any]] = {
     "batch channels depth! height! width!, batch depth' height' width' triple! -> batch channels depth' height' width'; linear input": [
         aten.grid_sampler_3d,
     ],
-    "batch* channels! height! width! -> batch* patch! places!; linear self": [aten.im2col],
-    "batch* patch! places! -> batch* channels! height! width!; linear self": [aten.col2im],
+    patches.unfold: [aten.im2col],
+    patches.fold: [aten.col2im],
 }  # fmt: skip
 """Rule -> operators."""
 

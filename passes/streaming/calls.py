@@ -130,6 +130,9 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
         )
         for place, each in enumerate(operands)
     )
+    slid = {factor for each in reads for read, factor in zip(each, factors, strict=True) if read is not None and read.window is not None}
+    if any(span is not None and span.inner != 1 and factor in slid for span, factor in zip(spans, factors, strict=True)):
+        return None
     return TileCall(node, loops, kind, spans, factors, reads)
 
 
