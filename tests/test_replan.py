@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from cost_models.hardware import Cluster
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.replan import Replanned
 from tests.models.gpt import Gpt
+from tests.processes import Workers
+from tests.resumed_cases import resumed_difference
 
 Mode = str | Mapping[str, int]
 WIDE = "a100-80gb:1x8"
@@ -143,6 +145,13 @@ def test_the_optimizers_state_is_that_of_the_model_in_one_piece() -> None:
     (mine,), (theirs,) = found["param_groups"], expected["param_groups"]
     assert set(mine.pop("params")) == set(theirs.pop("params"))
     assert mine == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "pipeline"), ("pipeline", "tensor")])
+def test_processes_go_on_under_another_plan(first: str, second: str, workers: Callable[[int], Workers]) -> None:
+    assert all(difference < 1e-9 for difference in workers(2).values(resumed_difference, first, second, timeout=170))
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
