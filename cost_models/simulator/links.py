@@ -39,7 +39,7 @@ class Passage:
 
 
 class Passages:
-    """How transfers go over the links of a cluster. What all transfers of a group have in common is worked out once.
+    """How transfers go over the links of a cluster; of equal ones, and of the links of a group, it is worked out once.
 
     Args:
         cluster: where ranks are.
@@ -49,9 +49,16 @@ class Passages:
     def __init__(self, cluster: Cluster, cost_model: CostModel) -> None:
         self._cluster, self._cost_model = cluster, cost_model
         self._groups: dict[Group, tuple[GroupLinks, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[str, Group, int], Passage] = {}
 
     def of(self, transfer: Transfer) -> Passage:
         """How one goes."""
+        key = transfer.kind, transfer.group, transfer.bytes
+        if key not in self._known:
+            self._known[key] = self._passage(transfer)
+        return self._known[key]
+
+    def _passage(self, transfer: Transfer) -> Passage:
         group, size = transfer.group, transfer.bytes
         if transfer.kind == "message":
             link = self._cluster.link(*group)

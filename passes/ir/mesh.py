@@ -10,6 +10,7 @@ mesh = Mesh((("data", 2), ("tensor", 2)))          outermost dimension first, ra
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -72,11 +73,8 @@ class Mesh:
     def group(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from one in these dimensions alone, in the order of their coordinates."""
         here = self.coordinate(rank)
-        return tuple(
-            other
-            for other in range(self.size)
-            if all(name in names or index == here[name] for name, index in self.coordinate(other).items())
-        )
+        places = itertools.product(*(range(size) if name in names else (here[name],) for name, size in self.dimensions))
+        return tuple(self.rank(dict(zip(self.names, place, strict=True))) for place in places)
 
     @property
     def cutting(self) -> Mesh:
