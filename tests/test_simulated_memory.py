@@ -97,6 +97,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
     "zero bubble": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 8}),
     "interleaved": (gpt, 2, "pipeline", {"schedule": "Interleaved1F1B", "n_microbatches": 8}),
     "data": (gpt, 2, "data", {}),
+    "gathered parameters": (gpt, 2, "fsdp", {}),
+    "gathered parameters, four ranks": (gpt, 4, "fsdp", {}),
+    "cut gradients": (gpt, 2, "zero2", {}),
     "tensor": (gpt, 2, "tensor", {}),
     "mesh": (gpt, 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
     "convolutions": (convolutions, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 4}),
@@ -106,10 +109,7 @@ FAST = ("1F1B", "tensor", "convolutions")
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_peak_is_that_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5 %: gradients, activations, communication, and what operators need in between.
-
-    Without parameters gathered ahead (``"fsdp"``): one process makes room for them when they are waited for, devices when they start.
-    """
+    """Within 5 %: gradients, activations, communication, and what operators need in between."""
     build, devices, mode, options = CASES[name]
     x = torch.randint(VOCABULARY, (ROWS, LENGTH)) if build is gpt else torch.randn(ROWS, 3, 16, 16)
     target = torch.randint(VOCABULARY, (ROWS, LENGTH) if build is gpt else (ROWS,))

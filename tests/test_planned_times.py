@@ -1,0 +1,45 @@
+"""What a plan says that a step takes is what the simulation of its programs takes: two ways to the same number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.transformer import gpt
+from partitioner import partition
+
+TOLERANCE = 0.05
+"""Plans count what overlaps by formula, the simulation by events; a plan does not know which message waits for which."""
+
+Mode = str | Mapping[str, int]
+
+SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
+    "layers": ("model", 2, {}),
+    "GPipe": ("pipeline", 2, {"schedule": "GPipe", "n_microbatches": 4}),
+    "1F1B": ("pipeline", 4, {"schedule": "1F1B", "n_microbatches": 8}),
+    "recomputed": ("pipeline", 2, {"schedule": "1F1B", "n_microbatches": 4, "recompute": "full"}),
+    "interleaved": ("pipeline", 2, {"schedule": "Interleaved1F1B", "n_microbatches": 4}),
+    "zero bubble": ("pipeline", 2, {"schedule": "ZB1P", "n_microbatches": 4}),
+    "data": ("data", 2, {}),
+    "data, four ranks": ("data", 4, {}),
+    "gathered parameters": ("fsdp", 2, {}),
+    "cut state": ("zero1", 4, {}),
+    "tensor": ("tensor", 2, {}),
+    "tensor, four ranks": ("tensor", 4, {}),
+    "data and tensor": ({"data": 2, "tensor": 2}, 4, {}),
+    "pipeline and tensor": ({"pipeline": 2, "tensor": 2}, 4, {"schedule": "1F1B", "n_microbatches": 4}),
+    "data and pipeline": ({"data": 2, "pipeline": 2}, 4, {"schedule": "1F1B", "n_microbatches": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plan_and_simulation_agree(name: str) -> None:
+    mode, devices, options = SETTINGS[name]
+    with torch.device("meta"):
+        model, tokens = gpt(4, 2048), torch.zeros(16, 512, dtype=torch.int64)
+    pm = partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
