@@ -7,10 +7,14 @@ A plain PyTorch GPT is traced on the meta device, partitioned as the row says, l
 of ``Cluster.preset("a100-80gb")``. Nothing is fitted to a row. What the prediction rests on, and where it comes from:
 
     peaks, bandwidths, latencies, tiles     cost_models/presets.toml, each with its source
-    fusion="hand"                           the paper's implementation: softmax, bias-GELU and bias-dropout-add are fused kernels
+    fusion="hand"                           the paper's implementation: scale, mask and softmax are a kernel, bias-GELU and
+                                            bias-dropout-add are; dropout behind the softmax is one of its own
     18 bytes a parameter                    mixed precision with Adam: 2 + 4 (float32 gradient) + 4 (float32 parameter) + 8
-    34 bytes moved a parameter              the optimizer's step: reads gradient (twice: norm, update), parameter, two moments;
-                                            writes parameter, two moments, 16-bit parameter
+    64 bytes moved a parameter              Megatron-LM's step with float32 gradients (megatron/optimizer/optimizer.py): 4 to clear them,
+                                            8 to unscale them and look for infinities, 4 for the norm, 8 to clip, as training begins,
+                                            28 for Adam (apex FusedAdam: four values read, three written), 6 to write 16-bit parameters;
+                                            and 6 for sums: each product of a microbatch adds 8 bytes in float32 (apex
+                                            fused_weight_gradient_mlp_cuda), where programs write 2, and from the second on add 6
 
 The published memory is that of the transformer layers of the first stage; embeddings are told apart. "kept" is what lies between a
 forward and its backward, which the paper's formula counts.
@@ -26,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +41,16 @@ from cost_models.simulator.simulate import simulate_programs
 from cost_models.simulator.simulation import Simulation
 from partitioner import Constraints
 from partitioner.experiments.lowered import lower_for_timing
-from partitioner.experiments.subject import Subject, trace_subject
+from partitioner.experiments.subject import trace_subject
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Plan
 
-__all__ = ["Gpt", "Predicted", "Row", "plan_of_row", "predict", "predicted", "rows", "subject_of"]
+__all__ = ["Gpt", "Predicted", "Row", "predict", "rows"]
 
 SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
-OPTIMIZER_TRAFFIC = 34
-"""Bytes that a step of Adam moves for each parameter; see the module."""
+OPTIMIZER_TRAFFIC = 4 + 8 + 4 + 8 + 28 + 6 + 6
+"""Bytes that the optimizer's step moves for each parameter; see the module."""
 
 GIB = 2**30
 
@@ -151,19 +154,19 @@ def rows() -> list[Row]:
     ]
 
 
-def subject_of(row: Row) -> Subject:
-    """A row's model and batch, traced."""
+def predict(row: Row, policy: str) -> Predicted:
+    """Trace, partition, lower and simulate.
+
+    Args:
+        policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
+    """
+    started = time.perf_counter()
     sizes = row.sizes
     with torch.device("meta"):
         model = Gpt(sizes["layers"], sizes["hidden"], sizes["heads"]).half()
         tokens = torch.zeros(sizes["global_batch"], SEQUENCE, dtype=torch.int64)
-    return trace_subject(row.name, (model, (tokens, tokens)), training=True)
-
-
-def plan_of_row(row: Row, subject: Subject, cluster: Cluster, policy: str) -> Plan:
-    """What the row says is run; ``policy``: see ``predict``."""
-    sizes = row.sizes
     tensor, pipeline, interleave = sizes["tensor"], sizes["pipeline"], sizes["interleave"]
+    cluster = Cluster.preset("a100-80gb", nodes=sizes["devices"] // 8, devices_per_node=8)
     cut = dict.fromkeys(("heads", "ffn", "vocab", *(("sequence",) if policy == "seqsel" else ())), "tensor")
     per_stage = sizes["layers"] // (pipeline * interleave)
     stages = {f"blocks.{index * per_stage}": "beginning" for index in range(1, pipeline * interleave)}
@@ -171,6 +174,7 @@ def plan_of_row(row: Row, subject: Subject, cluster: Cluster, policy: str) -> Pl
     if pipeline > 1:
         pipelined = {"schedule": "Interleaved1F1B", "stages_per_rank": interleave}
         pipelined["n_microbatches"] = sizes["global_batch"] // sizes["microbatch"]
+    subject = trace_subject(row.name, (model, (tokens, tokens)), training=True)
     mesh = Mesh((("pipeline", pipeline), ("tensor", tensor)) if pipeline > 1 else (("tensor", tensor),))
     request = PlanRequest(
         mode="pipeline" if pipeline > 1 else "model",
@@ -182,24 +186,7 @@ def plan_of_row(row: Row, subject: Subject, cluster: Cluster, policy: str) -> Pl
         **pipelined,
     )
     found = plan_mesh(subject.graph, cluster, request, None, mesh)
-    return dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
-
-
-def predict(row: Row, policy: str) -> Predicted:
-    """Trace, partition, lower and simulate.
-
-    Args:
-        policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
-    """
-    started = time.perf_counter()
-    subject, cluster = subject_of(row), Cluster.preset("a100-80gb", nodes=row.sizes["devices"] // 8, devices_per_node=8)
-    found = predicted(row, subject, plan_of_row(row, subject, cluster, policy), cluster)
-    return dataclasses.replace(found, took=time.perf_counter() - started)
-
-
-def predicted(row: Row, subject: Subject, plan: Plan, cluster: Cluster) -> Predicted:
-    """Lower any plan of a row's model, and simulate it."""
-    started, sizes = time.perf_counter(), row.sizes
+    plan = dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
     timed = lower_for_timing(subject, plan)
     simulation = simulate_programs(
         timed.programs,
@@ -215,11 +202,10 @@ def predicted(row: Row, subject: Subject, plan: Plan, cluster: Cluster) -> Predi
     device = cluster.devices[0]
     most = max(memory.optimizer for memory in simulation.memory) // 14
     update = OPTIMIZER_TRAFFIC * most / device.bandwidth
-    blocks = cast(Gpt, subject.made.model).blocks
     layer_bytes = sum(
-        parameter.numel() * 2 // (sizes["tensor"] if parameter.dim() > 1 else 1) for block in blocks for parameter in block.parameters()
+        parameter.numel() * 2 // (tensor if parameter.dim() > 1 else 1) for block in model.blocks for parameter in block.parameters()
     )
-    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // sizes["pipeline"])
+    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // pipeline)
 
 
 def compare(row: Row, policies: Sequence[str] = ("full", "seqsel", "none")) -> Iterator[tuple[str, float, float]]:

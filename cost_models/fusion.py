@@ -6,8 +6,10 @@
     add      reads d' and d, writes the sum
 
 Each node keeps its place in the program and pays for what it alone reads from memory or writes to it, the first of a kernel for the
-start. torch.compile fuses pointwise operations with each other and into normalisations and softmax ("compiled"); kernels written by hand
-for transformers, as in Megatron-LM, fuse pointwise operations with each other and into softmax ("hand").
+start. torch.compile ("compiled") fuses pointwise operations with each other and into normalisations and softmax. Kernels written by
+hand ("hand"), as in Megatron-LM, fuse pointwise operations with each other (bias-GELU, bias-dropout-add), those in front of a softmax
+into it, and those behind its backward into that (megatron/fused_kernels, scaled_masked_softmax.h); what reads a softmax, its dropout, is
+another kernel (megatron/model/transformer.py, CoreAttention).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class _Kernels:
         if self._works[node].launches and self._is_fusible(node):
             kernel = self._new(node)
             for argument in arguments:
-                self._join(kernel, argument, arguments)
+                if not self._is_border(node, argument):
+                    self._join(kernel, argument, arguments)
             self._waits[kernel] |= self._outside(arguments, {kernel})
             behind |= self._bits[kernel]
         self._behind[node] = behind
@@ -124,6 +127,11 @@ class _Kernels:
             if self._kernel.get(_shown(argument)) not in kernels:
                 outside |= self._behind[argument]
         return outside
+
+    def _is_border(self, node: fx.Node, argument: fx.Node) -> bool:
+        """Whether kernels written by hand end between the two: behind a softmax, in front of its backward."""
+        reads_softmax = "softmax" in str(_shown(argument).target) and "backward" not in str(_shown(argument).target)
+        return self._fusion == "hand" and (reads_softmax or ("softmax" in str(node.target) and "backward" in str(node.target)))
 
     def _is_fusible(self, node: fx.Node) -> bool:
         family = self._works[node].family

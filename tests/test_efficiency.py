@@ -87,16 +87,12 @@ def works_of(model: nn.Module, x: Tensor) -> dict[fx.Node, Work]:
     return {node: node_work(node) for node in stage.graph.graph.nodes}
 
 
-@pytest.mark.parametrize(("fusion", "kernels"), [("none", 8), ("hand", 3), ("compiled", 3)])
-def test_fusion_keeps_what_lies_between_in_registers(fusion: Fusion, kernels: int) -> None:
+@pytest.mark.parametrize(("fusion", "kernels", "moved"), [("none", 8, 14), ("hand", 4, 6), ("compiled", 3, 3)])
+def test_fusion_keeps_what_lies_between_in_registers(fusion: Fusion, kernels: int, moved: int) -> None:
+    """One kernel reads ``hidden`` and ``x`` and writes what the second layer reads; by hand, the softmax is written and read."""
     works, numbers = fused(works_of(Pointwise(), torch.rand(4, 16)), fusion), Numbers(4)
     assert sum(work.launches for work in works.values()) == kernels
-    moved = sum(numbers[work.bytes] for work in works.values() if work.family != "matrix product")
-    value = 4 * 16 * 4
-    if fusion != "none":
-        assert moved == 3 * value  # reads hidden and x once, writes the second layer's input
-    else:
-        assert moved == (2 + 3 + 2 + 2 + 2 + 3) * value
+    assert sum(numbers[work.bytes] for work in works.values() if work.family != "matrix product") == moved * 4 * 16 * 4
 
 
 def test_fusion_does_not_jump_over_what_a_kernel_waits_for() -> None:

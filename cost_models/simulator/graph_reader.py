@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from cost_models.formulas import Numbers
+from cost_models.simulator.masks import is_mask, is_part_of_mask, share_taken
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.steps import Step
 from cost_models.simulator.values import UNKNOWN, Category, Held, Storage, leaves_of, storages_of
@@ -107,10 +108,18 @@ class GraphReader(ABC):
     def visit(self, node: fx.Node, section: str) -> None:
         """One computing node: its value, its step."""
         self.begin()
-        seconds = self.compute(node)
+        seconds = self._drawn(node, self.compute(node))
         made, dropped = self.made, self.end(node)
         if seconds or made or dropped:
             self.steps.append(Step("compute", node.name, section, seconds, made, dropped))
+
+    def _drawn(self, node: fx.Node, seconds: float) -> float:
+        """Fused kernels draw the part of a mask that they use."""
+        if self.prices.fusion == "none" or not seconds:
+            return seconds
+        if is_part_of_mask(node):
+            return 0.0
+        return self.prices.writing(share_taken(node) * sum(storage.bytes for storage in self.made)) if is_mask(node) else seconds
 
     def compute(self, node: fx.Node) -> float:
         """Set a node's value; returns its seconds."""

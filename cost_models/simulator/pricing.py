@@ -72,6 +72,10 @@ class NodePrices:
         dtype = next((leaf.dtype for leaf in leaves_of(result)), torch.float32)
         return self.seconds(Work(0, read + written, 1), dtype)
 
+    def writing(self, size: float) -> float:
+        """Seconds of a kernel that writes so many bytes."""
+        return self.seconds(Work(0, size, 1), torch.bool)
+
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
         """Of work; nothing that starts no kernel takes time."""
         return self._cost_model.operation_time(work, self._device, dtype) if work.launches or work.bytes else 0.0
