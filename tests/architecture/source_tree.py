@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +65,21 @@ def package_sources() -> tuple[Source, ...]:
     return tuple(source for source in sources() if source.path.split("/")[0] in PACKAGES)
 
 
-def text_files() -> Iterator[tuple[str, str]]:
+@functools.cache
+def text_files() -> tuple[tuple[str, str], ...]:
     """Path from the root and content of every text file that a reader of the repository sees."""
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        hidden = parts[0].startswith(".") and parts[0] not in _HIDDEN_BUT_OURS
-        if hidden or _BUILT.intersection(parts) or not path.is_file():
+    seen = [path for path in ROOT.iterdir() if not path.name.startswith(".") or path.name in _HIDDEN_BUT_OURS]
+    return tuple(sorted(_texts(seen)))
+
+
+def _texts(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for path in paths:
+        if path.is_dir():
+            if path.name not in _BUILT:
+                yield from _texts(path.iterdir())
             continue
-        try:
-            yield "/".join(parts), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
 def report(offences: list[str], remedy: str) -> str:

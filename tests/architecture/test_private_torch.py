@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 
 from tests.architecture.imports import dotted_names, imports_of
 from tests.architecture.source_tree import Source, report, sources
@@ -120,14 +120,11 @@ def test_the_table_lists_what_is_used() -> None:
     assert not offences, report(offences, f"no longer used: delete it from PRIVATE_TORCH in {HERE}")
 
 
-def private_uses(source: Source) -> Iterator[tuple[str, str]]:
+@functools.cache
+def private_uses(source: Source) -> tuple[tuple[str, str], ...]:
     """Private name and place, for every import and every attribute that starts at ``torch``."""
-    for found in imports_of(source):
-        if is_private(found.full_name):
-            yield found.full_name, source.at(found.node)
-    for name, node in dotted_names(source):
-        if is_private(name):
-            yield name, source.at(node)
+    imported = ((found.full_name, found.node) for found in imports_of(source))
+    return tuple((name, source.at(node)) for name, node in (*imported, *dotted_names(source)) if is_private(name))
 
 
 def is_private(name: str) -> bool:
