@@ -16,6 +16,8 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
 
 from partitioner import PartitionedModel
 from tests.models.case import BATCH_SIZE, Case, Instance
@@ -126,13 +128,15 @@ def comparable(case: Case, setting: Setting) -> bool:
 
 
 def tolerance(case: Case) -> float:
-    """Of the relative error: the case's own, but for two kinds of model, which get ten times that.
+    """Of the relative error: the case's own, but for two kinds of model, which get more.
 
-    Parts are added in another order than the whole is. Where the model computes in float32 inside, that is the rounding of float32; where a
-    gradient is zero in exact arithmetic (of a bias in front of a batch normalisation), AdamW makes steps of what rounding leaves of it.
+    Parts are added in another order than the whole is. Where a gradient is zero in exact arithmetic (of a bias in front of a batch
+    normalisation), AdamW makes steps of what rounding leaves of it. Where the model computes in float32 inside, that is the rounding of
+    float32, which AdamW enlarges as well: measured, up to eleven times (``test_nothing_is_left_but_the_rounding_of_float32``).
     """
-    is_rough = case.tolerance >= FLOAT32_INSIDE or case.batch_norm
-    return (10 if is_rough else 1) * case.tolerance
+    if case.tolerance >= FLOAT32_INSIDE:
+        return 30 * case.tolerance
+    return (10 if case.batch_norm else 1) * case.tolerance
 
 
 def difference_of(case: Case, setting: Setting) -> Difference | None:
@@ -219,6 +223,19 @@ def test_batches_that_divide_and_others_take_turns(name: str, setting: str) -> N
         loss = pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
         assert compare_values(reference.losses[0], loss.detach(), tolerance(case)) is None
         assert compare_gradients(reference.gradients[0], pm.full_gradients(), tolerance(case)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["tensor2", "tensor3", "sequence2", "fsdp3", "data2-pipeline2-tensor2"])
+def test_nothing_is_left_but_the_rounding_of_float32(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama, which differs most: with norms that compute in the dtype they are given it is as equal as models are that do."""
+
+    def norm(self: modeling_llama.LlamaRMSNorm, values: Tensor) -> Tensor:
+        return functional.rms_norm(values, self.weight.shape, self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    case, chosen = dataclasses.replace(case_named("llama"), tolerance=1e-9), SETTINGS[setting]
+    assert first_difference(case, batch_size=chosen.batch_size, n_microbatches=chosen.n_microbatches, **chosen.arguments) is None
 
 
 def _partitioned(instance: Instance, setting: str) -> PartitionedModel:
