@@ -34,7 +34,7 @@ from partitioner.planner.infeasible import nothing_fits
 from partitioner.planner.make_plan import describe_plan, differentiates
 from partitioner.planner.mesh_bounds import MeshBounds
 from partitioner.planner.mesh_links import LinkTable, stages_length
-from partitioner.planner.mesh_problem import MeshProblem, Solution
+from partitioner.planner.mesh_problem import MeshProblem, Promise, Solution
 from partitioner.planner.pace import pace_of
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_mesh import cut_described
@@ -48,16 +48,28 @@ from passes.weights_digest import weights_digest
 
 __all__ = ["plan_auto"]
 
-_IDLE = {"GPipe": 0.1, "1F1B": 0.1, "ZBV": 0.2, "DualPipeV": 0.2, "ZB1P": 0.35}
+_IDLE = {"GPipe": 0.05, "1F1B": 0.05, "ZBV": 0.15, "DualPipeV": 0.1, "ZB1P": 0.3}
 """Schedule -> how much of the bubble of 1F1B it is likely to leave, beyond what its bounds tell; half for all others."""
+
+_UNEVEN = 0.3
+"""The same for thin stages: units are not divided, so that a stage of few of them is not as long as others."""
+
+_AGAIN = 0.1
+"""The same for what is computed again, until it is priced."""
 
 _TIGHT = 2.0
 """The same where stages that share ranks nearly fill them: few cuts fit then, and they are uneven."""
 
-_MOST_ACTIONS = 200_000
+_MOST_ACTIONS = 60_000
 """Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
 
-_MOST_MESHES = 40
+_MOST_CUTS = 1_000
+"""Cuts of one candidate that are put on the clock."""
+
+_MOST_CUT_ACTIONS = 100_000
+"""Forwards that these have together."""
+
+_MOST_MESHES = 200
 """Meshes that are planned before the search ends without a proof; half as many at least once there is a solution."""
 
 
@@ -85,12 +97,17 @@ class _Option:
     cut: MeshCut | None
     policy: Recompute
     candidate: Candidate
+    promise: Promise | None = None
 
     @property
     def idle(self) -> float:
-        """The share of the time that its ranks are likely to wait for each other, beyond what its bound tells."""
-        tight = _TIGHT if self.candidate.stages_per_rank > 1 and self.problem.is_tight(self.policy, self.candidate) else 0.0
-        return tight + _IDLE.get(self.candidate.schedule, 0.5) * (self.problem.n_places - 1) / self.candidate.n_microbatches
+        """The share of the time that its ranks are likely to wait for each other, or compute again, beyond what its bound tells."""
+        candidate, problem = self.candidate, self.problem
+        thin = _UNEVEN * (problem.n_places * candidate.stages_per_rank - 1) / len(problem.part.points.units)
+        idle = thin + _IDLE.get(candidate.schedule, 0.5) * (problem.n_places - 1) / candidate.n_microbatches
+        if self.policy != "none":
+            return idle + (_AGAIN if self.promise is None else 0.0)
+        return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)
 
     @property
     def words(self) -> str:
@@ -139,9 +156,8 @@ class _Search:
         self._n_cuts = 0
         self._n_solved = 0
         self._n_actions = 0
-        self._n_first = 0
         self._solutions: list[tuple[_Option, Solution]] = []
-        self._settled: set[tuple[int, Candidate]] = set()
+        self._unproved: list[float] = []
         self._best: tuple[_Option, Solution] | None = None
         self._meshes: list[MeshProblem] = []
         self._refusals: list[ConfigError] = []
@@ -157,21 +173,48 @@ class _Search:
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model)
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
-        while self._open:
-            if self._has_searched_enough():
-                break
+        while self._open and not self._has_searched_enough():
             _, _, bound, item = heapq.heappop(self._open)
-            if self._best is not None and bound >= self._best[1].step_time:
+            if self._is_beaten(bound):
                 continue
             if isinstance(item, _Cut):
                 self._expand(item)
             else:
-                self._solve(item)
-        self._bound = min((bound for _, _, bound, _ in self._open), default=np.inf)
+                self._solve(item, bound)
+        self._prove()
+
+    def _prove(self) -> None:
+        """Look closer at what is left, the lowest bound first, until that can be raised no more."""
+        left = [(bound, number, item) for _, number, bound, item in self._open if not self._is_beaten(bound)]
+        heapq.heapify(left)
+        reached = min(self._unproved, default=np.inf)
+        while left and left[0][0] < reached and len(self._meshes) < _MOST_MESHES:
+            bound, _, item = heapq.heappop(left)
+            self._open = []
+            if isinstance(item, _Cut):
+                self._expand(item)
+            elif item.promise is None:
+                promise = item.problem.promise(item.policy, item.candidate, self._known)
+                self._add(max(bound, promise.bound), dataclasses.replace(item, promise=promise))
+            else:
+                heapq.heappush(left, (bound, -1, item))
+                break
+            for _, number, known, each in self._open:
+                if not self._is_beaten(known):
+                    heapq.heappush(left, (max(bound, known), number, each))
+        self._left = left
+        self._bound = min((reached, *(bound for bound, _, _ in left)), default=np.inf)
+
+    @property
+    def _known(self) -> float:
+        """Seconds of the best so far."""
+        return np.inf if self._best is None else self._best[1].step_time
+
+    def _is_beaten(self, bound: float) -> bool:
+        return bound >= self._known
 
     def _has_searched_enough(self) -> bool:
-        most = max(_MOST_MESHES, self._n_first + _MOST_MESHES // 2)
-        return self._best is not None and (len(self._meshes) >= most or self._n_actions >= _MOST_ACTIONS)
+        return self._best is not None and (len(self._meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS)
 
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds) -> None:
         """Add a mesh, and the same with the sequence cut beside."""
@@ -217,7 +260,8 @@ class _Search:
             problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links)
             self._meshes.append(problem)
             for policy, candidate in candidates_of(problem):
-                self._add(problem.bound(policy, candidate), _Option(problem, cut, policy, candidate))
+                bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
+                self._add(bound, _Option(problem, cut, policy, candidate))
         except ConfigError as refusal:
             self._refusals.append(refusal)
 
@@ -228,26 +272,28 @@ class _Search:
         trains = differentiates(self._graph, self._request)
         return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)
 
-    def _solve(self, option: _Option) -> None:
-        """Work one candidate out."""
-        key = (id(option.problem), option.candidate)
-        if key in self._settled:  # what is computed again only costs time, and less of it fits
-            return
-        self._n_solved += 1
-        if self._best is not None:
-            self._n_actions += option.problem.n_places * option.candidate.stages_per_rank * option.candidate.n_microbatches
+    def _solve(self, option: _Option, known: float) -> None:
+        """Work one candidate out, if what its cuts promise is not worse than what was known of it; else it waits its turn."""
+        problem, candidate = option.problem, option.candidate
         try:
-            solution = option.problem.solve(option.policy, option.candidate)
+            promise = option.promise or problem.promise(option.policy, candidate, self._known)
         except ConfigError as refusal:
             self._refusals.append(refusal)
             return
+        if option.promise is None and promise.bound > known * (1 + _TIE):
+            self._add(promise.bound, dataclasses.replace(option, promise=promise))
+            return
+        self._n_solved += 1
+        n_actions = problem.n_places * candidate.stages_per_rank * candidate.n_microbatches
+        self._n_actions += n_actions if self._best is not None else 0
+        most = min(_MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
+        solution, bound = problem.solve(option.policy, candidate, promise, most, thorough=self._best is None)
+        if solution is None or bound < solution.step_time:
+            self._unproved.append(bound)
         if solution is None:
             return
-        self._settled.add(key)
         self._solutions.append((option, solution))
         if self._best is None or solution.step_time < self._best[1].step_time * (1 - _TIE):
-            if self._best is None:
-                self._n_first = len(self._meshes)
             self._best = (option, solution)
             self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)}: {option.words}")
 

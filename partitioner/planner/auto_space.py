@@ -51,12 +51,12 @@ def candidates_of(problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]
     for policy in policies(problem.request, differentiate=problem.differentiate):
         for count in microbatch_choices(problem.part.graph, problem.request, problem.n_places):
             for name, stages_per_rank in schedules(problem.request):
-                if count > 1 or name in _FOR_ONE:
+                if count > 1 or name in _FOR_ONE or problem.request.schedule is not None:
                     yield policy, Candidate(name, stages_per_rank, count)
 
 
-_FOR_ONE = ("GPipe", "1F1B")
-"""Schedules for a single microbatch: no order of its stages helps it."""
+_FOR_ONE = ("GPipe", "1F1B", "ZB1P")
+"""Schedules for a single microbatch: to order stages on a rank does not help it, to put off weight gradients does."""
 
 
 def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:

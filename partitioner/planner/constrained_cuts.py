@@ -54,6 +54,8 @@ def restrict(
         ConfigError: a name is unknown, a rank or stage does not exist, a module cannot be cut off, or a device_map goes back to an
             earlier rank where each rank has one stage.
     """
+    if not constraints.split_spec and constraints.device_map is None and constraints.pin is None:
+        return Restrictions(frozenset(), None)
     names = _Names(graph, points, modules)
     forced = frozenset(
         names.boundary(name, _split_point(name, where)) for name, where in (constraints.split_spec or {}).items() if names.check(name)

@@ -70,6 +70,9 @@ class MeshCut:
         """What is cut as a plan says it: (axis of the whole model, mesh dimension)."""
         of, cutting = self.part.of, self.part.cutting
         axes, names, assigned = self.axes, self.names, self.assigned
+        by_folded = {name: shortened(each, names) for name, each in assigned.items()}
+        if all("[" not in axis for each in by_folded.values() for axis in each):  # all of a name are cut, then so are those of all blocks
+            return tuple((axis, name) for name in cutting.names for axis in by_folded[name])
         if of.unfolding is not None:
             by_rows = any(name in ROWS for name in cutting.names)
             graph = split_randomness(with_totals(of.whole) if by_rows else of.whole)

@@ -33,8 +33,7 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
             f"{_count(n_ranks, 'device')} with {_count(each, 'stage')} each: {n_stages} stages, the model can be cut into {n_units}",
             remedy=", or ".join(filter(None, (most, fewer))),
         )
-    schedule = problems.schedule(candidate)
-    problem = problems.problem(candidate, schedule)
+    problem = problems.problem(candidate)
     if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
         return ConfigError(
             f"no way to cut the model into {n_stages} stages keeps to the constraints",
@@ -62,11 +61,15 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
         problems = mesh.problems(policies(mesh.request, differentiate=mesh.differentiate)[-1])
         candidate = _most_frugal(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
-            missing = shortfall(problems.problem(candidate, problems.schedule(candidate)))
+            missing = shortfall(problems.problem(candidate))
             if missing < np.inf:
                 lacking.append((missing, order, problems, candidate, mesh))
     if not lacking:
-        return refusals[0]
+        first = meshes[0] if meshes else None
+        if refusals or first is None:
+            return refusals[0]
+        problems = first.problems(policies(first.request, differentiate=first.differentiate)[-1])
+        return why_infeasible(problems, _most_frugal(problems, first))
     missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
     words = " x ".join(f"{name} {size}" for name, size in mesh.mesh.dimensions)
     devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
@@ -132,4 +135,4 @@ def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> b
         problems.prices,
         problems.cost_model,
     )
-    return solve(larger.problem(candidate, larger.schedule(candidate))) is not None
+    return solve(larger.problem(candidate)) is not None

@@ -118,10 +118,9 @@ def _tried(problems: PipelineProblems) -> list[StagedModel]:
         staged = []
         for name, stages_per_rank in schedules(problems.request):
             candidate = Candidate(name, stages_per_rank, count)
-            schedule = problems.schedule(candidate)
-            cuts = problems.solve(candidate, schedule)
+            cuts = problems.solve(candidate)
             if cuts is not None:
-                staged.append(stage_model(problems, candidate, schedule, cuts))
+                staged.append(stage_model(problems, candidate, cuts.starts, proven=cuts.proven))
         if staged:
             return staged
     return []
@@ -151,5 +150,5 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
         yield "The batch is not cut into microbatches, because the model was traced for one batch size alone."
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
-    if not chosen.cuts.proven:
+    if not chosen.proven:
         yield "The stages share nearly full devices; these cuts fit, but better ones may exist."

@@ -1,21 +1,30 @@
 """How fast a mesh can be at best, before any axis of it is cut: what prices need no layout for.
 
 A rank of a mesh with R parts of the rows, T parts of everything else and P stages does at least one in R T P of the arithmetic and of the
-memory traffic of the whole model, and starts all kernels of its stages: cutting an axis makes kernels smaller, not fewer. Replicas sum the
-gradients of all parameters once, or gather every parameter that they hold in parts, in each microbatch.
+memory traffic of the whole model, and starts all kernels of its stages: cutting an axis makes kernels smaller, not fewer. Its stages wait
+for each other as in any schedule with as many microbatches (``step_bounds``). Replicas sum the gradients of all parameters once, or gather
+every parameter that they hold in parts, in each microbatch.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import numpy as np
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
 from cost_models.hardware import Cluster
+from partitioner.planner.auto_space import microbatch_choices
+from partitioner.planner.candidates import Candidate, microbatch_size, schedules
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.stage_problem import Floats
+from partitioner.planner.step_bounds import least_step
+from partitioner.planner.unit_prices import Shares
 from passes.axes import Axes, find_axes
 from passes.ir.mesh import ROWS, Mesh
 
@@ -38,7 +47,9 @@ class MeshBounds:
         self._links = LinkTable(cluster)
         kinds = tuple(dict.fromkeys(cluster.devices))
         prices = whole.prices(kinds, cost_model, request.optimizer)
-        self._seconds = prices.times(whole.batch_size).min(axis=1)
+        self._prices, self._request = prices, request
+        self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
+        self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
         self._fixed = prices.fixed_bytes
         self._limit = sum(memory_limits(cluster, request))
@@ -60,15 +71,37 @@ class MeshBounds:
         stages, parts = stages_length(mesh), mesh.cutting.size
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
         in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
-        if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit:
+        if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
             return float("inf")
-        work = float(np.maximum(self._seconds / parts, self._starts).sum()) / stages
-        sending = (
-            self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training and not in_parts else 0.0
-        )
+        if in_parts:
+            seconds = self._prices.times(self._whole.batch_size).min(axis=1)
+            return float(np.maximum(seconds / parts, self._starts).sum()) / stages * (1 - _ROUNDING)
+        sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
         inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in ROWS))
-        exchanging = self._exchanging(inner, mesh, -(-self._whole.batch_size // rows), beside=beside) / stages if inner.dimensions else 0.0
-        return (work + exchanging + sending) * (1 - _ROUNDING)
+        own_rows = -(-self._whole.batch_size // rows)
+        exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / stages if inner.dimensions else 0.0
+        part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
+        request = dataclasses.replace(self._request, devices=self._request.devices[:stages])
+        steps = [
+            self._working(count, microbatch_size(own_rows, count), stages, parts // rows, request)
+            + sending * (1 if kind == "data" else count)
+            for count in microbatch_choices(part, request, stages)
+        ]
+        return (min(steps) + exchanging) * (1 - _ROUNDING)
+
+    def _working(self, count: int, rows: int, stages: int, parts: int, request: PlanRequest) -> float:
+        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches."""
+        if rows not in self._known:
+            seconds = self._prices.times(rows).min(axis=1)
+            self._known[rows] = float(seconds.sum()), float(seconds.max()), self._prices.least_shares(rows), seconds
+        whole, longest, shares, seconds = self._known[rows]
+        started = count * float(np.maximum(seconds / parts, self._starts).sum()) / stages
+        steps = []
+        for name, each in schedules(request):
+            load, slowest = (max(whole / (stages * runs), longest) / parts for runs in (1, each))
+            if stages * each <= self._n_units:
+                steps.append(least_step(Candidate(name, each, count), stages, whole / parts, load, slowest, shares))
+        return max(started, min(steps, default=math.inf))
 
     def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, *, beside: bool) -> float:
         """Seconds that a rank's part of all stages exchanges with the ranks beside it."""

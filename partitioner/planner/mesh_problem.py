@@ -6,6 +6,7 @@ part of a rank, links   ->   units and prices for each policy   ->   candidates,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +17,20 @@ import numpy as np
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.candidates import Candidate
+from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
 from partitioner.planner.mesh_links import LinkTable, places_of
 from partitioner.planner.model_part import ModelPart
+from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.staged_model import StagedModel, stage_model, summed_bytes
+from partitioner.planner.stage_tables import best_bottleneck, bottleneck_table
+from partitioner.planner.staged_model import StagedModel, StageSums, stage_model
+from partitioner.planner.step_bounds import least_load, least_step
+from partitioner.planner.unit_prices import Shares
 from passes.ir.mesh import Mesh, pipelines
 from passes.recompute import Recompute
 
-__all__ = ["MeshProblem", "Solution", "policies"]
+__all__ = ["MeshProblem", "Promise", "Solution", "policies"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +50,22 @@ class Solution:
     @property
     def step_time(self) -> float:
         """Seconds of a step."""
-        return self.staged.step.makespan + self.sums
+        return self.staged.makespan + self.sums
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """What is known of a candidate before its cuts are searched.
+
+    Attributes:
+        costs: the runs that its stages could be; None where they are so many that nothing is asked of each.
+        longest_path: seconds of the longest path through its schedule, by the cuts for which that is shortest; inf where none fit.
+        bound: seconds that no cuts can beat.
+    """
+
+    costs: PathCosts | None
+    longest_path: float
+    bound: float
 
 
 class MeshProblem:
@@ -76,7 +97,8 @@ class MeshProblem:
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
         self._problems: dict[Recompute, PipelineProblems] = {}
-        self._seconds: dict[tuple[Recompute, int], tuple[float, float]] = {}
+        self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
+        self._loads: dict[tuple[Recompute, int, int, int], float] = {}
 
     @cached_property
     def n_places(self) -> int:
@@ -107,29 +129,31 @@ class MeshProblem:
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
         return self._problems[policy]
 
-    def bound(self, policy: Recompute, candidate: Candidate) -> float:
-        """Seconds that no cuts of a candidate can beat; inf where no cuts fit the memory.
+    def bound(self, policy: Recompute, candidate: Candidate, *, whole_units: bool = False) -> float:
+        """Seconds that no cuts of a candidate can beat (``step_bounds``); inf where no cuts fit the memory.
 
-        A rank computes at least its part of all microbatches, and one unit lies on one rank. With one stage on each rank and backwards in
-        one piece, what precedes stage s takes part in the first microbatch before s starts, and in the last one after s ends:
-
-            step >= t[0] + ... + t[s-1] + M t[s]    for every s    hence    step >= W / (1 - (1 - 1/M)^R)
-
-        for M microbatches on R ranks, W the time of all stages: the right side is reached when all those terms are equal. Where
-        backwards are split, only forwards precede: if they are at least the share f of the time of any unit,
-        step >= f W / (1 - (1 - f/M)^R).
+        Args:
+            whole_units: whether to see to it that units are not divided, which takes longer.
         """
         problems = self.problems(policy)
-        if not self._could_fit(problems, candidate):
+        if len(problems.points.units) < self.n_places * candidate.stages_per_rank or not self._could_fit(problems, candidate):
             return np.inf
-        whole, largest = self._least_seconds(problems, problems.rows(candidate))
-        count = candidate.n_microbatches
-        step = max(whole, count * max(whole / self.n_places, largest))
-        if candidate.stages_per_rank == 1 and candidate.schedule in _IN_ONE_PIECE:
-            step = max(step, whole / (1 - (1 - 1 / count) ** self.n_places))
-        elif candidate.stages_per_rank == 1 and count > 1:
-            share = problems.prices.least_forward(problems.rows(candidate))
-            step = max(step, whole * share / (1 - (1 - share / count) ** self.n_places) if share else 0.0)
+        return self._step(problems, candidate, whole_units=whole_units)
+
+    def bound_of_any(self, candidate: Candidate) -> float:
+        """The same whatever is computed again, and whatever fits: a backward that computes nothing again takes least."""
+        if len(self.part.points.units) < self.n_places * candidate.stages_per_rank:
+            return np.inf
+        return self._step(self.problems("none"), candidate)
+
+    def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
+        n_stages = self.n_places * candidate.stages_per_rank
+        rows, parts = problems.rows(candidate), (self.n_places, n_stages)
+        whole, longest, shares = self._least_seconds(problems, rows)
+        load, slowest = (max(whole / count, longest) for count in parts)
+        if whole_units:
+            load, slowest = (self._least_load(problems, rows, count, n_stages // count) for count in parts)
+        step = least_step(candidate, self.n_places, whole, load, slowest, shares)
         return step * (1 - _ROUNDING) + self._least_sums
 
     def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
@@ -146,34 +170,92 @@ class MeshProblem:
             K <= sum of kept <= sum of (limit - fixed) / n <= limit sum of (1 / n) - F / max(n)
         """
         fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
-        if candidate.stages_per_rank > 1 or candidate.schedule not in _HOLDING or fixed > limit * places:
+        if candidate.stages_per_rank > 1 or fixed > limit * places:
             return bool(fixed <= limit * places)
-        count = candidate.n_microbatches
-        held = [count if candidate.schedule == "GPipe" else min(count, places - place) for place in range(places)]
+        held = problems.order(candidate).in_flight
         kept = problems.prices.least_kept(problems.rows(candidate))
         return bool(kept <= (limit * sum(1 / number for number in held) - fixed / max(held)) * (1 + _ROUNDING))
 
-    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float]:
-        """Of all units together, and of the slowest, for one microbatch on the devices that are fastest."""
+    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, Shares]:
+        """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
         key = (problems.prices.recompute, rows)
         if key not in self._seconds:
             seconds = problems.prices.times(rows).min(axis=1)
-            self._seconds[key] = float(seconds.sum()), float(seconds.max())
+            self._seconds[key] = float(seconds.sum()), float(seconds.max()), problems.prices.least_shares(rows)
         return self._seconds[key]
 
-    def solve(self, policy: Recompute, candidate: Candidate) -> Solution | None:
-        """The best cuts of a candidate; None when none fit."""
+    def _least_load(self, problems: PipelineProblems, rows: int, n_parts: int, n_runs: int) -> float:
+        key = (problems.prices.recompute, rows, n_parts, n_runs)
+        if key not in self._loads:
+            self._loads[key] = least_load(problems.prices.times(rows).min(axis=1), n_parts, n_runs)
+        return self._loads[key]
+
+    def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:
+        """How short a step can be, whatever the cuts: by the runs that fit the memory.
+
+        Args:
+            below: seconds that are known to be possible: nothing more is asked of what cannot beat them.
+        """
+        bound = self.bound(policy, candidate, whole_units=True)
+        problems, n_stages = self.problems(policy), self.n_places * candidate.stages_per_rank
+        if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
+            return Promise(None, bound, bound)
+        costs, most = problems.paths(candidate), below - self._least_sums
+        longest_path = best_bottleneck(costs) if most == math.inf else float(bottleneck_table(costs, most)[0, 0])
+        if longest_path > most:
+            return Promise(None, math.inf, below)
+        return Promise(costs, longest_path, max(longest_path * (1 - _ROUNDING) + self._least_sums, bound))
+
+    def solve(
+        self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, *, thorough: bool = True
+    ) -> tuple[Solution | None, float]:
+        """The fastest cuts of a candidate, None when none that were tried fit; and seconds that no cuts can beat.
+
+        Args:
+            promise: of the candidate.
+            most: how many cuts are tried at most, the first aside.
+            thorough: whether to look for cuts that fit where stages share ranks, are many, and the best balanced do not.
+        """
         problems = self.problems(policy)
-        schedule = problems.schedule(candidate)
-        cuts = problems.solve(candidate, schedule)
-        if cuts is None:
-            return None
-        return self.price(problems, stage_model(problems, candidate, schedule, cuts))
+        known: dict[tuple[int, ...], Solution] = {}
+
+        def seconds(starts: tuple[int, ...]) -> float:
+            found = self.price(problems, stage_model(problems, candidate, starts))
+            if any(held > limit for held, limit in zip(found.staged.memory, problems.limits(), strict=True)):
+                return math.inf
+            known[starts] = found
+            return found.step_time
+
+        if promise.bound == math.inf:
+            return None, math.inf
+        if promise.costs is None:
+            cuts = problems.unlimited(candidate)
+            if cuts is not None and thorough and seconds(cuts.starts) == math.inf:
+                cuts = problems.solve(candidate)
+            taken = math.inf if cuts is None else seconds(cuts.starts)
+            return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
+        tried = promising_cuts(promise.costs, promise.longest_path)
+        if candidate.stages_per_rank > 1 and seconds(tried) == math.inf:
+            cuts = problems.solve(candidate)
+            tried = tried if cuts is None else cuts.starts
+        found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most)
+        bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
+        return (None if found.starts is None else known[found.starts]), bound
 
     def price(self, problems: PipelineProblems, staged: StagedModel) -> Solution:
         """A staged model with what the ranks of a stage sum at the end of a step."""
-        ranks = summed_bytes(problems, staged, self.part.sums)
-        return Solution(problems, staged, max(self.part.sum_seconds(each, self.links) for each in ranks))
+        return Solution(problems, staged, self._sum_seconds(staged))
+
+    def _sum_seconds(self, staged: StagedModel) -> float:
+        if not self.part.sums:
+            return 0.0
+        ranks = self._stage_sums.bytes_of_ranks([run.start for run in staged.runs], staged.schedule.stage_rank)
+        each = {tuple(sizes) for sizes in zip(*(sizes.tolist() for sizes in ranks.values()), strict=True)}
+        return max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+
+    @cached_property
+    def _stage_sums(self) -> StageSums:
+        return StageSums(next(iter(self._problems.values())).prices, self.part.sums)
 
     @cached_property
     def _least_sums(self) -> float:
@@ -190,12 +272,8 @@ _LARGE = 1e18
 _ROUNDING = 1e-6
 """Relative margin for the rounding of sums: a bound is never above what it bounds."""
 
-_IN_ONE_PIECE = ("GPipe", "1F1B")
-"""Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
-
-
-_HOLDING = ("GPipe", "1F1B", "ZB1P")
-"""Schedules of which it is known what stages hold at least: all microbatches, or one for each stage from there on."""
+_MOST_RUNS = 2_000
+"""Units times stages up to which the runs of stages that share ranks are looked at one by one: what they promise is too little for more."""
 
 
 def policies(request: PlanRequest, *, differentiate: bool) -> Sequence[Recompute]:

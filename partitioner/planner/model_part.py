@@ -74,6 +74,7 @@ class ModelPart:
         axes: of the graph; None where nothing is cut.
         sizes: of the part; None where nothing is cut.
         known_seconds: of its operations, by microbatch size and kinds of devices: worked out once for all meshes and policies.
+        known_prices: by kinds of devices, optimizer and policy: worked out once for all links and batches.
     """
 
     of: PartGraph
@@ -85,6 +86,7 @@ class ModelPart:
     axes: Axes | None = None
     sizes: PartSizes | None = None
     known_seconds: dict[Hashable, Floats] = field(default_factory=dict)
+    known_prices: dict[Hashable, PriceList] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> ModelGraph:
@@ -112,7 +114,11 @@ class ModelPart:
         """The prices of its units, on links for each mesh dimension."""
         graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
         exchanges = [(exchange, links[exchange.dimension]) for exchange in self.exchanges]
-        prices = PriceList(graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy, exchanges, self.known_seconds)
+        key = (tuple(kinds), optimizer, policy)
+        if key not in self.known_prices:
+            known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
+            self.known_prices[key] = PriceList(*known, known_seconds=self.known_seconds)
+        prices = self.known_prices[key].on(graph, exchanges)
         return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
 
     @cached_property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -14,15 +13,15 @@ from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
 from partitioner.planner.constrained_cuts import restrict
 from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.shared_memory import fits_together
 from partitioner.planner.stage_cuts import StageCuts, solve
 from partitioner.planner.stage_problem import StageProblem
 from partitioner.planner.unit_prices import Prices
-from partitioner.schedules.catalog import make_schedule
-from partitioner.schedules.in_flight import peak_in_flight
+from partitioner.schedules.order import Order, order_of
+from partitioner.schedules.step_clock import StepClock, step_clock
 from passes.ir.graph import ModelGraph
-from passes.ir.schedule import Schedule
 
 __all__ = ["PipelineProblems", "memory_limits"]
 
@@ -52,21 +51,22 @@ class PipelineProblems:
         self.points, self.prices, self.cost_model = points, prices, cost_model
         self._unlimited: dict[tuple[tuple[int, ...], int], StageCuts | None] = {}
 
-    def schedule(self, candidate: Candidate) -> Schedule:
-        """The candidate's schedule."""
-        return self._scheduled(candidate)[0]
+    def clock(self, candidate: Candidate) -> StepClock:
+        """The candidate's schedule, ready to be run."""
+        return step_clock(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
 
-    def _scheduled(self, candidate: Candidate) -> tuple[Schedule, tuple[int, ...]]:
-        return _schedule(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
+    def order(self, candidate: Candidate) -> Order:
+        """What is known of the candidate's schedule beforehand."""
+        return order_of(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
 
     def rows(self, candidate: Candidate) -> int:
         """Rows of the candidate's largest microbatch."""
         return microbatch_size(self.graph.batch_size, candidate.n_microbatches)
 
-    def problem(self, candidate: Candidate, schedule: Schedule) -> StageProblem:
+    def problem(self, candidate: Candidate) -> StageProblem:
         """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
-        prices = self.prices.at(self.rows(candidate))
-        rank = schedule.stage_rank
+        prices, order = self.prices.at(self.rows(candidate)), self.order(candidate)
+        rank = order.stage_rank
         links = [self.cluster.link(one, other) for one, other in itertools.pairwise(rank)]
         limits = restrict(self.request.constraints, self.graph, self.points, self.request.devices, rank, self.request.modules)
         return StageProblem(
@@ -75,7 +75,7 @@ class PipelineProblems:
             rank=rank,
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
             seconds_per_byte=np.array([self._slope(link) for link in links]),
-            in_flight=self._scheduled(candidate)[1],
+            in_flight=order.in_flight,
             limit=self.limits(),
             forced=limits.forced,
             allowed=limits.allowed,
@@ -85,30 +85,31 @@ class PipelineProblems:
         """Bytes of each rank."""
         return memory_limits(self.cluster, self.request)
 
-    def solve(self, candidate: Candidate, schedule: Schedule) -> StageCuts | None:
-        """The candidate's best cuts; None when nothing fits.
+    def paths(self, candidate: Candidate) -> PathCosts:
+        """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""
+        return PathCosts(self.problem(candidate), self.prices.at(self.rows(candidate)).halves, self.order(candidate))
+
+    def solve(self, candidate: Candidate) -> StageCuts | None:
+        """The candidate's cuts whose slowest stage is fastest, or nearly so; None when nothing fits.
 
         Schedules with the same stages on the same ranks differ only in what they hold. So memory is left aside first, once for all of
         them; only where that solution does not fit is the candidate solved by itself.
         """
-        problem = self.problem(candidate, schedule)
-        key = (schedule.stage_rank, self.rows(candidate))
-        if key not in self._unlimited:
-            self._unlimited[key] = solve(replace(problem, limit=(np.inf,) * len(problem.limit)), _SLACK)
-        found = self._unlimited[key]
+        found, problem = self.unlimited(candidate), self.problem(candidate)
         if found is None or fits_together(problem, found.starts):
             return found
         return solve(problem, _SLACK)
 
+    def unlimited(self, candidate: Candidate) -> StageCuts | None:
+        """The same without a limit of memory."""
+        problem = self.problem(candidate)
+        key = (problem.rank, self.rows(candidate))
+        if key not in self._unlimited:
+            self._unlimited[key] = solve(replace(problem, limit=(np.inf,) * len(problem.limit)), _SLACK)
+        return self._unlimited[key]
+
     def _slope(self, link: Link) -> float:
         return (self.cost_model.transfer_time(_LINEAR_TO, link) - self.cost_model.transfer_time(0, link)) / _LINEAR_TO
-
-
-@lru_cache(maxsize=8)
-def _schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> tuple[Schedule, tuple[int, ...]]:
-    """A schedule and what its stages hold in flight: meshes that differ in what they cut beside stages have the same."""
-    schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
-    return schedule, peak_in_flight(schedule)
 
 
 def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:

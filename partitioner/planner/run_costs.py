@@ -22,6 +22,10 @@ class RunCosts:
     Args:
         problem: the problem.
         stage_limit: (S,) bytes that each stage may hold; None: each the whole limit of its rank.
+
+    Attributes:
+        least_bottleneck: seconds that no run of the best cuts can be below, all of them together.
+        most: seconds of a run of all units, messages aside.
     """
 
     def __init__(self, problem: StageProblem, stage_limit: Floats | None = None) -> None:
@@ -35,6 +39,7 @@ class RunCosts:
         fastest = problem.units.time.min(axis=1)
         self._elapsed = np.concatenate([[0.0], np.cumsum(fastest)])
         self.least_bottleneck = max(float(self._elapsed[-1]) / problem.n_stages, float(fastest.max()))
+        self.most = float(problem.units.time.max(axis=1).sum())
 
     def rows(self, longest: Integers) -> Iterator[Row]:
         """The rows of all units, last unit first; see ``RowTable``."""

@@ -55,12 +55,11 @@ def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
     if not could_fit(costs):
         return np.inf
     bound = max(costs.least_bottleneck * 1.1, at_least * 1.02)
-    whole = float(costs.problem.units.time.max(axis=1).sum())
     while True:
         best = float(bottleneck_table(costs, bound)[0, 0])
         if best <= bound or not np.isfinite(bound):
             return best
-        wider = bound * 1.4 if 0 < bound <= whole else np.inf
+        wider = bound * 1.4 if 0 < bound <= costs.most else np.inf
         bound = best if np.isfinite(best) else wider
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -12,16 +13,14 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.cut_points import module_path
 from partitioner.planner.exchanges import GradientSum
 from partitioner.planner.pipeline_problem import PipelineProblems
-from partitioner.planner.stage_cuts import StageCuts
-from partitioner.planner.stage_problem import held, stage_runs
+from partitioner.planner.stage_problem import Floats, held, stage_runs
 from partitioner.planner.step_time import StageTimes, simulate_step
-from partitioner.planner.unit_prices import UnitPrices
+from partitioner.planner.unit_prices import Prices, UnitPrices
 from partitioner.schedules.clock import Timing
-from partitioner.schedules.in_flight import peak_activation
 from passes.ir.plan import Stage
 from passes.ir.schedule import Schedule
 
-__all__ = ["StagedModel", "describe_stages", "stage_model", "summed_bytes"]
+__all__ = ["StageSums", "StagedModel", "describe_stages", "stage_model"]
 
 
 @dataclass(frozen=True)
@@ -31,41 +30,51 @@ class StagedModel:
     Attributes:
         candidate: what was chosen.
         schedule: its schedule.
-        cuts: where it is cut.
+        proven: whether no better cuts can be there; False only where stages share a rank's memory and their search was cut short.
         runs: the units of each stage.
         times: for each stage, what the clock was told.
-        step: what the clock said.
+        makespan: seconds of a step, what is summed at its end aside.
         kept: for each stage, bytes kept for one microbatch.
         memory: for each rank, peak bytes.
     """
 
     candidate: Candidate
     schedule: Schedule
-    cuts: StageCuts
+    proven: bool
     runs: tuple[range, ...]
     times: tuple[StageTimes, ...]
-    step: Timing
+    makespan: float
     kept: tuple[int, ...]
     memory: tuple[int, ...]
 
+    @cached_property
+    def step(self) -> Timing:
+        """When every action runs."""
+        return simulate_step(self.schedule, self.times)
 
-def stage_model(problems: PipelineProblems, candidate: Candidate, schedule: Schedule, cuts: StageCuts) -> StagedModel:
-    """Work a solution out."""
-    n_units = len(problems.points.units)
-    prices = problems.prices.at(problems.rows(candidate))
-    kept = tuple(int(size) for size in held(prices.kept, cuts.starts, n_units))
-    fixed = np.bincount(schedule.stage_rank, held(prices.fixed, cuts.starts, n_units), schedule.n_ranks)
-    memory = tuple(int(stays) + peak for stays, peak in zip(fixed, peak_activation(schedule, kept), strict=True))
-    times = _times(problems, prices, schedule, cuts.starts)
-    step = simulate_step(schedule, times)
-    return StagedModel(candidate, schedule, cuts, stage_runs(cuts.starts, n_units), times, step, kept, memory)
+
+def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], *, proven: bool = True) -> StagedModel:
+    """Work a solution out.
+
+    Args:
+        starts: the first unit of each stage.
+        proven: whether nothing better can be there.
+    """
+    n_units, clock = len(problems.points.units), problems.clock(candidate)
+    prices, schedule = problems.prices.at(problems.rows(candidate)), clock.schedule
+    kept = tuple(int(size) for size in held(prices.kept, starts, n_units))
+    fixed = np.bincount(schedule.stage_rank, held(prices.fixed, starts, n_units), schedule.n_ranks)
+    memory = tuple(int(stays) + peak for stays, peak in zip(fixed, clock.peak_activation(kept), strict=True))
+    times = _times(problems, prices, schedule, starts)
+    columns = ([getattr(stage, field.name) for stage in times] for field in fields(StageTimes))
+    return StagedModel(candidate, schedule, proven, stage_runs(starts, n_units), times, clock.makespan(*columns), kept, memory)
 
 
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:
     """What the plan says of the stages."""
     prices = problems.prices.at(problems.rows(staged.candidate))
     parameters = _parameters(problems, staged.runs)
-    leaving, _ = _messages(prices, staged.cuts.starts)
+    leaving, _ = _messages(prices, [run.start for run in staged.runs])
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
     return tuple(
         Stage(
@@ -136,13 +145,37 @@ def _stages_reading(problems: PipelineProblems, parameter: str, runs: Sequence[r
     return {bisect_right(starts, unit) - 1 for unit in problems.prices.users(parameter)}
 
 
-def summed_bytes(problems: PipelineProblems, staged: StagedModel, sums: Iterable[GradientSum]) -> list[dict[str, float]]:
-    """For each rank of the pipeline, the bytes of gradients that it sums over each mesh dimension once a step."""
-    ranks: list[dict[str, float]] = [{} for _ in range(staged.schedule.n_ranks)]
-    for each in sums:
-        for rank in {staged.schedule.stage_rank[stage] for stage in _stages_reading(problems, each.parameter, staged.runs)}:
-            ranks[rank][each.dimension] = ranks[rank].get(each.dimension, 0.0) + each.size
-    return ranks
+class StageSums:
+    """The gradients that the ranks of stages sum at the end of a step.
+
+    Args:
+        prices: of the units.
+        sums: each gradient with its mesh dimension.
+    """
+
+    def __init__(self, prices: Prices, sums: Iterable[GradientSum]) -> None:
+        self._read_once: dict[str, tuple[list[int], list[float]]] = {}
+        self._read_often: list[tuple[str, tuple[int, ...], float]] = []
+        for each in sums:
+            units = prices.users(each.parameter)
+            if len(units) == 1:
+                places, sizes = self._read_once.setdefault(each.dimension, ([], []))
+                places.append(units[0])
+                sizes.append(each.size)
+            else:
+                self._read_often.append((each.dimension, units, each.size))
+
+    def bytes_of_ranks(self, starts: Sequence[int], stage_rank: Sequence[int]) -> dict[str, Floats]:
+        """Mesh dimension -> (R,) the bytes that each rank of the pipeline sums over it; what two of its stages read, once."""
+        ranks, n_ranks = np.array(stage_rank), max(stage_rank) + 1
+        found: dict[str, Floats] = {}
+        for dimension, (units, sizes) in self._read_once.items():
+            stages = np.searchsorted(starts, units, side="right") - 1
+            found[dimension] = np.bincount(ranks[stages], sizes, n_ranks).astype(float)
+        for dimension, readers, size in self._read_often:
+            total = found.setdefault(dimension, np.zeros(n_ranks))
+            total[list({stage_rank[bisect_right(starts, unit) - 1] for unit in readers})] += size
+        return found
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:

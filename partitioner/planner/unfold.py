@@ -18,7 +18,7 @@ import numpy as np
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Value
-from partitioner.planner.unit_prices import PriceList, UnitPrices
+from partitioner.planner.unit_prices import PriceList, Shares, UnitPrices
 from passes.recompute import Recompute
 
 __all__ = ["RepeatedPrices", "Unfolding", "unfolding_of"]
@@ -60,6 +60,11 @@ class Unfolding:
             for copy in range(self.count):
                 ahead = [unit - self.stop + self.start + (copy + 1) * length for unit in behind]
                 yield (*(unit + copy * length for unit in inside), *ahead)
+
+    def n_places(self, units: Sequence[int]) -> int:
+        """How many copies there are of something with these units."""
+        inside = any(self.start <= unit < self.stop for unit in units)
+        return self.count if inside and not any(unit < self.start for unit in units) else 1
 
     def shared(self, items: Iterable[Shared]) -> Iterator[Shared]:
         """Amounts, each once a copy."""
@@ -115,6 +120,7 @@ class RepeatedPrices:
         self.kinds = folded.kinds
         self._known: dict[int, UnitPrices] = {}
         self._least_kept: dict[int, float] = {}
+        self._users: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._stands_for = {name: (first, copy) for first, names in unfolding.copies.items() for copy, name in enumerate(names)}
 
     def at(self, microbatch_size: int) -> UnitPrices:
@@ -136,21 +142,21 @@ class RepeatedPrices:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         return self._folded.times(microbatch_size)[self._unfolding.source]
 
-    def least_forward(self, microbatch_size: int) -> float:
-        """The least share that the forward has of the time of any unit that takes time."""
-        return self._folded.least_forward(microbatch_size)
+    def least_shares(self, microbatch_size: int) -> Shares:
+        """What parts forward and backward have of the time of the units that take time."""
+        return self._folded.least_shares(microbatch_size)
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
         if microbatch_size not in self._least_kept:
-            items = [item for item in self._folded.at(microbatch_size).kept if item.producer < 0]
-            self._least_kept[microbatch_size] = float(sum(item.amount for item in self._unfolding.shared(items)))
+            items = self._folded.kept_alone(microbatch_size)
+            self._least_kept[microbatch_size] = float(sum(item.amount * self._unfolding.n_places(item.units) for item in items))
         return self._least_kept[microbatch_size]
 
     @cached_property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.amount for item in self._unfolding.shared(self._folded.fixed)))
+        return float(sum(item.amount * self._unfolding.n_places(item.units) for item in self._folded.fixed))
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit."""
@@ -159,7 +165,9 @@ class RepeatedPrices:
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
         first, copy = self._stands_for.get(placeholder, (placeholder, 0))
-        return list(self._unfolding.places(self._folded.users(first)))[copy]
+        if first not in self._users:
+            self._users[first] = tuple(self._unfolding.places(self._folded.users(first)))
+        return self._users[first][copy]
 
     def held_bytes(self, placeholder: str) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, V
 from passes.ir.graph import ModelGraph
 from passes.recompute import Recompute
 
-__all__ = ["PriceList", "Prices", "UnitPrices"]
+__all__ = ["PriceList", "Prices", "Shares", "UnitPrices"]
 
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
@@ -58,6 +59,21 @@ class UnitPrices:
         return Units(self.halves.sum(axis=0), self.values, self.replicated, self.fixed, self.kept, self.depth)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What parts of the units' time forwards have, and backwards have at least.
+
+    Attributes:
+        forward: least and most.
+        backward: least.
+        through: of all units together, what the forward and the input half of the backward have at least.
+    """
+
+    forward: tuple[float, float]
+    backward: float
+    through: float
+
+
 class Prices(Protocol):
     """Prices of the units of a model: ``PriceList``, or those of a folded model, repeated."""
 
@@ -70,8 +86,8 @@ class Prices(Protocol):
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
 
-    def least_forward(self, microbatch_size: int) -> float:
-        """The least share that the forward has of the time of any unit that takes time."""
+    def least_shares(self, microbatch_size: int) -> Shares:
+        """What parts forward and backward have of the time of the units that take time."""
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
@@ -130,6 +146,7 @@ class PriceList:
         self.kinds = tuple(kinds)
         self._known: dict[int, UnitPrices] = {}
         self._known_times: dict[int, tuple[Floats, Floats]] = {}
+        self._known_kept: dict[int, list[Shared]] = {}
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         self._keeping = Keeping(graph, cost, frozenset(self._unit_of), recompute)
@@ -142,6 +159,13 @@ class PriceList:
         self._calls = self._count_calls()
         self._fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
 
+    def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]]) -> PriceList:
+        """The same for a rank's part of another batch, on other links."""
+        other = copy.copy(self)
+        mine = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
+        vars(other).update(_graph=graph, _exchanges=mine, _known={}, _known_times={})
+        return other
+
     def at(self, microbatch_size: int) -> UnitPrices:
         """The prices for microbatches of so many rows."""
         if microbatch_size not in self._known:
@@ -153,15 +177,25 @@ class PriceList:
         times: Floats = self._timed(microbatch_size)[1].sum(axis=0)
         return times
 
-    def least_forward(self, microbatch_size: int) -> float:
-        """The least share that the forward has of the time of any unit that takes time."""
+    def least_shares(self, microbatch_size: int) -> Shares:
+        """What parts forward and backward have of the time of the units that take time."""
         halves = self._timed(microbatch_size)[1]
         whole = halves.sum(axis=0)
-        return float(np.divide(halves[0], whole, out=np.ones_like(whole), where=whole > 0).min())
+        shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
+        least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
+        through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
+        return Shares((min(least, most), most), 1 - most, min(through, 1.0))
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
-        return float(sum(item.amount for item in self.at(microbatch_size).kept if item.producer < 0))
+        return float(sum(item.amount for item in self.kept_alone(microbatch_size)))
+
+    def kept_alone(self, microbatch_size: int) -> list[Shared]:
+        """What is kept for a microbatch of so many rows, whether or not it is received."""
+        if microbatch_size not in self._known_kept:
+            numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+            self._known_kept[microbatch_size] = [item for item in self._kept(numbers, share) if item.producer < 0]
+        return self._known_kept[microbatch_size]
 
     @property
     def fixed(self) -> tuple[Shared, ...]:

@@ -84,9 +84,12 @@ class Mesh:
 
 def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """For each rank of ``mesh.cutting``, the ranks of the mesh that compute its stages, in the order of these."""
-    cutting = mesh.cutting
-    lengths = math.prod(mesh.length(name) for name in STAGES)
-    stages = next((name for name in mesh.names if name in STAGES), STAGES[0])
-    return tuple(
-        tuple(mesh.rank({**cutting.coordinate(number), stages: stage}) for stage in range(lengths)) for number in range(cutting.size)
-    )
+    strides, stride = dict[str, int](), 1
+    for name, size in reversed(mesh.dimensions):
+        strides[name] = stride
+        stride *= size
+    firsts = [0]
+    for name, size in mesh.cutting.dimensions:
+        firsts = [first + index * strides[name] for first in firsts for index in range(size)]
+    along = next((name for name in mesh.names if name in STAGES), STAGES[0])
+    return tuple(tuple(first + stage * strides.get(along, 0) for stage in range(mesh.length(along))) for first in firsts)

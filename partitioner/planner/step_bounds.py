@@ -1,0 +1,187 @@
+"""How long a step takes at least, whatever the cuts are: closed forms in the times of the units.
+
+With W the time of all units for one microbatch, M microbatches, R ranks, and L the load of the fullest rank, at least:
+
+    any schedule     M L                               the fullest rank works all the time
+                     W                                 a microbatch goes through all stages and back; less the weight halves, if split
+    GPipe            W + (M - 1) L                     its first microbatch comes, its last one goes on
+    1F1B             2 W + (M - R - 1) L    M > R      path D of ``path_costs`` through the slowest stage: what is in front of it takes no
+                                                       longer than as many such stages would
+                     W / (1 - (1 - 1/M)^R)             path A, at its shortest where it is equally long through all stages
+    backward whole   W + (M - 1) b L'                  path C; b: the least share that a backward has of its unit, L' the slowest stage
+    ZB1P             f W / (1 - (1 - f/M)^R)           only forwards precede; f: the least share that a forward has
+    in a loop        about (M + (R - 1) / 4) W / R     of two rounds: see ``_fill_of_loop``
+    on a V           about (M + f (R - 1) / 4) W / R   ranks begin one after the other: see ``_fill_of_v``
+
+``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.stage_problem import Floats
+from partitioner.planner.unit_prices import Shares
+
+__all__ = ["least_load", "least_step"]
+
+_ALIKE = 1e-9
+"""Relative differences up to which sums of units are the same."""
+
+_MOST_SUMS = 600
+"""Distinct sums of runs up to which those of several runs are told apart."""
+
+
+def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:
+    """What the fullest of so many parts holds at least, when units are dealt out whole.
+
+    Units that are as long as no fewer than ``n_parts`` others are common, c seconds of them together. What a part of length T holds of
+    them is a sum of as many runs as it has, no more than F(T), the largest such sum; the part that holds the longest other unit, x, has no
+    more than F(T - x). So T is the least with ``(n_parts - 1) F(T) + F(T - x) >= c``.
+
+    Args:
+        seconds: (N,) of each unit.
+        n_parts: ranks, or stages.
+        n_runs: runs of units in each part, at most.
+    """
+    longest = float(seconds.max(initial=0.0))
+    evenly = max(float(seconds.sum()) / n_parts, longest)
+    unit = longest * _ALIKE
+    if unit <= 0 or n_parts == 1:
+        return evenly
+    rounded = np.round(seconds / unit)
+    _, place, counts = np.unique(rounded, return_inverse=True, return_counts=True)
+    common = counts[place] >= n_parts
+    most = 2 * evenly / unit
+    sums = _sums_of_runs(rounded[common], most)  # whatever other units lie between
+    if len(sums) > _MOST_SUMS:
+        return evenly
+    several = sums
+    for _ in range(n_runs - 1):
+        several = np.unique(np.add.outer(several, sums))
+    other = float(rounded[~common].max(initial=0.0))
+    lengths = np.unique(np.concatenate([[evenly / unit], several, several + other]))
+    lengths = lengths[(lengths >= evenly / unit) & (lengths < most)]  # within which all sums are known
+    held = _largest(several, lengths) * (n_parts - 1) + _largest(several, lengths - other)
+    enough = lengths[held >= rounded[common].sum() - 2 * len(seconds)]
+    return max(evenly, float(enough[0]) * unit * (1 - 1e3 * _ALIKE)) if len(enough) else evenly
+
+
+def _largest(sums: Floats, within: Floats) -> Floats:
+    """The largest sum within each length; less than nothing where there is none."""
+    places = np.searchsorted(sums, within + 0.5, side="right") - 1
+    return np.where(places >= 0, sums[places], -np.inf)
+
+
+def _sums_of_runs(lengths: Floats, most: float) -> Floats:
+    """The distinct sums of consecutive units, none of them among it."""
+    ends = np.concatenate([[0.0], np.cumsum(lengths)])
+    between = np.subtract.outer(ends, ends)
+    return np.unique(between[(between >= 0) & (between <= most)])
+
+
+def least_step(candidate: Candidate, n_ranks: int, whole: float, load: float, slowest: float, shares: Shares) -> float:
+    """Seconds of a step.
+
+    Args:
+        whole: seconds of all units, for one microbatch.
+        load: of the fullest rank.
+        slowest: of the slowest stage.
+        shares: of forward and backward.
+    """
+    count, alone, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
+    is_whole = candidate.schedule == "GPipe" or candidate.schedule in _WHOLE_BACKWARDS
+    step = max(whole * (1.0 if is_whole else shares.through), count * load)
+    if candidate.schedule == "GPipe":
+        return max(step, whole + (count - 1) * load)
+    if candidate.schedule in _WHOLE_BACKWARDS:
+        step = max(step, whole + (count - 1) * shares.backward * slowest)
+    if alone and candidate.schedule in _WHOLE_BACKWARDS:
+        step = max(step, whole / (1 - (1 - 1 / count) ** n_ranks))
+        return max(step, 2 * whole + (count - n_ranks - 1) * load) if count > n_ranks else step
+    if alone and forward > 0:
+        return max(step, whole * forward / (1 - (1 - forward / count) ** n_ranks))
+    if candidate.schedule in _ON_A_V:
+        return max(
+            step, whole * _fill_of_v(n_ranks, count, math.floor(100 * shares.forward[0]) / 100, math.ceil(100 * shares.forward[1]) / 100)
+        )
+    return max(step, whole * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
+
+
+@lru_cache(maxsize=4096)
+def _fill_of_v(n_ranks: int, count: int, least: float, most: float) -> float:
+    """Seconds of a step on a V, at least, for each second that the units take for one microbatch.
+
+    Rank r runs stage r on the way down, which takes x forward, and stage 2R-1-r on the way up. It is not done before
+
+        (1)    forwards of the stages above it on the way down, then all that it computes
+        (2)    forwards of all stages up to its second one, then all that it computes but for the K = 2 (R - 1 - r) + 1 forwards of its
+               first stage that come in front of the first one of its second
+
+    No step is shorter than any mean of these over the ranks. What a second of any stage counts in it is made as equal as can be; what it
+    counts least is what is told.
+
+    Args:
+        least, most: the share that a forward has of its unit.
+    """
+    ahead = np.minimum(2 * np.arange(n_ranks)[::-1] + 1, count)
+
+    def counts(weights: Floats, second: float) -> Floats:
+        down = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
+        up = second * (np.cumsum(weights) - weights)
+        return count * weights + np.minimum(*(np.where(each > 0, least, most) * each for each in (down, up)))
+
+    return _best_mean(counts, n_ranks, count)
+
+
+@lru_cache(maxsize=1024)
+def _fill_of_loop(n_ranks: int, count: int) -> float:
+    """The same for two stages on each rank in a loop and whole backwards: rank r runs stages r and R+r, microbatches in groups of R.
+
+    It is not done before what is above it in the first round, forward and backward, and all that it computes; nor before all of the first
+    round and what is above it in the second, and what it computes but for K = R forwards of its first stage that come in front of the first
+    one of its second, and as many backwards behind the last one.
+    """
+    ahead = min(n_ranks, count)
+
+    def counts(weights: Floats, second: float) -> Floats:
+        first = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
+        return count * weights + np.minimum(first, second * _behind(weights))
+
+    return _best_mean(counts, n_ranks, count)
+
+
+def _behind(weights: Floats) -> Floats:
+    return 1 - np.cumsum(weights)
+
+
+def _best_mean(counts: Callable[[Floats, float], Floats], n_ranks: int, count: int) -> float:
+    """The most that a second can be made to count at least.
+
+    Args:
+        counts: (R,) what a second counts on each rank, by the weights of the ranks and the weight of the second kind of path.
+    """
+    best = 0.0
+    for second in (0.3, 0.5, 0.7, 0.9):
+        weights = np.full(n_ranks, 1 / n_ranks)
+        for _ in range(_ROUNDS):
+            each = counts(weights, second)
+            best = max(best, float(each.min()))
+            weights = np.maximum(weights + (each.mean() - each) / count / 2, 0.0)
+            weights /= weights.sum()
+    return best
+
+
+_ROUNDS = 20
+"""How often weights are mended."""
+
+_WHOLE_BACKWARDS = ("1F1B", "Interleaved1F1B")
+"""Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
+
+_ON_A_V = ("ZBV", "DualPipeV")
+"""Schedules whose ranks run one stage on the way down and one on the way up."""

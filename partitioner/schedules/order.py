@@ -1,0 +1,68 @@
+"""How far ahead the stages of a schedule run: what bounds of a step need to know of the order of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from partitioner.schedules.in_flight import peak_in_flight
+from passes.ir.schedule import ActionKind, Schedule
+
+__all__ = ["Order", "order_of"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is known of the order in which the stages of a schedule compute.
+
+    Attributes:
+        n_microbatches: of a step.
+        stage_rank: for each stage, the rank that runs it.
+        splits: whether backwards are done in two halves.
+        fills: whether all forwards come in front of all backwards.
+        ahead: for each stage, how many forwards begin at most before the backward of the first of them, or its input half, has ended.
+        in_flight: the same for the weight half: microbatches whose activations the stage holds at once. Equal where backwards are whole.
+    """
+
+    n_microbatches: int
+    stage_rank: tuple[int, ...]
+    splits: bool
+    fills: bool
+    ahead: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> Order:
+    """The order of a schedule by name; raises as ``make_schedule`` does.
+
+    >>> order_of("1F1B", 4, 8, 1).in_flight, order_of("ZB1P", 4, 8, 1).in_flight
+    ((4, 3, 2, 1), (4, 4, 4, 4))
+    """
+    if name in _ALONE:
+        ranks = tuple(range(n_ranks))
+        behind = tuple(min(n_microbatches, n_ranks - rank) for rank in ranks)
+        all_of_them, most = (n_microbatches,) * n_ranks, (min(n_microbatches, n_ranks),) * n_ranks
+        ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
+        return Order(n_microbatches, ranks, name == "ZB1P", name == "GPipe", ahead, in_flight)
+    schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
+    ahead = _peaks(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
+    return Order(n_microbatches, schedule.stage_rank, SCHEDULES[name].splits_backward, False, ahead, peak_in_flight(schedule))
+
+
+_ALONE = ("GPipe", "1F1B", "ZB1P")
+"""Schedules with one stage on each rank, whose numbers their papers give: nothing need be built."""
+
+
+def _peaks(schedule: Schedule, ends: Collection[ActionKind]) -> tuple[int, ...]:
+    """For each stage, the most forwards that have begun and not yet come to such an end."""
+    open_now, most = [0] * schedule.n_stages, [0] * schedule.n_stages
+    for action in schedule:
+        if action.kind is ActionKind.FORWARD:
+            open_now[action.stage] += 1
+            most[action.stage] = max(most[action.stage], open_now[action.stage])
+        elif action.kind in ends:
+            open_now[action.stage] -= 1
+    return tuple(most)

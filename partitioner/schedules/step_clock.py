@@ -1,0 +1,139 @@
+"""A schedule as rows of numbers, for a clock that is asked often: which action waits for which, found once for all times.
+
+    row    action   waits for, of its own rank   waits for, of another stage
+    0      0F0      -                            -
+    1      1F0      -                            row 0, what stage 0 sends
+    2      1B0      row 1                        -
+    3      0B0      row 0                        row 2, the gradient that stage 1 sends
+
+Rows stand in an order in which all that a row waits for comes before it. ``clock.run_on_clock`` says when every action starts; this
+says when the last one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from partitioner.schedules.catalog import make_schedule
+from passes.ir.errors import VerificationError
+from passes.ir.schedule import Action, ActionKind, Schedule
+
+__all__ = ["StepClock", "step_clock"]
+
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
+"""Times of stages are given in this order."""
+
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+class StepClock:
+    """A schedule, to be run on the clock many times.
+
+    Args:
+        schedule: every stage has a forward and a backward for every microbatch.
+
+    Attributes:
+        schedule: the same.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._rows = tuple(_rows(schedule))
+        self._held = tuple(_held(actions) for actions in schedule.actions)
+
+    def peak_activation(self, stage_activation: Sequence[int]) -> tuple[int, ...]:
+        """For each rank, the most that all its stages together hold at once (``in_flight.peak_activation``).
+
+        Args:
+            stage_activation: for each stage, what one microbatch keeps.
+        """
+        return tuple(
+            max(sum(count * stage_activation[stage] for stage, count in zip(stages, counts, strict=True)) for counts in held)
+            for stages, held in self._held
+        )
+
+    def makespan(
+        self,
+        forward: Sequence[float],
+        backward_input: Sequence[float],
+        backward_weight: Sequence[float],
+        send: Sequence[float],
+        send_gradient: Sequence[float],
+    ) -> float:
+        """Seconds until the last action has ended; all arguments in seconds, one for each stage.
+
+        Args:
+            send: until what a stage sends forward has arrived.
+            send_gradient: until the gradients that it sends back have arrived.
+        """
+        whole = [one + other for one, other in zip(backward_input, backward_weight, strict=True)]
+        lasting = [*forward, *backward_input, *backward_weight, *whole]
+        sending = [*send, *send_gradient, 0.0]
+        ends = [0.0] * (len(self._rows) + 1)
+        for row, (before, other, sent, lasts) in enumerate(self._rows):
+            free, there = ends[before], ends[other] + sending[sent]
+            ends[row] = (max(there, free)) + lasting[lasts]
+        return max(ends)
+
+
+@lru_cache(maxsize=64)
+def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> StepClock:
+    """The clock of a schedule by name; those asked for last are kept. Raises as ``make_schedule`` does."""
+    return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank))
+
+
+def _held(actions: Sequence[Action]) -> tuple[tuple[int, ...], frozenset[tuple[int, ...]]]:
+    """The stages of a rank, and all numbers of microbatches that they hold at some time, where one begins to be held."""
+    stages = tuple(sorted({action.stage for action in actions}))
+    counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            counts[action.stage] += 1
+            found.add(tuple(counts.values()))
+        elif action.kind is not ActionKind.BACKWARD_INPUT:
+            counts[action.stage] -= 1
+    return stages, frozenset(found)
+
+
+def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
+    """For each action: the row before it on its rank, the row of the other stage that it waits for (-1: none), what is sent, what lasts."""
+    n_stages, n = schedule.n_stages, schedule.n_microbatches
+    n_actions = sum(len(actions) for actions in schedule.actions)
+    rows: list[tuple[int, int, int, int]] = []
+    forwards, backwards = [-1] * (n_stages * n), [-1] * (n_stages * n)
+    done, last = [0] * schedule.n_ranks, [-1] * schedule.n_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while done[rank] < len(actions):
+                action = actions[done[rank]]
+                needs, sent = _needs(action, n_stages, n, forwards, backwards)
+                if needs is None:
+                    break
+                number = len(rows)
+                rows.append((last[rank], needs, sent, _NUMBER[action.kind] * n_stages + action.stage))
+                if action.kind is ActionKind.FORWARD:
+                    forwards[action.stage * n + action.microbatch] = number
+                elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+                    backwards[action.stage * n + action.microbatch] = number
+                done[rank], last[rank], progress = done[rank] + 1, number, True
+    if len(rows) < n_actions:
+        raise VerificationError(f"schedule {schedule.name} cannot run: ranks wait for each other", remedy="see schedules.clock for who")
+    return rows
+
+
+def _needs(action: Action, n_stages: int, n: int, forwards: Sequence[int], backwards: Sequence[int]) -> tuple[int | None, int]:
+    """The row of another stage that an action waits for, and which message; None: not yet there."""
+    stage, place = action.stage, action.stage * n + action.microbatch
+    nothing = 2 * n_stages
+    if action.kind is ActionKind.FORWARD:
+        if stage == 0:
+            return -1, nothing
+        row = forwards[place - n]
+        return (None if row < 0 else row), stage - 1
+    if action.kind is ActionKind.BACKWARD_WEIGHT or stage == n_stages - 1:
+        return -1, nothing
+    row = backwards[place + n]
+    return (None if row < 0 else row), n_stages + stage + 1
