@@ -63,10 +63,10 @@ _TIGHT = 2.0
 _MOST_ACTIONS = 60_000
 """Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
 
-_MOST_CUTS = 1_000
+_MOST_CUTS = 200
 """Cuts of one candidate that are put on the clock."""
 
-_MOST_CUT_ACTIONS = 100_000
+_MOST_CUT_ACTIONS = 4_000
 """Forwards that these have together."""
 
 _MOST_MESHES = 200
@@ -167,7 +167,7 @@ class _Search:
 
     def run(self) -> None:
         """Search until nothing that is left can be faster."""
-        shapes = list(allowed_shapes(self._graph, self._cluster, self._request))
+        shapes = list(allowed_shapes(self._model, self._graph, self._cluster, self._request))
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from cost_models.hardware import Cluster, Link
 from partitioner.planner.candidates import Candidate, schedules
 from partitioner.planner.constrained_axes import named_dimensions
+from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.mesh_shapes import mesh_shapes
 from partitioner.planner.plan_request import PlanRequest
-from passes.axes import find_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.recompute import Recompute
@@ -22,7 +22,7 @@ _MOST_MICROBATCHES = 8
 """Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
 
 
-def allowed_shapes(graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
+def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
     """The meshes that fit the devices, the batch and what the user said.
 
     A device_map names ranks, so the stages have all of them. A schedule, or stages on each device, asks for a pipeline.
@@ -32,14 +32,13 @@ def allowed_shapes(graph: ModelGraph, cluster: Cluster, request: PlanRequest) ->
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
     named = named_dimensions(request.constraints)
-    has_sequence = any("queries" in roles or "keys" in roles for roles in find_axes(graph.graph).roles)
     for mesh in mesh_shapes(n_devices, graph.batch_size, levels=unlike or not isinstance(cluster.links, Link)):
         stages = stages_length(mesh)
         if not named <= set(mesh.names):
             continue
         if request.constraints.device_map is not None and stages < n_devices:
             continue
-        if "sequence" in mesh.names and not has_sequence:
+        if "sequence" in mesh.names and not model.has_sequence:
             continue
         if wants_stages and stages == 1 and n_devices > 1:
             continue

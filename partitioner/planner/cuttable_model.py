@@ -104,7 +104,13 @@ class CuttableModel:
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._chosen: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
+        self._asked: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
+
+    @cached_property
+    def has_sequence(self) -> bool:
+        """Whether anything compares the elements of a sequence."""
+        return any("queries" in roles or "keys" in roles for roles in find_axes(self._folded.graph.graph).roles)
 
     @cached_property
     def whole(self) -> ModelPart:
@@ -119,6 +125,12 @@ class CuttableModel:
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
             halos: how runs of calls pay for them; the rest waits for each.
         """
+        asked = (cutting, beside, limit, wide)
+        if asked not in self._asked:
+            self._asked[asked] = self._worked_out(cutting, beside, limit, wide)
+        return self._asked[asked]
+
+    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, wide: tuple[tuple[str, str], ...]) -> MeshCut:
         of = self._prepared(cutting)
         axes, names = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)

@@ -92,15 +92,20 @@ class _Search:
             return
         self._table = bottleneck_table(self._costs, self._below)
         self._rows: list[Row] = list(self._costs.rows(self._costs.longest(self._below)))[::-1]
-        self._descend((), 0)
+        self._descend((), 0, 0.0, 0.0)
 
     @property
     def _below(self) -> float:
         """What a path must be shorter than."""
         return (self.best - self._more) * (1 - _ROUNDING)
 
-    def _descend(self, starts: Starts, unit: int) -> None:
-        """Try all cuts that begin with these."""
+    def _descend(self, starts: Starts, unit: int, longer: float, sent: float) -> None:
+        """Try all cuts that begin with these.
+
+        Args:
+            longer: seconds that their stages send for beyond what paths know.
+            sent: seconds that their messages take, there and back.
+        """
         problem, stage = self._costs.problem, len(starts)
         if stage == problem.n_stages:
             self._left -= 1
@@ -110,19 +115,19 @@ class _Search:
             return
         if unit == problem.n_units:
             return
-        promise = self._promise(stage, unit)
+        promise, more, messages = self._promise(stage, unit)
+        promise = np.maximum(promise + longer, self._costs.through(stage, sent + messages))
         for length in np.argsort(promise, kind="stable").tolist():
             if promise[length] >= self._below:
                 return
             if self._left <= 0:
                 self.is_complete = False
                 return
-            self._descend((*starts, unit), unit + 1 + length)
+            self._descend((*starts, unit), unit + 1 + length, longer + float(more[length]), sent + float(messages[length]))
 
-    def _promise(self, stage: int, unit: int) -> Floats:
-        """(width,) for each run of the next stage, how short the longest path could be."""
+    def _promise(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
+        """(width,) each, for the runs of the next stage: how short the longest path could be, seconds longer, seconds of messages."""
         row, one = self._costs.affordable(self._rows[unit]), slice(stage, stage + 1)
         cost = np.where(self._costs.fits(row, one), self._costs.cost(row, one), np.inf)[0]
-        after: Floats = self._table[stage + 1, unit + 1 : unit + 1 + row.width]
-        promise: Floats = np.maximum(cost, after)
-        return promise
+        after = self._table[stage + 1, unit + 1 : unit + 1 + row.width]
+        return np.maximum(cost, after), self._costs.sends_longer(row, stage), self._costs.messages(row, stage)

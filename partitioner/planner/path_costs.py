@@ -92,6 +92,30 @@ class PathCosts(RunCosts):
         ends_with = np.maximum.reduce([count * (own_f + own_i) + done * own_w, first, last, both, every])
         return np.asarray(enter + np.maximum(ends_alone, ends_with + np.maximum(leave, own_w)))
 
+    def sends_longer(self, row: Row, stage: int) -> Floats:
+        """(width,) seconds that every path of a later stage is longer by, because of what a run of this stage sends."""
+        if stage == self.problem.n_stages - 1:
+            return np.zeros(row.width)
+        longer: Floats = self._next[stage] @ row.leaving - (self._there[stage + 1] - self._there[stage])
+        if stage > 0 and not self._order.splits:
+            longer = longer + self._previous[stage] @ row.entering - (self._here[stage] - self._here[stage - 1])
+        return np.maximum(longer, 0.0)
+
+    def messages(self, row: Row, stage: int) -> Floats:
+        """(width,) seconds that what a run of this stage sends is on its way, forward and back."""
+        seconds: Floats = self._next[stage] @ row.leaving + self._previous[stage] @ row.entering
+        return seconds
+
+    def through(self, stage: int, sent: Floats) -> Floats:
+        """Seconds that one microbatch takes to the end and back.
+
+        Args:
+            sent: seconds of the messages of the stages up to this one; all others are taken to send the least.
+        """
+        links = len(self._there) - 1
+        rest = self._there[links] - self._there[min(stage + 1, links)] + self._here[links] - self._here[min(stage, links)]
+        return np.asarray(self._forward[-1] + self._back[-1] + rest + sent)
+
     def _own(self, row: Row, stages: slice, ends: Integers) -> tuple[Floats, Floats, Floats]:
         """(stages, width) seconds of a run: of all of it, and of the input and weight halves of its backward."""
         kinds = self._kind[stages]

@@ -1,0 +1,169 @@
+"""Bounds of steps never lie above the clock, whatever times, cuts and schedule are; where a paper knows the step, they reach it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
+from partitioner.planner.path_costs import PathCosts
+from partitioner.planner.stage_problem import Floats, StageProblem, Units, Value
+from partitioner.planner.stage_tables import best_bottleneck
+from partitioner.planner.step_bounds import least_load, least_step
+from partitioner.planner.step_time import StageTimes, simulate_step
+from partitioner.planner.unit_prices import Shares
+from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from partitioner.schedules.in_flight import peak_activation, peak_in_flight
+from partitioner.schedules.order import order_of
+from partitioner.schedules.step_clock import step_clock
+
+NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Units of random lengths, on links of which each has its own."""
+
+    name: str
+    n_ranks: int
+    n_microbatches: int
+    stages_per_rank: int
+    halves: Floats
+    latency: Floats
+    values: tuple[Value, ...]
+
+    @property
+    def n_stages(self) -> int:
+        return self.n_ranks * self.stages_per_rank
+
+    @property
+    def n_units(self) -> int:
+        return int(self.halves.shape[1])
+
+    def problem(self) -> StageProblem:
+        order = order_of(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank)
+        units = Units(self.halves.sum(axis=0), self.values, (), (), (), np.zeros(self.n_units, dtype=np.int64))
+        return StageProblem(
+            units=units,
+            kind=(0,) * self.n_stages,
+            rank=order.stage_rank,
+            latency=self.latency,
+            seconds_per_byte=np.full(self.n_stages - 1, 0.01),
+            in_flight=order.in_flight,
+            limit=(np.inf,) * self.n_ranks,
+            forced=frozenset(),
+            allowed=None,
+        )
+
+    def costs(self) -> PathCosts:
+        return PathCosts(self.problem(), self.halves, order_of(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank))
+
+    def seconds(self, starts: tuple[int, ...]) -> float:
+        """On the clock, from the definition."""
+        runs = list(itertools.pairwise((*starts, self.n_units)))
+        times = []
+        for stage, (start, end) in enumerate(runs):
+            leaving = [value.size for value in self.values if start <= value.producer < end <= value.readers[-1]]
+            entering = [
+                value.gradient_size for value in self.values if value.producer < start and set(value.readers) & set(range(start, end))
+            ]
+            send = sum(self.latency[stage] + 0.01 * size for size in leaving)
+            back = sum(self.latency[stage - 1] + 0.01 * size for size in entering if size)
+            times.append(StageTimes(*map(float, (*self.halves[:, start:end, 0].sum(axis=1), send, back))))
+        return simulate_step(make_schedule(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank), times).makespan
+
+    def all_cuts(self) -> list[tuple[int, ...]]:
+        return [(0, *cuts) for cuts in itertools.combinations(range(1, self.n_units), self.n_stages - 1)]
+
+
+def some_case(seed: int, most_ranks: int = 4) -> Case:
+    draw = random.Random(seed)
+    name, each = draw.choice(NAMES)
+    n_ranks = draw.randint(1, most_ranks)
+    n_units = draw.randint(n_ranks * each, max(n_ranks * each, 9))
+    share = draw.choice((0.2, 1 / 3, 0.5))
+    lengths = np.array([draw.choice((1.0, 1.0, 2.0, 5.0)) for _ in range(n_units)])
+    forward = lengths * (share if draw.random() < 0.5 else np.array([draw.uniform(0.1, 0.6) for _ in range(n_units)]))
+    inputs = (lengths - forward) * draw.choice((0.3, 0.5, 0.7))
+    chain = [Value(unit, (unit + 1,), draw.randint(1, 5), draw.randint(0, 5)) for unit in range(n_units - 1)]
+    skips = [Value(0, (2, n_units - 1), 3, 2)] if n_units > 3 and draw.random() < 0.5 else []
+    return Case(
+        name,
+        n_ranks,
+        draw.randint(1, 9),
+        each,
+        np.stack([forward, inputs, lengths - forward - inputs])[:, :, None],
+        np.array([draw.choice((0.0, 0.3)) for _ in range(n_ranks * each - 1)]),
+        tuple(chain + skips),
+    )
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
+    for seed in range(block * 15, block * 15 + 15):
+        case = some_case(seed)
+        best = min(case.seconds(starts) for starts in case.all_cuts())
+        costs = case.costs()
+        path = best_bottleneck(costs)
+        assert path <= best * (1 + 1e-9), seed
+        found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
+        assert found.seconds == pytest.approx(best, rel=1e-9), seed
+        assert found.bound == found.seconds, seed
+        whole = case.halves.sum(axis=0)[:, 0]
+        share = case.halves[0, :, 0] / whole
+        shares = Shares((share.min(), share.max()), 1 - share.max(), float(case.halves[:2].sum() / whole.sum()))
+        loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
+        candidate = Candidate(case.name, case.stages_per_rank, case.n_microbatches)
+        assert least_step(candidate, case.n_ranks, float(whole.sum()), *loads, shares) <= best * (1 + 1e-6), seed
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_equal_stages_take_what_the_bound_says(name: str) -> None:
+    """(M + R - 1) t."""
+    halves = np.ones((3, 12, 1))
+    case = Case(name, 4, 9, 1, halves, np.zeros(3), ())
+    assert best_bottleneck(case.costs()) == pytest.approx((9 + 4 - 1) * 9)
+    assert least_step(Candidate(name, 1, 9), 4, 36, 9, 9, Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3)) == pytest.approx((9 + 4 - 1) * 9)
+
+
+def test_units_are_not_divided() -> None:
+    """96 blocks and a head a third as long on 16 ranks: one has six blocks and the head; of 90 blocks, some have six."""
+    assert least_load(np.array([1.0] * 96 + [1 / 3]), 16, 1) == pytest.approx(6 + 1 / 3, rel=1e-5)
+    assert least_load(np.array([1.0] * 90), 16, 2) == pytest.approx(6, rel=1e-5)
+    assert least_load(np.array([1.0, 2.0] * 48), 32, 1) == pytest.approx(5, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fullest_part_is_never_below_the_least_load(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        n_parts, n_runs = draw.randint(1, 3), draw.choice((1, 2))
+        lengths = np.array([draw.choice((1.0, 1.0, 2.0, 0.3, 5.0)) for _ in range(draw.randint(n_parts * n_runs, 8))])
+        part = [number % n_parts for number in range(n_parts * n_runs)]
+        fullest = np.inf
+        for cuts in itertools.combinations(range(1, len(lengths)), n_parts * n_runs - 1):
+            held = np.zeros(n_parts)
+            for place, (start, end) in zip(part, itertools.pairwise((0, *cuts, len(lengths))), strict=True):
+                held[place] += lengths[start:end].sum()
+            fullest = min(fullest, float(held.max()))
+        assert least_load(lengths, n_parts, n_runs) <= fullest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "each"), NAMES)
+def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str, each: int) -> None:
+    for n_ranks, count in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
+        schedule, clock = make_schedule(name, n_ranks, count, each), step_clock(name, n_ranks, count, each)
+        draw = random.Random(count)
+        times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_rank]
+        columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
+        assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
+        kept = [draw.randint(1, 9) for _ in schedule.stage_rank]
+        assert clock.peak_activation(kept) == peak_activation(schedule, kept)
+        order = order_of(name, n_ranks, count, each)
+        assert (order.stage_rank, order.in_flight) == (schedule.stage_rank, peak_in_flight(schedule))
+        assert order.splits == SCHEDULES[name].splits_backward
