@@ -64,7 +64,10 @@ _MOST_ACTIONS = 60_000
 """Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
 
 _MOST_CUTS = 200
-"""Cuts of one candidate that are put on the clock."""
+"""Cuts of one candidate up to which all of them may be tried."""
+
+_FEW_CUTS = 8
+"""Cuts that are tried where there are more."""
 
 _MOST_CUT_ACTIONS = 4_000
 """Forwards that these have together."""
@@ -286,7 +289,8 @@ class _Search:
         self._n_solved += 1
         n_actions = problem.n_places * candidate.stages_per_rank * candidate.n_microbatches
         self._n_actions += n_actions if self._best is not None else 0
-        most = min(_MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
+        n_cuts = math.comb(len(problem.part.points.units) - 1, problem.n_places * candidate.stages_per_rank - 1)
+        most = min(n_cuts if n_cuts <= _MOST_CUTS else _FEW_CUTS, _MOST_CUT_ACTIONS // n_actions)
         solution, bound = problem.solve(option.policy, candidate, promise, most, thorough=self._best is None)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
