@@ -125,12 +125,12 @@ class CuttableModel:
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
             halos: how runs of calls pay for them; the rest waits for each.
         """
-        asked = (cutting, beside, limit, wide)
+        asked = (cutting, beside, limit, halos)
         if asked not in self._asked:
-            self._asked[asked] = self._worked_out(cutting, beside, limit, wide)
+            self._asked[asked] = self._worked_out(cutting, beside, limit, halos)
         return self._asked[asked]
 
-    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, wide: tuple[tuple[str, str], ...]) -> MeshCut:
+    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloRun, ...]) -> MeshCut:
         of = self._prepared(cutting)
         axes, names = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)
