@@ -63,13 +63,13 @@ _TIGHT = 2.0
 _MOST_ACTIONS = 60_000
 """Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
 
-_MOST_CUTS = 200
-"""Cuts of one candidate up to which all of them may be tried."""
+_MANY_CUTS = 2_000
+"""Cuts of one candidate from which on few are tried."""
 
-_FEW_CUTS = 8
-"""Cuts that are tried where there are more."""
+_MOST_CUTS, _FEW_CUTS = 1_000, 8
+"""Cuts of one candidate that are tried at most; where there are many."""
 
-_MOST_CUT_ACTIONS = 4_000
+_MOST_CUT_ACTIONS = 100_000
 """Forwards that these have together."""
 
 _MOST_MESHES = 200
@@ -290,7 +290,7 @@ class _Search:
         n_actions = problem.n_places * candidate.stages_per_rank * candidate.n_microbatches
         self._n_actions += n_actions if self._best is not None else 0
         n_cuts = math.comb(len(problem.part.points.units) - 1, problem.n_places * candidate.stages_per_rank - 1)
-        most = min(n_cuts if n_cuts <= _MOST_CUTS else _FEW_CUTS, _MOST_CUT_ACTIONS // n_actions)
+        most = min(_MOST_CUTS if n_cuts <= _MANY_CUTS else _FEW_CUTS, _MOST_CUT_ACTIONS // n_actions)
         solution, bound = problem.solve(option.policy, candidate, promise, most, thorough=self._best is None)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
