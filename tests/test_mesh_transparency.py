@@ -228,12 +228,13 @@ def test_batches_that_divide_and_others_take_turns(name: str, setting: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["tensor2", "tensor3", "sequence2", "fsdp3", "data2-pipeline2-tensor2"])
 def test_nothing_is_left_but_the_rounding_of_float32(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama, which differs most: with norms that compute in the dtype they are given it is as equal as models are that do."""
+    """Llama, which differs most: with norms and a loss that compute in the dtype they are given it is as equal as models are that do."""
 
     def norm(self: modeling_llama.LlamaRMSNorm, values: Tensor) -> Tensor:
         return functional.rms_norm(values, self.weight.shape, self.weight, self.variance_epsilon)
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
     case, chosen = dataclasses.replace(case_named("llama"), tolerance=1e-9), SETTINGS[setting]
     assert first_difference(case, batch_size=chosen.batch_size, n_microbatches=chosen.n_microbatches, **chosen.arguments) is None
 
