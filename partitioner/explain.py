@@ -39,18 +39,24 @@ class _Planned(Protocol):
         """A step as formulas."""
 
 
-def explain(self: _Planned) -> str:
+def explain(self: _Planned, *, prices: bool = False) -> str:
     """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it.
 
-    Beside the plan stand those that came next, and the price of everything that was decided beforehand (``mode=``, ``schedule=``, an entry
-    of ``constraints=``): each takes one more search, when this is first asked for.
+    Beside the plan stand those that came next.
+
+    Args:
+        prices: tell also what everything that was decided beforehand costs (``mode=``, ``schedule=``, an entry of ``constraints=``). Each
+            price takes a search of its own, when it is first asked for: seconds for a small model.
     """
-    return explanation(self.explained(), _priced(self))
+    return explanation(self.explained(), _priced(self) if prices else ())
 
 
 def save_report(self: _Planned, path: str | Path, cluster: Cluster | str | None = None) -> None:
-    """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``."""
-    choices = _priced(self)
+    """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``.
+
+    Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
+    """
+    choices = self._choices or ()
     save_page(path, self.explained(), choices, self.device_table(), self.simulate(cluster), self.cost_formula())
 
 

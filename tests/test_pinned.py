@@ -44,7 +44,7 @@ def test_the_price_of_a_pin_is_what_is_saved_without_it() -> None:
 def test_every_entry_of_constraints_has_a_price() -> None:
     constraints = Constraints(axes={"heads": "tensor", "ffn": "tensor"}, split_spec={"blocks.0.up": "beginning"})
     pm = gpt(4, mode={"pipeline": 2, "tensor": 2}, constraints=constraints)
-    text = pm.explain()
+    text = pm.explain(prices=True)
     section = text.partition("\nPINNED\n")[2].partition("\n\n")[0]
     assert [line.split("  ")[1] for line in section.splitlines()[1:-1]] == [
         'mode={"pipeline": 2, "tensor": 2}',
@@ -81,7 +81,7 @@ def test_contenders_stand_in_order() -> None:
 
 def test_the_explanation_shows_plans_and_proofs() -> None:
     pm = gpt()
-    text = pm.explain()
+    text = pm.explain(prices=True)
     assert "PINNED" not in text
     rows = text.partition("\nPLANS\n")[2].partition("\n\n")[0].splitlines()
     assert "chosen" in rows[1]
@@ -101,4 +101,4 @@ def test_the_gap_of_the_choice_of_axes_is_told() -> None:
 
 def test_a_plan_that_was_given_has_no_prices() -> None:
     plan = gpt(2, mode="data").plan
-    assert "PINNED" not in gpt(2, plan=plan).explain()
+    assert "PINNED" not in gpt(2, plan=plan).explain(prices=True)

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
 from partitioner.reports.purpose import items_of
 from passes.ir.communication import COLLECTIVES, receive, send
 from passes.ir.mesh import Mesh
@@ -129,7 +129,8 @@ def parts(layout: str, mesh: Mesh) -> int:
 
 def test_borders_say_whose_they_are() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
-    pm = partition(model, devices=2, mode="tile", example_inputs=(torch.zeros(1, 2, 16, 16),), progress=False)
+    exchanged = Constraints(halo="exchange")
+    pm = partition(model, devices=2, mode="tile", example_inputs=(torch.zeros(1, 2, 16, 16),), constraints=exchanged, progress=False)
     (over,) = pm.plan.mesh
     layout = f"[batch, channels, height/{over[0]}, width]"
     told = [node.meta["comment"] for node in pm.graph(0).graph.nodes if "comment" in node.meta]
