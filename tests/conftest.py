@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ settings.register_profile("partitioner", deadline=None, derandomize=True, print_
 settings.load_profile("partitioner")  # timings never decide a test, and a failure comes back on the next run
 
 torch.set_num_threads(1)  # test workers share the cores
+gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live: looking through them at Python's pace takes a tenth of the time
 
 
 LONG_TESTS = frozenset(Path(__file__).with_name("long_tests.txt").read_text(encoding="utf-8").splitlines())
@@ -24,10 +26,15 @@ LONG_TESTS = frozenset(Path(__file__).with_name("long_tests.txt").read_text(enco
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and pytest the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start processes run in one worker, one after the other: they share fixtures and do not crowd the cores."""
+    """Tests that start processes run in one worker, one after the other: they share fixtures and do not crowd the cores.
+
+    So do those of the architecture, which read every file of the project.
+    """
     for item in items:
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+        elif item.nodeid.startswith("tests/architecture/"):
+            item.add_marker(pytest.mark.xdist_group("architecture"))
         if item.nodeid in LONG_TESTS:
             item.add_marker(pytest.mark.slow)
     if not any("::" in argument for argument in config.args):

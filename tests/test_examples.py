@@ -94,8 +94,6 @@ def test_is_short_and_says_how_to_run_it(path: Path) -> None:
     "path", [pytest.param(path, id=path.stem, marks=(pytest.mark.slow,) if path.stem in LONG else ()) for path in EXAMPLES]
 )
 def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if path.stem == "streamed_decoder":
-        pytest.importorskip("diffusers", reason="the example decodes with diffusers' autoencoder")
     main_of(path)(QUICK[path.stem])
     printed = capsys.readouterr().out
     difference = re.search(r"^largest difference (\S+)", printed, re.MULTILINE)

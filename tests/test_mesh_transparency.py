@@ -1,6 +1,9 @@
 """Training over cut axes equals the training of the model in one piece: every case, every mode, and meshes of 4 and 8.
 
 The full matrix is marked slow. What always runs is a diagonal through it that meets every mode and every mesh.
+
+Models that compute norms or losses in float32 whatever they are given compute those in float64 here. Parts are added in another order
+than the whole is, and AdamW enlarges what the rounding of float32 makes of that beyond any tolerance that would still find an error.
 """
 
 from __future__ import annotations
@@ -16,12 +19,9 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.models.llama import modeling_llama
 
 from partitioner import PartitionedModel
 from tests.models.case import BATCH_SIZE, Case, Instance
-from tests.models.pretrained import FLOAT32_INSIDE
 from tests.models.zoo import ZOO, case_named
 from tests.transparency import (
     N_MICROBATCHES,
@@ -36,6 +36,9 @@ from tests.transparency import (
 )
 
 ROWS = ("data", "fsdp", "zero1", "zero2")
+
+EXACT = 1e-9
+"""Relative error that adding parts in another order may make in float64."""
 
 
 @dataclass(frozen=True)
@@ -127,21 +130,29 @@ def comparable(case: Case, setting: Setting) -> bool:
     return not (case.batch_norm and setting.cuts_rows and "pipeline" in setting.mesh)
 
 
-def tolerance(case: Case) -> float:
-    """Of the relative error: the case's own, but for two kinds of model, which get more.
+@pytest.fixture(autouse=True)
+def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model asks to be computed in float32 is computed in float64."""
+    to = Tensor.to
 
-    Parts are added in another order than the whole is. Where a gradient is zero in exact arithmetic (of a bias in front of a batch
-    normalisation), AdamW makes steps of what rounding leaves of it. Where the model computes in float32 inside, that is the rounding of
-    float32, which AdamW enlarges as well: measured, up to eleven times (``test_nothing_is_left_but_the_rounding_of_float32``).
+    def stays(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return values if values.dtype is torch.float64 and args == (torch.float32,) else to(values, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setattr(Tensor, "to", stays)
+
+
+def exact(case: Case) -> Case:
+    """The case, compared as float64 allows.
+
+    Where a gradient is zero in exact arithmetic (of a bias in front of a batch normalisation), AdamW makes steps of what rounding leaves
+    of it: such cases get more.
     """
-    if case.tolerance >= FLOAT32_INSIDE:
-        return 30 * case.tolerance
-    return (10 if case.batch_norm else 1) * case.tolerance
+    return dataclasses.replace(case, tolerance=(10 if case.batch_norm else 1) * EXACT)
 
 
 def difference_of(case: Case, setting: Setting) -> Difference | None:
-    wide = dataclasses.replace(case, tolerance=tolerance(case))
-    return first_difference(wide, batch_size=setting.batch_size, n_microbatches=setting.n_microbatches, **setting.arguments)
+    return first_difference(exact(case), batch_size=setting.batch_size, n_microbatches=setting.n_microbatches, **setting.arguments)
 
 
 def matrix() -> list[ParameterSet]:
@@ -171,10 +182,10 @@ def test_the_diagonal_meets_every_setting() -> None:
     [("perceptron", "data2-tensor2"), ("nested_outputs", "fsdp3"), ("returns_loss", "tensor2"), ("batch_norm_convolution", "data2")],
 )
 def test_backward_as_any_module(name: str, setting: str) -> None:
-    case, chosen = case_named(name), SETTINGS[setting]
+    case, chosen = exact(case_named(name)), SETTINGS[setting]
     reference = reference_steps(case, batch_size=chosen.batch_size)
     other = backward_steps(case, batch_size=chosen.batch_size, **chosen.arguments)
-    assert compare(reference, other, tolerance(case)) is None
+    assert compare(reference, other, case.tolerance) is None
 
 
 @pytest.mark.parametrize(
@@ -214,29 +225,15 @@ def test_a_batch_that_does_not_divide_is_computed_whole_and_said(mode: str) -> N
 )
 def test_batches_that_divide_and_others_take_turns(name: str, setting: str) -> None:
     """A model's own loss has another name where rows are cut; masks are computed in other stages where something is exchanged."""
-    case, chosen = case_named(name), SETTINGS[setting]
+    case, chosen = exact(case_named(name)), SETTINGS[setting]
     pm = make_partitioned(case.build(), n_microbatches=chosen.n_microbatches, **chosen.arguments)
     for batch_size in (7, BATCH_SIZE, 7):
         reference = reference_steps(case, n_steps=1, batch_size=batch_size)
         instance = case.build(batch_size=batch_size)
         pm.zero_grad()
         loss = pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
-        assert compare_values(reference.losses[0], loss.detach(), tolerance(case)) is None
-        assert compare_gradients(reference.gradients[0], pm.full_gradients(), tolerance(case)) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["tensor2", "tensor3", "sequence2", "fsdp3", "data2-pipeline2-tensor2"])
-def test_nothing_is_left_but_the_rounding_of_float32(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama, which differs most: with norms and a loss that compute in the dtype they are given it is as equal as models are that do."""
-
-    def norm(self: modeling_llama.LlamaRMSNorm, values: Tensor) -> Tensor:
-        return functional.rms_norm(values, self.weight.shape, self.weight, self.variance_epsilon)
-
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    case, chosen = dataclasses.replace(case_named("llama"), tolerance=1e-9), SETTINGS[setting]
-    assert first_difference(case, batch_size=chosen.batch_size, n_microbatches=chosen.n_microbatches, **chosen.arguments) is None
+        assert compare_values(reference.losses[0], loss.detach(), case.tolerance) is None
+        assert compare_gradients(reference.gradients[0], pm.full_gradients(), case.tolerance) is None
 
 
 def _partitioned(instance: Instance, setting: str) -> PartitionedModel:

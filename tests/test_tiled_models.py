@@ -17,7 +17,7 @@ from partitioner import Constraints, partition
 from passes.ir.communication import all_gather, halo_add, halo_exchange
 from passes.ir.errors import ConfigError
 from tests.models.case import Case
-from tests.models.space import NEEDS_DIFFUSERS, SPACE, space_case
+from tests.models.space import SPACE, space_case
 from tests.tiles import first_difference_of_tiles
 from tests.transparency import first_difference
 
@@ -32,8 +32,6 @@ def ranks_of(mesh: Mesh) -> int:
 
 
 def difference(case: Case, mesh: Mesh, rows: int = 2, n_microbatches: int = 1) -> str:
-    if case.name in NEEDS_DIFFUSERS:
-        pytest.skip("diffusers is not installed")
     found = first_difference(case, batch_size=rows, n_microbatches=n_microbatches, devices=ranks_of(mesh), mode=mesh)
     return "" if found is None else str(found)
 
@@ -65,8 +63,6 @@ def test_grids(name: str, grid: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("case", SPACE, ids=lambda case: case.name)
 def test_gradients_of_inputs(case: Case, *, training: bool) -> None:
     """To 1e-9, by the statistics of the batch and by those that are kept."""
-    if case.name in NEEDS_DIFFUSERS:
-        pytest.skip("diffusers is not installed")
     instance = case.build(batch_size=2)
     assert first_difference_of_tiles(instance.model.train(training), instance.args[0], 4, {"tile": 4}) == ""
 

@@ -17,7 +17,7 @@ from partitioner import ConfigError, Constraints, PartitionedModel, Plan, partit
 from passes.ir.communication import halo_add, halo_exchange, wait
 from passes.ir.halo_run import HaloRun
 from tests.models.case import Case
-from tests.models.space import NEEDS_DIFFUSERS, SPACE
+from tests.models.space import SPACE
 from tests.tile_operations import OPERATIONS, drawn
 from tests.tiles import first_difference_of_tiles
 
@@ -136,8 +136,6 @@ def test_chains(seed: int) -> None:
 @pytest.mark.parametrize("grid", [3, (2, 2)], ids=str)
 @pytest.mark.parametrize("case", SPACE, ids=lambda case: case.name)
 def test_models(case: Case, grid: Grid, *, training: bool) -> None:
-    if case.name in NEEDS_DIFFUSERS:
-        pytest.skip("diffusers is not installed")
     instance = case.build(batch_size=2)
     model = instance.model.train(training)
     assert first_difference_of_tiles(model, instance.args[0], ranks(grid), {"tile": grid}, constraints=ONCE) == ""

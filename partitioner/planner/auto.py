@@ -73,7 +73,7 @@ _MOST_CUT_ACTIONS = 100_000
 """Forwards that these have together."""
 
 _MOST_MESHES = 200
-"""Meshes that are planned before the search ends without a proof; half as many at least once there is a solution."""
+"""Meshes that are planned before the search ends without a proof."""
 
 
 @dataclass(frozen=True)

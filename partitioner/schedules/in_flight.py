@@ -6,7 +6,7 @@ is split. This depends on the order of the actions of one rank alone, never on h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from passes.ir.schedule import ActionKind, Schedule
 
@@ -15,15 +15,19 @@ __all__ = ["peak_activation", "peak_in_flight"]
 _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose activations it holds at once."""
+def peak_in_flight(schedule: Schedule, ends: Collection[ActionKind] = _FREES) -> tuple[int, ...]:
+    """For each stage, the most microbatches whose forward has begun and whose end has not come.
+
+    Args:
+        ends: actions that are an end; those that free activations, if nothing else is said.
+    """
     held = [0] * schedule.n_stages
     peak = [0] * schedule.n_stages
     for action in schedule:
         if action.kind is ActionKind.FORWARD:
             held[action.stage] += 1
             peak[action.stage] = max(peak[action.stage], held[action.stage])
-        elif action.kind in _FREES:
+        elif action.kind in ends:
             held[action.stage] -= 1
     return tuple(peak)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.in_flight import peak_in_flight
-from passes.ir.schedule import ActionKind, Schedule
+from passes.ir.schedule import ActionKind
 
 __all__ = ["Order", "order_of"]
 
@@ -48,21 +47,9 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int)
         ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
         return Order(n_microbatches, ranks, name == "ZB1P", name == "GPipe", ahead, in_flight)
     schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
-    ahead = _peaks(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
+    ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
     return Order(n_microbatches, schedule.stage_rank, SCHEDULES[name].splits_backward, False, ahead, peak_in_flight(schedule))
 
 
 _ALONE = ("GPipe", "1F1B", "ZB1P")
 """Schedules with one stage on each rank, whose numbers their papers give: nothing need be built."""
-
-
-def _peaks(schedule: Schedule, ends: Collection[ActionKind]) -> tuple[int, ...]:
-    """For each stage, the most forwards that have begun and not yet come to such an end."""
-    open_now, most = [0] * schedule.n_stages, [0] * schedule.n_stages
-    for action in schedule:
-        if action.kind is ActionKind.FORWARD:
-            open_now[action.stage] += 1
-            most[action.stage] = max(most[action.stage], open_now[action.stage])
-        elif action.kind in ends:
-            open_now[action.stage] -= 1
-    return tuple(most)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from tests.models.case import Case, Inputs, classes, mean_squared_error, real
 
-__all__ = ["NEEDS_DIFFUSERS", "SPACE", "space_case"]
+__all__ = ["SPACE", "space_case"]
 
 LABELS = 3
 
@@ -165,11 +164,6 @@ SPACE: tuple[Case, ...] = (
     _case("autoencoder_of_diffusers", autoencoder_of_diffusers, (4, 10, 10), (3, 20, 20)),
 )
 """Every case."""
-
-NEEDS_DIFFUSERS = (
-    frozenset({"unet_of_diffusers", "autoencoder_of_diffusers"}) if importlib.util.find_spec("diffusers") is None else frozenset()
-)
-"""The cases that cannot be built here, for want of diffusers."""
 
 
 def space_case(name: str) -> Case:
