@@ -1,4 +1,4 @@
-"""Formulas in the batch symbol as numbers."""
+"""Formulas in the batch symbol as numbers, and as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sympy
 from cost_models.sizes import Size
 from passes.ir.errors import TraceError
 
-__all__ = ["Numbers"]
+__all__ = ["Numbers", "readable"]
 
 
 def _modular_indexing(base: int, divisor: int, modulus: int) -> int:
@@ -78,3 +78,9 @@ class Numbers:
         if function is None:
             raise TraceError(f"the size {size} holds a function that no price knows", remedy="report the model that has such a size")
         return function(*(self[argument] for argument in size.args))  # type: ignore[no-any-return]
+
+
+def readable(expression: sympy.Expr) -> str:
+    """A formula as text: large numbers with four digits."""
+    rounded = expression.xreplace({number: sympy.Float(number, 4) for number in expression.atoms(sympy.Integer) if abs(number) >= 10**5})
+    return str(rounded)

@@ -22,13 +22,15 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models import communication
+from cost_models.formulas import readable
 from cost_models.hardware import Link
+from cost_models.model_formula import BATCH, ModelFormula
 from cost_models.program_formula import ROWS, Amount, Message, ProgramWork
 from cost_models.sizes import Size
 
 __all__ = ["StepFormula", "StepShape", "step_formula"]
 
-BATCH, MICROBATCHES, REPLICAS = sympy.symbols("batch microbatches replicas", positive=True)
+MICROBATCHES, REPLICAS = sympy.symbols("microbatches replicas", positive=True)
 FLOP_RATE, MEMORY_BANDWIDTH, LAUNCH_OVERHEAD = sympy.symbols("flop_rate memory_bandwidth launch_overhead", positive=True)
 
 _MEANINGS = {
@@ -71,12 +73,14 @@ class StepFormula:
         memory: bytes of the rank that holds most.
         bytes_moved: bytes that the slowest rank sends in a step, by mesh dimension.
         defaults: the plan's own value of each symbol.
+        model: the work of the whole model, before it is cut, in the batch and in the lengths of its sequences.
     """
 
     step_time: sympy.Expr
     memory: sympy.Expr
     bytes_moved: Mapping[str, sympy.Expr]
     defaults: Mapping[str, float]
+    model: ModelFormula
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
@@ -107,20 +111,21 @@ class StepFormula:
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.defaults)
-        lines = ["step time (s)", f"    {_readable(self.step_time)}", "memory (bytes)", f"    {_readable(self.memory)}"]
+        lines = ["step time (s)", f"    {readable(self.step_time)}", "memory (bytes)", f"    {readable(self.memory)}"]
         for dimension, size in self.bytes_moved.items():
-            lines += [f"bytes moved along {dimension}", f"    {_readable(size)}"]
+            lines += [f"bytes moved along {dimension}", f"    {readable(size)}"]
         lines += ["", "where"]
         for name, value in self.defaults.items():
             lines.append(f"    {name:<{width}}  {value:>10.4g}   {_meaning(name)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", str(self.model)])
 
 
-def step_formula(works: Sequence[ProgramWork], shape: StepShape, defaults: Mapping[str, float]) -> StepFormula:
+def step_formula(works: Sequence[ProgramWork], model: ModelFormula, shape: StepShape, defaults: Mapping[str, float]) -> StepFormula:
     """Put the work of all ranks together.
 
     Args:
         works: of each rank's program.
+        model: the work of the whole model.
         shape: what the plan says.
         defaults: the plan's own values; link symbols are ``latency_<dimension>`` and ``bandwidth_<dimension>``.
     """
@@ -136,9 +141,8 @@ def step_formula(works: Sequence[ProgramWork], shape: StepShape, defaults: Mappi
     formulas = (_largest([each.subs(ROWS, rows) for each in parts]) for parts in (times, memory))
     step_time, size = formulas
     used = step_time.free_symbols | size.free_symbols
-    return StepFormula(
-        step_time, size, found, {name: value for name, value in defaults.items() if sympy.Symbol(name, positive=True) in used}
-    )
+    varied = {name: value for name, value in defaults.items() if sympy.Symbol(name, positive=True) in used}
+    return StepFormula(step_time, size, found, varied, model)
 
 
 def _largest(parts: Sequence[sympy.Expr]) -> sympy.Expr:
@@ -199,12 +203,6 @@ def _collected(expression: sympy.Expr) -> sympy.Expr:
     expanded = sympy.expand(expression)
     machine = [symbol for symbol in sorted(expanded.free_symbols, key=str) if symbol is not ROWS]
     return sympy.collect(expanded, [1 / symbol for symbol in machine] + machine)
-
-
-def _readable(expression: sympy.Expr) -> str:
-    """Coefficients with four digits."""
-    rounded = expression.xreplace({number: sympy.Float(number, 4) for number in expression.atoms(sympy.Integer) if abs(number) >= 10**5})
-    return str(rounded)
 
 
 def _meaning(name: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from cost_models.group_communication import slowest_link
 from cost_models.hardware import Cluster, Link
 from cost_models.memory import optimizer_states
+from cost_models.model_formula import model_formula
 from cost_models.program_formula import program_work
 from cost_models.step_formula import StepFormula, StepShape, step_formula
 from partitioner.planner.step_time import StageTimes, simulate_step
@@ -38,6 +39,7 @@ class _Planned(Protocol):
 def cost_formula(self: _Planned) -> StepFormula:
     """Step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
 
+    ``.model`` tells the FLOPs and bytes of every operation, before any is cut, in batch and sequence.
     ``.evaluate`` takes whole grids of numbers; printed, each symbol is told with the plan's own value. See ``cost_models.step_formula``.
     """
     return plan_formula(self.explained(), self._assumed.cluster, self._assumed.optimizer)
@@ -66,7 +68,8 @@ def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
         n_replicas=count,
         states=optimizer_states(optimizer),
     )
-    return step_formula(works, shape, _defaults(model, cluster, count))
+    whole = model_formula(model.cut.graph, model.cut.axes, differentiate=schedule is not None)
+    return step_formula(works, whole, shape, _defaults(model, cluster, count))
 
 
 def _subsets(mesh: Mesh) -> list[tuple[str, ...]]:
