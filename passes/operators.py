@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "argument_form",
@@ -129,7 +128,13 @@ def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
 
 def node_leaves(argument: Any) -> list[fx.Node]:
     """The nodes in an argument, however nested."""
-    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node)]
+    if isinstance(argument, fx.Node):
+        return [argument]
+    if isinstance(argument, tuple | list):
+        return [leaf for part in argument for leaf in node_leaves(part)]
+    if isinstance(argument, dict):
+        return [leaf for part in argument.values() for leaf in node_leaves(part)]
+    return []
 
 
 def _annotated(node: fx.Node, *, only_written: bool) -> list[fx.Node]:

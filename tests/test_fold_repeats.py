@@ -12,7 +12,7 @@ from cost_models.hardware import Cluster
 from partitioner import Constraints, partition
 from partitioner.planner.cuttable_model import part_graph
 from partitioner.planner.model_part import unfolded, whole_part
-from partitioner.planner.stage_problem import held
+from partitioner.planner.stage_problem import stages_of
 from partitioner.tracing.trace import trace
 from passes.fold_repeats import fold_repeats
 from passes.ir.graph import ModelGraph
@@ -86,8 +86,10 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     )
     n_units = len(whole.points.units)
     for starts in ((0,), (0, 9), (0, 5, 20, 31)):
-        for items in ("fixed", "kept"):
-            np.testing.assert_allclose(held(getattr(other, items), starts, n_units), held(getattr(one, items), starts, n_units))
+        stage_of = stages_of(starts, n_units)
+        for items in ("fixed_uses", "kept_uses"):
+            found, wanted = (getattr(each.units, items).held(stage_of, len(starts)) for each in (other, one))
+            np.testing.assert_allclose(found, wanted)
     prices = folded.prices(kinds, Roofline(), "adamw"), whole.prices(kinds, Roofline(), "adamw")
     for name in graph.parameters:
         assert prices[0].users(name) == prices[1].users(name)

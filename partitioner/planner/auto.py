@@ -166,6 +166,7 @@ class _Search:
         self._refusals: list[ConfigError] = []
         self._too_large: list[_Cut] = []
         self._links = LinkTable(cluster)
+        self._largest_memory = max(memory_limits(cluster, request))
         self._bound = 0.0
 
     def run(self) -> None:
@@ -173,7 +174,7 @@ class _Search:
         shapes = list(allowed_shapes(self._model, self._graph, self._cluster, self._request))
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
-        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model)
+        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
         while self._open and not self._has_searched_enough():
@@ -270,7 +271,7 @@ class _Search:
 
     def _parameter_limit(self, mesh: Mesh) -> float:
         """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
-        memory = max(memory_limits(self._cluster, self._request)) * stages_length(mesh)
+        memory = self._largest_memory * stages_length(mesh)
         stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
         trains = differentiates(self._graph, self._request)
         return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)

@@ -18,11 +18,11 @@ __all__ = ["bound_by", "candidate_words", "compared", "contender", "next_best", 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
     """What limits the step: the sum of gradients, or the slowest stage, what it spends its time on, and how long the ranks wait."""
-    if sums > staged.step.makespan:
+    if sums > staged.makespan:
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     slowest, seconds = _slowest(staged)
     rank, spent = staged.schedule.stage_rank[slowest], _spent_on(problems, staged)
-    idle = round(100 * staged.step.bubble_fraction)
+    idle = round(100 * staged.idle)
     waiting = f"; ranks wait {idle} % of the time" if idle else ""
     return f"stage {slowest} on rank {rank} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}{waiting}"
 
@@ -48,11 +48,10 @@ def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
 def contender(words: str, solution: Solution) -> Contender:
     """A solution as plans list those that were worked out."""
     staged = solution.staged
-    if solution.sums > staged.step.makespan:
+    if solution.sums > staged.makespan:
         spent = "the sum of gradients over replicas"
     else:
-        idle = staged.step.bubble_fraction
-        spent = "waiting for other ranks" if idle > 1 / 2 else _spent_on(solution.problems, staged)
+        spent = "waiting for other ranks" if staged.idle > 1 / 2 else _spent_on(solution.problems, staged)
     return Contender(words, solution.step_time, max(staged.memory), spent)
 
 

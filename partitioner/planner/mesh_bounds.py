@@ -39,12 +39,15 @@ class MeshBounds:
         cluster: the hardware.
         request: what was asked for.
         cost_model: prices work. A part of some work may take no less than its share of the time beyond what it costs to start it.
+        links: of the cluster, where they are known already.
     """
 
-    def __init__(self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+    def __init__(
+        self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel, links: LinkTable | None = None
+    ) -> None:
         whole = model.whole
         self._cluster, self._whole, self._model = cluster, whole, model
-        self._links = LinkTable(cluster)
+        self._links = links or LinkTable(cluster)
         kinds = tuple(dict.fromkeys(cluster.devices))
         prices = whole.prices(kinds, cost_model, request.optimizer)
         self._prices, self._request = prices, request

@@ -22,7 +22,7 @@ _WORST = Link(0.0, float("inf"))
 
 
 class LinkTable:
-    """The links of mesh dimensions on one cluster, each worked out once.
+    """The links and places of mesh dimensions on one cluster, each worked out once.
 
     Args:
         cluster: of all ranks.
@@ -31,11 +31,19 @@ class LinkTable:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[tuple[int, int], GroupLinks] = {}
+        self._places: dict[tuple[int, int, int], Cluster] = {}
 
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
         """For each dimension that cuts axes, the links of the group along it that is slowest; all groups talk at once."""
         strides = _strides(mesh)
         return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
+
+    def places(self, mesh: Mesh) -> Cluster:
+        """The cluster of one pipeline (``places_of``): what lies beside the stages and outside of them does not matter."""
+        key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1))
+        if key not in self._places:
+            self._places[key] = places_of(mesh, self._cluster)
+        return self._places[key]
 
     def _along(self, size: int, stride: int, count: int) -> GroupLinks:
         if (stride, count) not in self._known:

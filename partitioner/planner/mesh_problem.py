@@ -18,7 +18,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
-from partitioner.planner.mesh_links import LinkTable, places_of
+from partitioner.planner.mesh_links import LinkTable
 from partitioner.planner.model_part import ModelPart
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.pipeline_problem import PipelineProblems
@@ -91,8 +91,8 @@ class MeshProblem:
     ) -> None:
         self.mesh, self.part, self.cost_model = mesh, part, cost_model
         self.devices = request.devices
-        self.links = (links or LinkTable(cluster)).of(mesh)
-        self.places = places_of(mesh, cluster)
+        links = links or LinkTable(cluster)
+        self.links, self.places = links.of(mesh), links.places(mesh)
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
 from partitioner.planner.constrained_cuts import restrict
 from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.message_times import MessageTimes
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.shared_memory import fits_together
@@ -49,6 +51,8 @@ class PipelineProblems:
     ) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
+        self._limits = memory_limits(cluster, request)
+        self._messages: dict[tuple[tuple[int, ...], int], MessageTimes] = {}
         self._unlimited: dict[tuple[tuple[int, ...], int], StageCuts | None] = {}
 
     def clock(self, candidate: Candidate) -> StepClock:
@@ -67,7 +71,7 @@ class PipelineProblems:
         """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
         prices, order = self.prices.at(self.rows(candidate)), self.order(candidate)
         rank = order.stage_rank
-        links = [self.cluster.link(one, other) for one, other in itertools.pairwise(rank)]
+        links = self.links(rank)
         limits = restrict(self.request.constraints, self.graph, self.points, self.request.devices, rank, self.request.modules)
         return StageProblem(
             units=prices.units,
@@ -81,9 +85,20 @@ class PipelineProblems:
             allowed=limits.allowed,
         )
 
+    def links(self, stage_rank: Sequence[int]) -> list[Link]:
+        """From each stage to the next."""
+        return [self.cluster.link(one, other) for one, other in itertools.pairwise(stage_rank)]
+
+    def messages(self, candidate: Candidate) -> MessageTimes:
+        """How long what the candidate's stages send is on its way."""
+        key = (self.order(candidate).stage_rank, self.rows(candidate))
+        if key not in self._messages:
+            self._messages[key] = MessageTimes(self.prices.at(key[1]).units, self.links(key[0]), self.cost_model)
+        return self._messages[key]
+
     def limits(self) -> tuple[float, ...]:
         """Bytes of each rank."""
-        return memory_limits(self.cluster, self.request)
+        return self._limits
 
     def paths(self, candidate: Candidate) -> PathCosts:
         """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
 from partitioner.planner.run_sums import Row
-from partitioner.planner.stage_problem import Floats, StageProblem, held
+from partitioner.planner.stage_problem import Floats, StageProblem, stages_of
 from partitioner.planner.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
@@ -151,5 +151,6 @@ class _Partial:
 def _stage_memory(problem: StageProblem, starts: Sequence[int]) -> Floats:
     """(S,) bytes that each stage holds."""
     units = problem.units
-    holds: Floats = held(units.fixed, starts, len(units)) + np.array(problem.in_flight) * held(units.kept, starts, len(units))
+    stage_of, n_stages = stages_of(starts, len(units)), problem.n_stages
+    holds: Floats = units.fixed_uses.held(stage_of, n_stages) + np.array(problem.in_flight) * units.kept_uses.held(stage_of, n_stages)
     return holds

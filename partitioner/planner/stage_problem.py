@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Integers", "Shared", "StageProblem", "Units", "Value", "held", "stage_runs", "uses"]
+__all__ = ["Floats", "Integers", "Shared", "StageProblem", "Units", "Uses", "Value", "stage_runs", "stages_of", "uses"]
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -39,22 +41,47 @@ class Shared:
     producer: int = -1
 
 
-def uses(items: Iterable[Shared]) -> list[tuple[int, int, float]]:
-    """Every use of shared items: the last unit before that needs the item too (its producer or -1, before the first), unit, amount."""
-    return [(before, unit, item.amount) for item in items for before, unit in zip((item.producer, *item.units), item.units, strict=False)]
+class Uses(NamedTuple):
+    """Every use of shared items, in no order.
+
+    Attributes:
+        before: (U,) the last unit before that needs the item too: its producer, or -1, before the first.
+        unit: (U,) who uses it.
+        amount: (U,), or (U, K) of several kinds.
+    """
+
+    before: Integers
+    unit: Integers
+    amount: Floats
+
+    def held(self, stage_of: Integers, n_stages: int) -> Floats:
+        """(S,) what each stage needs: of what several of its units use, the first use counts.
+
+        Args:
+            stage_of: (N + 1,) as ``stages_of`` has it.
+        """
+        stage = stage_of[self.unit + 1]
+        first = stage_of[self.before + 1] < stage
+        needed: Floats = np.bincount(stage[first], self.amount[first], n_stages).astype(float)
+        return needed
 
 
-def held(items: Iterable[Shared], starts: Sequence[int], n_units: int) -> Floats:
-    """(S,) what each stage needs of shared items, when the stages start at these units."""
-    stage_of = np.searchsorted(starts, np.arange(-1, n_units), side="right") - 1  # of unit u at u + 1; no stage is before the first
-    found = uses(items)
-    if not found:
-        return np.zeros(len(starts))
-    before, unit, amount = (np.array(column) for column in zip(*found, strict=True))
-    stage = stage_of[unit + 1]
-    first_in_stage = stage_of[before + 1] < stage
-    needed: Floats = np.bincount(stage[first_in_stage], amount[first_in_stage], len(starts)).astype(float)
-    return needed
+def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], n_kinds: int = 0) -> Uses:
+    """The uses of items, each an amount, its users in order, and a unit before them that makes those of its stage do without, or -1.
+
+    Args:
+        n_kinds: how many numbers an amount has; 0: it is one.
+    """
+    found = [(before, unit, amount) for amount, users, first in items for before, unit in zip((first, *users), users, strict=False)]
+    before, unit, amount = zip(*found, strict=True) if found else ((), (), ())
+    shape = (len(found), n_kinds) if n_kinds else len(found)
+    return Uses(np.array(before, np.int64), np.array(unit, np.int64), np.array(amount, float).reshape(shape))
+
+
+def stages_of(starts: Sequence[int], n_units: int) -> Integers:
+    """(N + 1,) the stage of unit u at u + 1, when the stages start at these units; -1 in front: no stage is before the first."""
+    stage_of: Integers = np.searchsorted(starts, np.arange(-1, n_units), side="right") - 1
+    return stage_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +123,31 @@ class Units:
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
+
+    @cached_property
+    def fixed_uses(self) -> Uses:
+        """Of what stages hold all the time."""
+        return uses((item.amount, item.units, item.producer) for item in self.fixed)
+
+    @cached_property
+    def kept_uses(self) -> Uses:
+        """Of what stages hold for every microbatch in flight."""
+        return uses((item.amount, item.units, item.producer) for item in self.kept)
+
+    @cached_property
+    def replicated_uses(self) -> Uses:
+        """Of what every stage computes for itself: (U, K) seconds."""
+        return uses(((seconds, users, -1) for seconds, users in self.replicated), self.time.shape[1])
+
+    @cached_property
+    def leaving(self) -> Uses:
+        """Of each value the last: its stage's producer sends it, once, where that is another."""
+        return uses((value.size, value.readers[-1:], value.producer) for value in self.values)
+
+    @cached_property
+    def entering(self) -> Uses:
+        """Of the values that have a gradient, all: every stage that reads one sends it back, once."""
+        return uses((value.gradient_size, value.readers, value.producer) for value in self.values if value.gradient_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,8 @@ def could_fit(costs: RunCosts) -> bool:
 def _uses_of_units(items: Iterable[Shared], n_units: int) -> list[list[tuple[int, float]]]:
     """For each unit, what it needs, and which unit needed it last."""
     needs: list[list[tuple[int, float]]] = [[] for _ in range(n_units)]
-    for before, unit, amount in uses(items):
+    found = uses((item.amount, item.units, item.producer) for item in items)
+    for before, unit, amount in zip(*(column.tolist() for column in found), strict=True):
         needs[unit].append((before, amount))
     return needs
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -13,9 +14,9 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.cut_points import module_path
 from partitioner.planner.exchanges import GradientSum
 from partitioner.planner.pipeline_problem import PipelineProblems
-from partitioner.planner.stage_problem import Floats, held, stage_runs
+from partitioner.planner.stage_problem import Floats, Integers, Units, Uses, stage_runs, stages_of
 from partitioner.planner.step_time import StageTimes, simulate_step
-from partitioner.planner.unit_prices import Prices, UnitPrices
+from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.clock import Timing
 from passes.ir.plan import Stage
 from passes.ir.schedule import Schedule
@@ -47,6 +48,12 @@ class StagedModel:
     kept: tuple[int, ...]
     memory: tuple[int, ...]
 
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time that they wait: what ``step.bubble_fraction`` is, without the clock."""
+        busy = sum(each.forward + each.backward_input + each.backward_weight for each in self.times) * self.schedule.n_microbatches
+        return 1 - busy / (self.schedule.n_ranks * self.makespan) if self.makespan else 0.0
+
     @cached_property
     def step(self) -> Timing:
         """When every action runs."""
@@ -61,12 +68,12 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
         proven: whether nothing better can be there.
     """
     n_units, clock = len(problems.points.units), problems.clock(candidate)
-    prices, schedule = problems.prices.at(problems.rows(candidate)), clock.schedule
-    kept = tuple(int(size) for size in held(prices.kept, starts, n_units))
-    fixed = np.bincount(schedule.stage_rank, held(prices.fixed, starts, n_units), schedule.n_ranks)
-    memory = tuple(int(stays) + peak for stays, peak in zip(fixed, clock.peak_activation(kept), strict=True))
-    times = _times(problems, prices, schedule, starts)
-    columns = ([getattr(stage, field.name) for stage in times] for field in fields(StageTimes))
+    units, schedule, stage_of = problems.prices.at(problems.rows(candidate)).units, clock.schedule, stages_of(starts, n_units)
+    kept = tuple(map(int, units.kept_uses.held(stage_of, schedule.n_stages).tolist()))
+    fixed = np.bincount(schedule.stage_rank, units.fixed_uses.held(stage_of, schedule.n_stages), schedule.n_ranks)
+    memory = tuple(int(stays) + peak for stays, peak in zip(fixed.tolist(), clock.peak_activation(kept), strict=True))
+    columns = _times(problems, candidate, schedule.stage_rank, starts, stage_of)
+    times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
     return StagedModel(candidate, schedule, proven, stage_runs(starts, n_units), times, clock.makespan(*columns), kept, memory)
 
 
@@ -74,7 +81,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     """What the plan says of the stages."""
     prices = problems.prices.at(problems.rows(staged.candidate))
     parameters = _parameters(problems, staged.runs)
-    leaving, _ = _messages(prices, [run.start for run in staged.runs])
+    leaving = _bytes_sent(prices.units, staged.runs)
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
     return tuple(
         Stage(
@@ -87,45 +94,32 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
             forward_time=times.forward,
             backward_time=times.backward_input + times.backward_weight,
             activation_bytes=kept,
-            send_bytes=sum(sizes),
+            send_bytes=sent,
         )
-        for stage, (run, times, modules, (count, size), sizes, kept) in enumerate(stages)
+        for stage, (run, times, modules, (count, size), sent, kept) in enumerate(stages)
     )
 
 
-def _times(problems: PipelineProblems, prices: UnitPrices, schedule: Schedule, starts: Sequence[int]) -> tuple[StageTimes, ...]:
-    rank, n_units = schedule.stage_rank, len(problems.points.units)
-    leaving, entering = _messages(prices, starts)
-
-    def arrival(sizes: Sequence[int], stage: int, other: int) -> float:
-        if not sizes:
-            return 0.0
-        link = problems.cluster.link(rank[stage], rank[other])
-        return sum(problems.cost_model.transfer_time(size, link) for size in sizes)
-
-    times = []
-    for stage, run in enumerate(stage_runs(starts, n_units)):
-        kind = problems.prices.kinds.index(problems.cluster.devices[rank[stage]])
-        forward, backward_input, backward_weight = (float(half) for half in prices.halves[:, run.start : run.stop, kind].sum(axis=1))
-        forward += sum(seconds[kind] for seconds, units in prices.replicated if any(unit in run for unit in units))
-        send = arrival(leaving[stage], stage, stage + 1)
-        times.append(StageTimes(forward, backward_input, backward_weight, send, arrival(entering[stage], stage, stage - 1)))
-    return tuple(times)
+def _times(
+    problems: PipelineProblems, candidate: Candidate, stage_rank: Sequence[int], starts: Sequence[int], stage_of: Integers
+) -> tuple[list[float], ...]:
+    """The columns of ``StageTimes``: seconds of each stage."""
+    prices, stages = problems.prices.at(problems.rows(candidate)), np.arange(len(stage_rank))
+    kinds = np.array([problems.prices.kinds.index(problems.cluster.devices[rank]) for rank in stage_rank])
+    halves = np.add.reduceat(prices.halves, starts, axis=1)[:, stages, kinds]
+    again = prices.units.replicated_uses
+    if len(again.unit):
+        needed = [Uses(again.before, again.unit, seconds).held(stage_of, len(stages)) for seconds in again.amount.T]
+        halves[0] += np.stack(needed)[kinds, stages]
+    return tuple(column.tolist() for column in (*halves, *problems.messages(candidate).of(stage_of)))
 
 
-def _messages(prices: UnitPrices, starts: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each stage, the sizes of the values that leave it, and of the gradients of those that enter it."""
-    leaving: list[list[int]] = [[] for _ in starts]
-    entering: list[list[int]] = [[] for _ in starts]
-    for value in prices.values:
-        producer = bisect_right(starts, value.producer) - 1
-        readers = {bisect_right(starts, reader) - 1 for reader in value.readers} - {producer}
-        if readers:
-            leaving[producer].append(value.size)
-        for reader in readers:
-            if value.gradient_size:
-                entering[reader].append(value.gradient_size)
-    return leaving, entering
+def _bytes_sent(units: Units, runs: Sequence[range]) -> list[int]:
+    """For each stage, the bytes of the values that leave it."""
+    stage_of, (producer, reader, size) = stages_of([run.start for run in runs], len(units)), units.leaving
+    sender = stage_of[producer + 1]
+    goes = sender < stage_of[reader + 1]
+    return [int(sent) for sent in np.bincount(sender[goes], size[goes], len(runs)).tolist()]
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[int, int]]:

@@ -131,9 +131,9 @@ def _fill_of_v(n_ranks: int, count: int, least: float, most: float) -> float:
     """
     ahead = np.minimum(2 * np.arange(n_ranks)[::-1] + 1, count)
 
-    def counts(weights: Floats, second: float) -> Floats:
+    def counts(weights: Floats, second: Floats) -> Floats:
         down = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
-        up = second * (np.cumsum(weights) - weights)
+        up = second * (np.cumsum(weights, axis=1) - weights)
         return count * weights + np.minimum(*(np.where(each > 0, least, most) * each for each in (down, up)))
 
     return _best_mean(counts, n_ranks, count)
@@ -149,7 +149,7 @@ def _fill_of_loop(n_ranks: int, count: int) -> float:
     """
     ahead = min(n_ranks, count)
 
-    def counts(weights: Floats, second: float) -> Floats:
+    def counts(weights: Floats, second: Floats) -> Floats:
         first = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
         return count * weights + np.minimum(first, second * _behind(weights))
 
@@ -157,25 +157,26 @@ def _fill_of_loop(n_ranks: int, count: int) -> float:
 
 
 def _behind(weights: Floats) -> Floats:
-    return 1 - np.cumsum(weights)
+    return 1 - np.cumsum(weights, axis=1)
 
 
-def _best_mean(counts: Callable[[Floats, float], Floats], n_ranks: int, count: int) -> float:
+def _best_mean(counts: Callable[[Floats, Floats], Floats], n_ranks: int, count: int) -> float:
     """The most that a second can be made to count at least.
 
     Args:
-        counts: (R,) what a second counts on each rank, by the weights of the ranks and the weight of the second kind of path.
+        counts: (T, R) what a second counts on each rank, by the weights of the ranks and (T, 1) the weight of the second kind of path.
     """
-    best = 0.0
-    for second in (0.3, 0.5, 0.7, 0.9):
-        weights = np.full(n_ranks, 1 / n_ranks)
-        for _ in range(_ROUNDS):
-            each = counts(weights, second)
-            best = max(best, float(each.min()))
-            weights = np.maximum(weights + (each.mean() - each) / count / 2, 0.0)
-            weights /= weights.sum()
+    best, weights = 0.0, np.full((len(_SECONDS), n_ranks), 1 / n_ranks)
+    for _ in range(_ROUNDS):
+        each = counts(weights, _SECONDS)
+        best = max(best, float(each.min(axis=1).max()))
+        weights = np.maximum(weights + (each.sum(axis=1, keepdims=True) / n_ranks - each) / count / 2, 0.0)
+        weights /= weights.sum(axis=1, keepdims=True)
     return best
 
+
+_SECONDS = np.array([[0.3], [0.5], [0.7], [0.9]])
+"""Weights of the second kind of path that are tried, all at once."""
 
 _ROUNDS = 20
 """How often weights are mended."""

@@ -10,7 +10,7 @@ front, in the block and behind is shared by all copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -70,14 +70,24 @@ class Unfolding:
         """Amounts, each once a copy."""
         for item in items:
             with_producer = item.units if item.producer < 0 else (item.producer, *item.units)
-            for units in self.places(with_producer):
-                yield replace(item, units=units) if item.producer < 0 else replace(item, units=units[1:], producer=units[0])
+            for units in self._places(with_producer):
+                yield Shared(item.amount, units) if item.producer < 0 else Shared(item.amount, units[1:], units[0])
 
     def values(self, items: Iterable[Value]) -> Iterator[Value]:
         """What crosses, each once a copy."""
         for item in items:
-            for units in self.places((item.producer, *item.readers)):
-                yield replace(item, producer=units[0], readers=units[1:])
+            for units in self._places((item.producer, *item.readers)):
+                yield Value(units[0], units[1:], item.size, item.gradient_size)
+
+    def _places(self, units: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if units not in self._known:
+            self._known[units] = tuple(self.places(units))
+        return self._known[units]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The places of what has been asked for: the same units share something at every microbatch size and on every mesh."""
+        return {}
 
 
 def unfolding_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Unfolding | None:

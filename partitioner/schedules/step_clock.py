@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from partitioner.schedules.catalog import make_schedule
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
@@ -48,10 +51,8 @@ class StepClock:
         Args:
             stage_activation: for each stage, what one microbatch keeps.
         """
-        return tuple(
-            max(sum(count * stage_activation[stage] for stage, count in zip(stages, counts, strict=True)) for counts in held)
-            for stages, held in self._held
-        )
+        sizes = np.array(stage_activation)
+        return tuple(int((counts @ sizes[stages]).max()) for stages, counts in self._held)
 
     def makespan(
         self,
@@ -70,10 +71,10 @@ class StepClock:
         whole = [one + other for one, other in zip(backward_input, backward_weight, strict=True)]
         lasting = [*forward, *backward_input, *backward_weight, *whole]
         sending = [*send, *send_gradient, 0.0]
-        ends = [0.0] * (len(self._rows) + 1)
-        for row, (before, other, sent, lasts) in enumerate(self._rows):
-            free, there = ends[before], ends[other] + sending[sent]
-            ends[row] = (max(there, free)) + lasting[lasts]
+        ends = [0.0]
+        for before, other, sent, lasts in self._rows:
+            free, there = ends[before + 1], ends[other + 1] + sending[sent]
+            ends.append((there if there > free else free) + lasting[lasts])  # noqa: FURB136  max() is a call, in every row
         return max(ends)
 
 
@@ -83,9 +84,9 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
     return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank))
 
 
-def _held(actions: Sequence[Action]) -> tuple[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """The stages of a rank, and all numbers of microbatches that they hold at some time, where one begins to be held."""
-    stages = tuple(sorted({action.stage for action in actions}))
+def _held(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
+    """The stages of a rank, and (cases, stages) all numbers of microbatches that they hold at some time, where one begins to be held."""
+    stages = sorted({action.stage for action in actions})
     counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
     for action in actions:
         if action.kind is ActionKind.FORWARD:
@@ -93,7 +94,7 @@ def _held(actions: Sequence[Action]) -> tuple[tuple[int, ...], frozenset[tuple[i
             found.add(tuple(counts.values()))
         elif action.kind is not ActionKind.BACKWARD_INPUT:
             counts[action.stage] -= 1
-    return stages, frozenset(found)
+    return stages, np.array(sorted(found), dtype=np.int64)
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:

@@ -38,7 +38,6 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "passes/ir/microbatch.py",
             "passes/ir/program.py",
             "passes/localize.py",
-            "passes/operators.py",
         ),
     ),
     "torch._ops.OpOverload": (
