@@ -27,6 +27,7 @@ __all__ = [
     "OWN_MEMORY",
     "Aliasing",
     "Allocations",
+    "MemoryOf",
     "aliasing",
     "allocations",
     "memory_key",
@@ -59,6 +60,21 @@ _UNANNOTATED_VIEWS = frozenset(
 
 OWN_MEMORY = "memory"
 """Where in ``meta`` a node says of each of its tensors in which memory it lies, when its fake tensors are shared with other nodes."""
+
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryOf:
+    """In ``meta[OWN_MEMORY]``: holds for one value alone, not for what a pass puts in its place.
+
+    Attributes:
+        value: which.
+        keys: of its tensors, in order.
+    """
+
+    value: Any
+    keys: tuple[Hashable, ...]
+
 
 _STATISTICS_WRITERS: Mapping[Any, str] = {
     aten.batch_norm: "training",
@@ -202,6 +218,8 @@ def memory_keys(node: fx.Node) -> list[tuple[torch.Tensor, Hashable]]:
     """The tensors of a node's value, and for each what all have in common that lie in the same memory."""
     tensors = list(tensors_of(node))
     own = node.meta.get(OWN_MEMORY)
+    if isinstance(own, MemoryOf):
+        own = own.keys if own.value is node.meta["val"] else None
     return list(zip(tensors, own, strict=True)) if own is not None else [(tensor, memory_key(tensor)) for tensor in tensors]
 
 

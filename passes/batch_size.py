@@ -18,18 +18,19 @@ from torch import fx
 
 from passes.size_expression import emit_size, size_of
 
-__all__ = ["read_sizes_from_batch"]
+__all__ = ["READS", "read_sizes_from_batch"]
 
 aten = torch.ops.aten
 
-_READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
+READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
+"""Operators that read a size of a tensor."""
 
 
 def read_sizes_from_batch(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol) -> None:
     """Replace every node that reads a size of a tensor by arithmetic on ``batch``, in place."""
     written: dict[sympy.Expr, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _READS:
+        if node.op != "call_function" or node.target not in READS:
             continue
         size = size_of(node.meta["val"])
         if isinstance(size, int):

@@ -163,11 +163,13 @@ class _ProgramReader(GraphReader):
         if key not in self._templates:
             self._templates[key] = self._read(node, module, rows, n_saved)
         steps, self.values[node] = self._templates[key].call(node.name, _section(node), arguments, state, self._next)
+        if self.values[node] is UNKNOWN and isinstance(node.meta.get("val"), Tensor):
+            self.values[node] = self.traced(node)  # a count over the batch, whose graph nobody traced
         dropped = {id(storage): storage for storage in self.end(node)}
         given = {id(storage) for storage in storages_of([*arguments])}
         for step in steps:  # what the caller still holds is not dropped inside
             step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
-        self.steps += [*steps, Step("compute", node.name, _section(node), dropped=list(dropped.values()))]
+        self.steps += [*steps, Step("compute", node.name, _section(node), made=self.made, dropped=list(dropped.values()))]
 
     def _read(self, node: fx.Node, module: StageCall, rows: int, n_saved: int) -> StageTemplate:
         """A stage that is called for the first time."""

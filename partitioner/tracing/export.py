@@ -22,6 +22,8 @@ from partitioner.tracing.caches import register_caches
 from partitioner.tracing.inputs import BatchLayout, ModelInputs
 from partitioner.tracing.preserved import preserved
 from partitioner.tracing.random_choices import DecidedRandomChoices
+from partitioner.tracing.rehearsal import rehearse
+from partitioner.tracing.repeated_blocks import traced_once, write_copies
 from passes.ir.autocast import without_autocast
 
 __all__ = ["TRACING", "export"]
@@ -70,15 +72,33 @@ def export(
         if model.training != training:
             model.train(training)
         _name_keywords(model, inputs.kwargs)
-        program = torch.export.export(
+        program = _exported(model, inputs, shapes or None, may_assume=may_assume)
+    return program, _notes(_kept_attributes(warned), questions)
+
+
+def _exported(model: nn.Module, inputs: ModelInputs, shapes: ShapesCollection | None, *, may_assume: bool) -> ExportedProgram:
+    """Export with modules that repeat traced once; as the model is, where they cannot be written from one."""
+
+    def run() -> ExportedProgram:
+        return torch.export.export(
             model,
             inputs.args,
             inputs.kwargs,
-            dynamic_shapes=shapes or None,
+            dynamic_shapes=shapes,
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=may_assume,
         )
-    return program, _notes(_kept_attributes(warned), questions)
+
+    copies = rehearse(model, inputs.args, inputs.kwargs)
+    if not copies:
+        return run()
+    try:
+        with preserved(model), traced_once(model, copies):
+            program = run()
+        write_copies(program, copies)
+    except Exception:  # noqa: BLE001  whatever it is, the trace of the model as it is has it, too, or does without
+        return run()
+    return program
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
