@@ -62,7 +62,6 @@ OWN_MEMORY = "memory"
 """Where in ``meta`` a node says of each of its tensors in which memory it lies, when its fake tensors are shared with other nodes."""
 
 
-
 @dataclass(frozen=True, eq=False)
 class MemoryOf:
     """In ``meta[OWN_MEMORY]``: holds for one value alone, not for what a pass puts in its place.

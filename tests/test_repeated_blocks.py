@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from partitioner.tracing import export
 from partitioner.tracing.rehearsal import Copies, rehearse
+from partitioner.tracing.repeated_blocks import write_copies
 from partitioner.tracing.trace import trace
 from passes.aliasing import aliasing, allocations
 from passes.ir.graph import ModelGraph
@@ -136,7 +137,8 @@ class Balanced(Block):
 class BalancedStack(Stack):
     def forward(self, x: Tensor) -> Any:
         x = super().forward(x)
-        return x, sum(block.penalty for block in self.blocks)
+        penalties: list[Any] = [block.penalty for block in self.blocks]
+        return x, sum(penalties)
 
 
 FOUND: list[Tensor] = []
@@ -296,11 +298,10 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_of_alike_blocks_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     exported: list[int] = []
-    original = export.write_copies
 
     def write(program: Any, copies: tuple[Copies, ...]) -> None:
         exported.append(sum(node.target is torch.ops.aten.gelu.default for node in program.graph.nodes))
-        original(program, copies)
+        write_copies(program, copies)
 
     monkeypatch.setattr(export, "write_copies", write)
     graph = trace(Stack(Block, 6), example_of(""), {})

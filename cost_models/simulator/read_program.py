@@ -10,9 +10,8 @@ sums = wait(pending)                       wait for it
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,14 @@ from cost_models.simulator.collected import collected
 from cost_models.simulator.gradient_nodes import gradient_nodes, passed_on
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
+from cost_models.simulator.program_functions import FUNCTIONS
 from cost_models.simulator.stage_template import StageTemplate, read_stage
 from cost_models.simulator.steps import Step, Transfer, merged
 from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
 from cost_models.work import Work
 from passes.bundle import bundle_collectives
 from passes.inline_stages import communicates, written_out
-from passes.ir import communication, microbatch
+from passes.ir import communication
 from passes.ir.mesh import Mesh
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
@@ -225,7 +225,7 @@ class _ProgramReader(GraphReader):
     # -- functions -----------------------------------------------------------------------------------------------------------------
 
     def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
-        function = _FUNCTIONS.get(node.target)
+        function = FUNCTIONS.get(node.target)
         keywords = self.arguments(node.kwargs)
         if function is not None:
             self.values[node] = function(self, node, *arguments, **keywords)
@@ -236,44 +236,6 @@ class _ProgramReader(GraphReader):
         assert callable(node.target)
         made = sum(storage.bytes for storage in self.made)
         return self.prices.function(node.target, arguments, self.values[node], made)
-
-    def split(self, node: fx.Node, value: Any, sizes: Sequence[int], dim: int) -> Any:
-        """The rows of each microbatch: views where rows come first."""
-        if not isinstance(value, Held):
-            return [UNKNOWN] * len(sizes)
-        per_row = value.shape[dim] // sum(sizes)
-        shapes = [(*value.shape[:dim], size * per_row, *value.shape[dim + 1 :]) for size in sizes]
-        if dim == 0 or len(sizes) == 1:
-            return [Held(value.storage, shape, value.dtype) for shape in shapes]
-        return [self.tensor(node, shape, value.dtype) for shape in shapes]
-
-    def count(self, _node: fx.Node, batch: int, count: int) -> tuple[int, ...]:
-        """The rows of each microbatch."""
-        self.sizes = microbatch.microbatch_sizes(batch, count)
-        return self.sizes
-
-    def alike(self, node: fx.Node, value: Any, *_rest: Any, **_keywords: Any) -> Any:
-        """New memory of a value's shape."""
-        first = value[0] if isinstance(value, tuple | list) else value
-        return self.tensor(node, first.shape, first.dtype)
-
-    def concatenated(self, node: fx.Node, values: Sequence[Held], dim: int) -> Held:
-        """All along one dimension."""
-        first = values[0]
-        if len(values) == 1:
-            return first
-        whole = sum(value.shape[dim] for value in values)
-        return self.tensor(node, (*first.shape[:dim], whole, *first.shape[dim + 1 :]), first.dtype)
-
-    def part(self, node: fx.Node, value: Held, dim: int, sizes: Any, index: int) -> Held:
-        """One part of a tensor: a view where it is cut along its first dimension."""
-        size = value.shape[dim] // sizes if isinstance(sizes, int) else sizes[index]
-        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
-        return Held(value.storage, shape, value.dtype) if dim == 0 else self.tensor(node, shape, value.dtype)
-
-    def added(self, node: fx.Node, gradients: Sequence[Held], _more: Sequence[Held]) -> list[Held]:
-        """Sums in new memory."""
-        return [self.tensor(node, gradient.shape, gradient.dtype) for gradient in gradients]
 
     # -- communication -------------------------------------------------------------------------------------------------------------
 
@@ -381,22 +343,3 @@ class _CallReader(_ProgramReader):
 
 def _section(node: fx.Node) -> str:
     return str(node.meta.get("section") or "")
-
-
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    microbatch.microbatch_sizes: _ProgramReader.count,
-    microbatch.microbatch_weights: lambda _reader, _node, sizes, *_rest: (1.0,) * len(sizes),
-    microbatch.split_batch: _ProgramReader.split,
-    microbatch.split_target: lambda _reader, _node, _target, sizes: [UNKNOWN] * len(sizes),
-    microbatch.concatenate: _ProgramReader.concatenated,
-    microbatch.take_part: _ProgramReader.part,
-    microbatch.total: lambda reader, node, values: values[0] if len(values) == 1 else reader.alike(node, values),
-    microbatch.weighted_total: lambda reader, node, values, _weights: values[0] if len(values) == 1 else reader.alike(node, values),
-    microbatch.add_gradients: _ProgramReader.added,
-    microbatch.add_gradients_in_place: lambda _reader, _node, gradients, _more: gradients,
-    operator.add: _ProgramReader.alike,
-    torch.zeros: lambda reader, node, shape, dtype, device: reader.tensor(node, shape, dtype),  # noqa: ARG005
-    torch.zeros_like: _ProgramReader.alike,
-    torch.mul: _ProgramReader.alike,
-}
-"""What each function of a program gives, from what it is given."""

@@ -76,7 +76,7 @@ def export(
     return program, _notes(_kept_attributes(warned), questions)
 
 
-def _exported(model: nn.Module, inputs: ModelInputs, shapes: ShapesCollection | None, *, may_assume: bool) -> ExportedProgram:
+def _exported(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: bool) -> ExportedProgram:
     """Export with modules that repeat traced once; as the model is, where they cannot be written from one."""
 
     def run() -> ExportedProgram:

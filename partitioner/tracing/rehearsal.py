@@ -83,7 +83,7 @@ def intercepted(modules: Mapping[str, nn.Module], handler: Handler) -> Iterator[
         return lambda *args, **kwargs: handler(path, forward, *args, **kwargs)
 
     for path, module in modules.items():
-        module.forward = instead(path, module.forward)  # type: ignore[method-assign]
+        module.forward = instead(path, module.forward)
     try:
         yield
     finally:
@@ -140,7 +140,12 @@ class _Log:
         for position, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 self.roles.setdefault(id(leaf), (len(self.entries), position))
-        return described(result, lambda value: (self.role(value), layout_of(value)) if isinstance(value, Tensor) else type(value))
+        return described(result, self._seen)
+
+    def _seen(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return self.role(value), layout_of(value)
+        return str(type(value))
 
 
 @dataclass(frozen=True)
@@ -198,10 +203,7 @@ class _Watch(TorchFunctionMode):
         self._log = None
         given, tree = tree_flatten((args, kwargs))
         stand_in = self._stand_ins.get(path)
-        if stand_in is None:
-            result = self._watched(path, forward, args, kwargs)
-        else:
-            result = tree_unflatten(stand_in(given), stand_in.tree)
+        result = self._watched(path, forward, args, kwargs) if stand_in is None else tree_unflatten(stand_in(given), stand_in.tree)
         self._alive.append((given, result))
         entry = path, str(tree), described(given, self.outside.role)
         self.outside.entries.append((*entry, self.outside.name(result)))
@@ -253,7 +255,7 @@ def _run(
     for name, tensor in (*enumerate(tree_leaves((args, kwargs))), *state.items(), *replaced.items()):
         watch.outside.roles[id(tensor)] = "given", name
     with preserved(model), intercepted(modules, watch.call), watch:
-        result = torch.func.functional_call(model, replaced, args, kwargs) if replaced else model(*args, **kwargs)
+        result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
     watch.outside.entries.append(watch.outside.name(result))
     return _Run(tuple(watch.calls), tuple(watch.outside.entries), watch.outside.is_unclear)
 
@@ -316,7 +318,12 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 def _is_like(given: Tensor, result: Tensor) -> bool:
     """Whether a dense copy of one tensor lies in memory as another does."""
     whole = result.untyped_storage().nbytes() == result.numel() * result.element_size()
-    alike = (given.shape, given.dtype, given.device, given.requires_grad) == (result.shape, result.dtype, result.device, result.requires_grad)
+    alike = (given.shape, given.dtype, given.device, given.requires_grad) == (
+        result.shape,
+        result.dtype,
+        result.device,
+        result.requires_grad,
+    )
     return alike and whole and result.is_contiguous() and given.is_floating_point()
 
 

@@ -12,8 +12,9 @@
     x_3 = aten.clone(x_2)
     border([x_3], "blocks.2")
 
-Which modules do so is seen in a rehearsal. The graph is, node for node, what a trace of all of them gives. Where it could be anything else
-(what is between two borders reads more than weights and arguments of its own, writes in place, or calls a graph) the model is traced as it is.
+Which modules do so is seen in a rehearsal. The graph is, node for node, what a trace of all of them gives. Where it could be anything else,
+because what is between two borders reads more than weights and arguments of its own, writes in place, or calls a graph, the model is traced
+as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import contextlib
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class _Block:
         """Raise UnlikeError unless all that the module does is to compute its results from its tensors and its weights."""
         inside, given = set(self.nodes), {*self.inputs, *self.state.values()}
         for node in self.nodes:
-            if node.op != "call_function" or not isinstance(node.target, OpOverload | BuiltinFunctionType):
+            if node.op != "call_function" or not (isinstance(node.target, OpOverload) or _is_number(node.target)):
                 raise UnlikeError(f"{node} is no operation")
             if node.target is border:
                 raise UnlikeError(f"{node} belongs to another module")
@@ -147,10 +147,12 @@ class _Block:
 def _write(template: _Block, block: _Block) -> None:
     """Write what a template computes in the place of what stands for another module's."""
     pairs = [*zip(template.inputs, block.inputs, strict=True), *((node, block.state[name]) for name, node in template.state.items())]
-    _check_alike([*pairs, *zip(template.outputs, block.outputs, strict=True)])
+    results = [*zip(template.outputs, block.outputs, strict=True)]
+    _check_alike([*pairs, *results])
     if template.begin.meta.get("stack_trace") != block.begin.meta.get("stack_trace"):
         raise UnlikeError(f"{block.path} is called from another line")
-    results = [*zip(template.outputs, block.outputs, strict=True)]
+    if [*map(template.inputs.index, template.inputs)] != [*map(block.inputs.index, block.inputs)]:
+        raise UnlikeError(f"{block.path} is given one tensor twice where {template.path} is given two")
     nodes, values, memory = dict(pairs), dict(results), _Memory([*pairs, *results])
     graph = block.end.graph
     with graph.inserting_before(block.end):
@@ -160,11 +162,10 @@ def _write(template: _Block, block: _Block) -> None:
                 continue
             copy = nodes[node] = graph.node_copy(node, lambda each: nodes.get(each, each))
             stack = _renamed(node.meta.get("nn_module_stack", {}), template.path, block.path)
-            is_result = node in values
-            own = {"val": values[node].meta["val"]} if is_result else {OWN_MEMORY: memory.of(node)}
+            own: dict[str, Any] = {"val": values[node].meta["val"]} if node in values else {OWN_MEMORY: memory.of(node)}
             copy.meta = {**node.meta, "nn_module_stack": stack, **own}
-    for theirs, own in zip(template.outputs, block.outputs, strict=True):
-        own.replace_all_uses_with(nodes[theirs])
+    for theirs, stand_in in results:
+        stand_in.replace_all_uses_with(nodes[theirs])
     for node in reversed(block.nodes):
         graph.erase_node(node)
     block.end.args = ([], block.path)
@@ -204,6 +205,11 @@ class _Memory:
 
 _ROOT = "L__self__"
 """What the keys of ``meta["nn_module_stack"]`` have in front of paths."""
+
+
+def _is_number(target: Any) -> bool:
+    """Whether a function takes items out of tuples, or computes sizes: one of Python's own operators."""
+    return getattr(target, "__module__", "") == operator.getitem.__module__
 
 
 def _is_size(node: fx.Node) -> bool:
