@@ -289,7 +289,7 @@ def test_what_cannot_be_written_from_one_is_traced_as_it_is(block: type[nn.Modul
     assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "vit", "swin"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2", "vit", "swin"))])
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     instance = case_named(name).build()
     full = traced_in_full(monkeypatch, instance.model, instance.args, instance.kwargs)
