@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from partitioner.planner.path_costs import PathCosts
-from partitioner.planner.run_sums import Row
+from partitioner.planner.run_sums import Runs
 from partitioner.planner.stage_problem import Floats
-from partitioner.planner.stage_tables import NOTHING, bottleneck_table, price_table
+from partitioner.planner.stage_tables import NOTHING, affordable_blocks, bottleneck_table, price_table
 
 __all__ = ["FastestCuts", "fastest_cuts", "promising_cuts"]
 
@@ -91,7 +91,7 @@ class _Search:
             self.is_complete = False
             return
         self._table = bottleneck_table(self._costs, self._below)
-        self._rows: list[Row] = list(self._costs.rows(self._costs.longest(self._below)))[::-1]
+        self._choices = _Choices(self._costs, self._below)
         self._descend((), 0, 0.0, 0.0)
 
     @property
@@ -115,8 +115,9 @@ class _Search:
             return
         if unit == problem.n_units:
             return
-        promise, more, messages = self._promise(stage, unit)
-        promise = np.maximum(promise + longer, self._costs.through(stage, sent + messages))
+        cost, more, messages = self._choices.of(stage, unit)
+        after = self._table[stage + 1, unit + 1 : unit + 1 + len(cost)]
+        promise = np.maximum(np.maximum(cost, after) + longer, self._costs.through(stage, sent + messages))
         for length in np.argsort(promise, kind="stable").tolist():
             if promise[length] >= self._below:
                 return
@@ -125,9 +126,35 @@ class _Search:
                 return
             self._descend((*starts, unit), unit + 1 + length, longer + float(more[length]), sent + float(messages[length]))
 
-    def _promise(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
-        """(width,) each, for the runs of the next stage: how short the longest path could be, seconds longer, seconds of messages."""
-        row, one = self._costs.affordable(self._rows[unit]), slice(stage, stage + 1)
-        cost = np.where(self._costs.fits(row, one), self._costs.cost(row, one), np.inf)[0]
-        after = self._table[stage + 1, unit + 1 : unit + 1 + row.width]
-        return np.maximum(cost, after), self._costs.sends_longer(row, stage), self._costs.messages(row, stage)
+
+class _Choices:
+    """What each stage could be, whatever the others are: worked out for a block of units and all stages when first asked for.
+
+    Args:
+        costs: the problem and its paths.
+        bound: seconds that no path is longer than.
+    """
+
+    def __init__(self, costs: PathCosts, bound: float) -> None:
+        self._costs = costs
+        self._blocks = {unit: (runs, stages) for runs, stages in affordable_blocks(costs, bound) for unit in _units(runs)}
+        self._known: dict[int, tuple[Floats, Floats, Floats]] = {}
+
+    def of(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
+        """(width,) each, for the runs of a stage from a unit on: seconds of the longest path, seconds longer, seconds of messages."""
+        if unit not in self._blocks:
+            return np.empty(0), np.empty(0), np.empty(0)
+        runs, stages = self._blocks[unit]
+        if runs.start not in self._known:
+            costs = self._costs
+            cost = np.where(costs.fits(runs, stages), costs.cost(runs, stages), np.inf)
+            self._known[runs.start] = cost, costs.sends_longer(runs, stages), costs.messages(runs, stages)
+        if not stages.start <= stage < stages.stop:
+            return np.empty(0), np.empty(0), np.empty(0)
+        width = min(runs.width, self._costs.problem.n_units - unit)
+        cost, longer, messages = (each[stage - stages.start, unit - runs.start, :width] for each in self._known[runs.start])
+        return cost, longer, messages
+
+
+def _units(runs: Runs) -> range:
+    return range(runs.starts.start, runs.starts.stop)

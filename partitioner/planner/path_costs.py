@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
-from partitioner.planner.run_sums import Row
+from partitioner.planner.run_sums import Runs
 from partitioner.planner.stage_problem import Floats, Integers, StageProblem
 from partitioner.schedules.order import Order
 
@@ -43,9 +43,9 @@ class PathCosts(RunCosts):
     def __init__(self, problem: StageProblem, halves: Floats, order: Order) -> None:
         super().__init__(problem)
         self._order = order
-        self._ahead = np.array(order.ahead)[:, None]
-        self._held = np.array(order.in_flight)[:, None]
-        self._sums = np.concatenate([np.zeros((3, 1, halves.shape[2])), np.cumsum(halves, axis=1)], axis=1)
+        self._ahead = np.array(order.ahead)[:, None, None]
+        self._held = np.array(order.in_flight)[:, None, None]
+        self._sums = np.cumsum(np.pad(halves[1:], ((0, 0), (1, 0), (0, 0))), axis=1).transpose(0, 2, 1)
         least = np.concatenate([np.zeros((3, 1)), np.cumsum(halves.min(axis=2), axis=1)], axis=1)
         self._forward = least[0]
         self._back = least[1] if order.splits else least[1] + least[2]
@@ -58,21 +58,20 @@ class PathCosts(RunCosts):
         """For each unit, how many units a run from there can have if the step takes no longer than the bound."""
         return super().longest(bound / self._order.n_microbatches)
 
-    def stages(self, start: int, bound: float) -> slice:
-        """The stages that can start at a unit if the step takes no longer than the bound."""
-        return super().stages(start, bound / self._order.n_microbatches)
+    def stages(self, runs: Runs, bound: float) -> slice:
+        """The stages that can start in a block if the step takes no longer than the bound."""
+        return super().stages(runs, bound / self._order.n_microbatches)
 
-    def cost(self, row: Row, stages: slice) -> Floats:
-        """(stages, width) seconds of the longest of the paths."""
-        order, places = self._order, np.arange(stages.start, stages.stop)[:, None]
-        ends = row.start + 1 + np.arange(row.width)
-        time, own_i, own_w = self._own(row, stages, ends)
+    def cost(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) seconds of the longest of the paths."""
+        order, places = self._order, np.arange(stages.start, stages.stop)[:, None, None]
+        time, own_i, own_w = self._own(runs, stages)
         own_f = time - own_i - own_w
-        enter = self._forward[row.start] + self._there[places]
-        leave = self._back[row.start] + self._here[np.maximum(places - 1, 0)] + self._previous[stages] @ row.entering
-        turn = self._forward[-1] - self._forward[ends] + self._back[-1] - self._back[ends]
+        enter = self._forward[runs.starts, None] + self._there[places]
+        leave = self._back[runs.starts, None] + self._here[np.maximum(places - 1, 0)] + self.sending_back(runs, stages)
+        turn = (self._forward[-1] + self._back[-1]) - (self._forward + self._back)[runs.behind]
         rest = self._there[-1] - self._there[np.minimum(places + 1, len(self._there) - 1)] + self._here[-1] - self._here[places]
-        behind = turn + rest + self._next[stages] @ row.leaving
+        behind = turn + rest + self.sending(runs, stages)
         count = order.n_microbatches
         if order.fills:
             return np.asarray(enter + count * time + behind + leave)
@@ -92,19 +91,18 @@ class PathCosts(RunCosts):
         ends_with = np.maximum.reduce([count * (own_f + own_i) + done * own_w, first, last, both, every])
         return np.asarray(enter + np.maximum(ends_alone, ends_with + np.maximum(leave, own_w)))
 
-    def sends_longer(self, row: Row, stage: int) -> Floats:
-        """(width,) seconds that every path of a later stage is longer by, because of what a run of this stage sends."""
-        if stage == self.problem.n_stages - 1:
-            return np.zeros(row.width)
-        longer: Floats = self._next[stage] @ row.leaving - (self._there[stage + 1] - self._there[stage])
-        if stage > 0 and not self._order.splits:
-            longer = longer + self._previous[stage] @ row.entering - (self._here[stage] - self._here[stage - 1])
+    def sends_longer(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) seconds that every path of a later stage is longer by, because of what a run of this stage sends."""
+        there, here = np.diff(self._there, append=np.inf), np.diff(self._here, prepend=-np.inf)  # nothing beyond the ends
+        longer = self.sending(runs, stages) - there[stages, None, None]
+        if not self._order.splits:
+            back = self.sending_back(runs, stages) - here[stages, None, None]
+            longer = longer + np.where(np.isfinite(back), back, 0.0)
         return np.maximum(longer, 0.0)
 
-    def messages(self, row: Row, stage: int) -> Floats:
-        """(width,) seconds that what a run of this stage sends is on its way, forward and back."""
-        seconds: Floats = self._next[stage] @ row.leaving + self._previous[stage] @ row.entering
-        return seconds
+    def messages(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) seconds that what a run of this stage sends is on its way, forward and back."""
+        return self.sending(runs, stages) + self.sending_back(runs, stages)
 
     def through(self, stage: int, sent: Floats) -> Floats:
         """Seconds that one microbatch takes to the end and back.
@@ -116,11 +114,11 @@ class PathCosts(RunCosts):
         rest = self._there[links] - self._there[min(stage + 1, links)] + self._here[links] - self._here[min(stage, links)]
         return np.asarray(self._forward[-1] + self._back[-1] + rest + sent)
 
-    def _own(self, row: Row, stages: slice, ends: Integers) -> tuple[Floats, Floats, Floats]:
-        """(stages, width) seconds of a run: of all of it, and of the input and weight halves of its backward."""
+    def _own(self, runs: Runs, stages: slice) -> tuple[Floats, Floats, Floats]:
+        """(stages, C, width) seconds of a run: of all of it, and of the input and weight halves of its backward."""
         kinds = self._kind[stages]
-        halves = self._sums[1:, ends] - self._sums[1:, row.start, None]
-        return row.time[kinds], halves[0].T[kinds], halves[1].T[kinds]
+        inputs, weights = (sums[kinds][:, runs.behind] - sums[kinds][:, runs.starts, None] for sums in self._sums)
+        return runs.time[kinds], inputs, weights
 
     def _trips(self, stages: slice, time: Floats, last: Floats, behind: Floats, after: Integers) -> Floats:
         """Paths D and Z; ``last``: what of the stage's own time is sure to be on the path of the last microbatch."""
@@ -134,16 +132,11 @@ class PathCosts(RunCosts):
 
 def _least_messages(problem: StageProblem, *, forward: bool) -> Floats:
     """(S - 1,) seconds that one microbatch takes over each link at least: what the unit in front of a cut, or behind it, sends alone."""
-    n = problem.n_units
-    messages = np.zeros((2, n))
-    for value in problem.units.values:
-        if forward and value.readers[-1] > value.producer:
-            messages[:, value.producer] += (1, value.size)
-        elif not forward and value.gradient_size:
-            for reader in value.readers:
-                messages[:, reader] += (1, value.gradient_size)
-    at_cuts = messages[:, : n - 1] if forward else messages[:, 1:]
+    n, found = problem.n_units, problem.units.leaving if forward else problem.units.entering
     if n < 2 or not len(problem.latency):
         return np.zeros(len(problem.latency))
+    unit = found.before if forward else found.unit
+    messages = np.stack([np.bincount(unit, amounts, n) for amounts in (np.ones(len(unit)), found.amount)])
+    at_cuts = messages[:, : n - 1] if forward else messages[:, 1:]
     seconds: Floats = (np.outer(problem.latency, at_cuts[0]) + np.outer(problem.seconds_per_byte, at_cuts[1])).min(axis=1)
     return seconds

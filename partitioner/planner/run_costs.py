@@ -1,4 +1,4 @@
-"""Cost, memory and sends of runs in stages: matrices over (stage, end) for all runs that start at one unit."""
+"""Cost, memory and sends of runs in stages: arrays over (stage, start, length) for all runs that start in one block of units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.planner.run_sums import Row, row_table
+from partitioner.planner.run_sums import Runs, run_table
 from partitioner.planner.stage_problem import Floats, Integers, StageProblem
 
 __all__ = ["RunCosts"]
@@ -41,9 +41,9 @@ class RunCosts:
         self.least_bottleneck = max(float(self._elapsed[-1]) / problem.n_stages, float(fastest.max()))
         self.most = float(problem.units.time.max(axis=1).sum())
 
-    def rows(self, longest: Integers) -> Iterator[Row]:
-        """The rows of all units, last unit first; see ``RowTable``."""
-        return row_table(self.problem.units).rows(longest)
+    def blocks(self, longest: Integers) -> Iterator[Runs]:
+        """All runs, the last block first; see ``RunTable``."""
+        return run_table(self.problem.units).blocks(longest)
 
     def longest(self, bound: float) -> Integers:
         """For each unit, how many units a run from there can have if it computes for no longer than the bound."""
@@ -52,8 +52,13 @@ class RunCosts:
         lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._reach.max(axis=1)), 0)
         return lengths
 
-    def stages(self, start: int, bound: float) -> slice:
-        """The stages that can start at a unit if none computes for longer than the bound."""
+    def stages(self, runs: Runs, bound: float) -> slice:
+        """The stages that can start in a block if none computes for longer than the bound."""
+        starts = runs.starts
+        return slice(self._stages(starts.start, bound).start, self._stages(starts.stop - 1, bound).stop)
+
+    def _stages(self, start: int, bound: float) -> slice:
+        """The stages that can start at a unit."""
         n, n_stages = self.problem.n_units, self.problem.n_stages
         low, high = max(0, n_stages - (n - start)), min(n_stages - 1, start)
         if np.isfinite(bound) and bound > 0:
@@ -62,37 +67,44 @@ class RunCosts:
             high = min(high, int(np.floor(n_stages - after / bound + n_stages * _ROUNDING)))
         return slice(low, high + 1)
 
-    def affordable(self, row: Row, excess: float = 0.0) -> Row:
-        """The part of a row whose runs fit the roomiest stage, or exceed it by no more than so many bytes."""
-        least = row.fixed + self._in_flight.min() * row.kept
-        return row.first(int(np.searchsorted(least, self.stage_limit.max() + excess, side="right")))
+    def affordable(self, runs: Runs, excess: float = 0.0) -> Runs:
+        """The lengths of which some run fits the roomiest stage, or exceeds it by no more than so many bytes."""
+        fits = runs.fixed + self._in_flight.min() * runs.kept <= self.stage_limit.max() + excess
+        return runs.first(int(fits.sum(axis=1).max(initial=0)))
 
-    def cost(self, row: Row, stages: slice) -> Floats:
-        """(stages, width) seconds of a run with what it sends."""
-        forward = self._next[stages] @ row.leaving
-        backward = self._previous[stages] @ row.entering
-        seconds: Floats = row.time[self._kind[stages]] + forward + backward
+    def cost(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) seconds of a run with what it sends."""
+        seconds: Floats = runs.time[self._kind[stages]] + self.sending(runs, stages) + self.sending_back(runs, stages)
         return seconds
 
-    def memory(self, row: Row, stages: slice) -> Floats:
-        """(stages, width) bytes that the stage holds."""
-        held: Floats = row.fixed + self._in_flight[stages, None] * row.kept
+    def sending(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) seconds that what leaves a run is on its way to the next stage."""
+        seconds: Floats = np.tensordot(self._next[stages], runs.leaving, 1)
+        return seconds
+
+    def sending_back(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) the same of the gradients of what enters it."""
+        seconds: Floats = np.tensordot(self._previous[stages], runs.entering, 1)
+        return seconds
+
+    def memory(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) bytes that the stage holds."""
+        held: Floats = runs.fixed + self._in_flight[stages, None, None] * runs.kept
         return held
 
-    def fits(self, row: Row, stages: slice) -> NDArray[np.bool_]:
-        """(stages, width) whether the stage alone has the memory, and may hold the units."""
-        return (self.memory(row, stages) <= self.stage_limit[stages, None]) & self.permitted(row, stages)
+    def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
+        """(stages, C, width) whether the stage alone has the memory, and may hold the units."""
+        return (self.memory(runs, stages) <= self.stage_limit[stages, None, None]) & self.permitted(runs, stages)
 
-    def permitted(self, row: Row, stages: slice) -> NDArray[np.bool_]:
-        """(stages, width) whether the stage may hold the units."""
-        allowed: NDArray[np.bool_] = np.arange(row.width) < self._reach[row.start, stages, None]
+    def permitted(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
+        """(stages, C, width) whether the stage may hold the units."""
+        allowed: NDArray[np.bool_] = np.arange(runs.width) < self._reach[runs.starts, stages].T[:, :, None]
         return allowed
 
-    def price(self, row: Row) -> Integers:
-        """(width,) bytes sent, and below them the modules cut: what ties are broken by."""
-        ends = row.start + 1 + np.arange(row.width)
-        depth = np.append(self.problem.units.depth, 0)[ends]
-        sent = np.rint(row.leaving[1] + row.entering[1]).astype(np.int64)
+    def price(self, runs: Runs) -> Integers:
+        """(C, width) bytes sent, and below them the modules cut: what ties are broken by."""
+        depth = np.append(self.problem.units.depth, 0)[runs.behind]
+        sent = np.rint(runs.leaving[1] + runs.entering[1]).astype(np.int64)
         price: Integers = sent * (int(self.problem.units.depth.max(initial=0)) * self.problem.n_stages + 1) + depth
         return price
 
@@ -100,6 +112,8 @@ class RunCosts:
 def _reach(problem: StageProblem) -> Integers:
     """(N, S) how many units a run from each unit may have in each stage: up to a forced cut, or a unit not allowed there."""
     n, n_stages = problem.n_units, problem.n_stages
+    if problem.allowed is None and not problem.forced:
+        return np.repeat(np.arange(n, 0, -1)[:, None], n_stages, axis=1)
     allowed = np.ones((n, n_stages), dtype=bool) if problem.allowed is None else problem.allowed
     reach = np.zeros((n + 1, n_stages), dtype=np.int64)
     for unit in range(n - 1, -1, -1):

@@ -1,37 +1,47 @@
-"""Sums over runs of units, for all runs that start at one unit at a time.
+"""Sums over runs of units, for all runs that start in a block of units at a time.
 
 Some quantities of a run are plain sums over its units (time). Others are *shared*: a parameter that two units of the run use is held
 once, a value that two units of the run read is received once. With the users of item x in order ``u1 < u2 < ...`` and the use before
-each, ``w`` (-1 before the first), item x counts in run i..j exactly once: at the use with ``w < i <= u <= j``.
+each, ``w`` (-1 before the first), item x counts in run i..j exactly once: at the use with ``w < i <= u <= j``. So every quantity is a sum
+of what units add to the runs that reach them from some starts:
+
+    a unit that takes t seconds        t at u           from 0 <= i <= u
+    an item, at each of its uses       its amount at u  from w < i <= u
+    a value, made at p, last read at q its size at p, and less by it at q, where it has not left     from 0 <= i <= p
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.planner.stage_problem import Floats, Integers, Units, Value
+from partitioner.planner.stage_problem import Floats, Integers, Units, Uses
 
-__all__ = ["Row", "RowTable", "row_table"]
+__all__ = ["RunTable", "Runs", "run_table"]
+
+_BLOCK = 128
+"""Starts that are looked at together."""
 
 _MOST_KEPT_RUNS = 1_000_000
-"""Runs that a table keeps, about seven numbers each; longer rows are worked out again each time."""
+"""Runs that a table keeps, about seven numbers each; of more, blocks are worked out again each time."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Every run that starts at one unit: entry k is about the run ``start .. start + k``.
+class Runs:
+    """Every run that starts in a block of C units: entry [c, k] is about the run ``start + c .. start + c + k``; of none beyond the end.
 
     Attributes:
-        start: the first unit.
-        time: (K, width) seconds on each kind of device.
-        leaving: (2, width) messages and bytes that leave forward.
-        entering: (2, width) messages and bytes of the gradients of what enters.
-        fixed: (width,) bytes.
-        kept: (width,) bytes for each microbatch in flight.
+        start: the first unit of the block.
+        time: (K, C, width) seconds on each kind of device.
+        leaving: (2, C, width) messages and bytes that leave forward.
+        entering: (2, C, width) messages and bytes of the gradients of what enters.
+        fixed: (C, width) bytes.
+        kept: (C, width) bytes for each microbatch in flight.
+        behind: (C, width) the unit behind each run; the number of units where a run would go beyond the last.
     """
 
     start: int
@@ -40,118 +50,130 @@ class Row:
     entering: Floats
     fixed: Floats
     kept: Floats
+    behind: Integers
 
     @property
     def width(self) -> int:
-        return int(self.fixed.shape[0])
+        return int(self.fixed.shape[1])
 
-    def first(self, width: int) -> Row:
-        """The row of the shortest so many runs."""
-        return Row(
-            self.start,
-            self.time[:, :width],
-            self.leaving[:, :width],
-            self.entering[:, :width],
-            self.fixed[:width],
-            self.kept[:width],
-        )
+    @property
+    def starts(self) -> slice:
+        """The units of the block."""
+        return slice(self.start, self.start + self.fixed.shape[0])
+
+    def first(self, width: int) -> Runs:
+        """The same of the shortest so many runs from each unit."""
+        return self._part(slice(None), slice(width))
+
+    def of(self, unit: int) -> Runs:
+        """The runs that start at one unit of the block: a block of its own."""
+        return self._part(slice(unit - self.start, unit - self.start + 1), slice(None))
+
+    def _part(self, starts: slice, lengths: slice) -> Runs:
+        time, leaving, entering = (each[:, starts, lengths] for each in (self.time, self.leaving, self.entering))
+        fixed, kept = (each[starts, lengths] for each in (self.fixed, self.kept))
+        return Runs(self.start + (starts.start or 0), time, leaving, entering, fixed, kept, self.behind[starts, lengths])
 
 
-class RowTable:
-    """The rows of some units, worked out once for all problems about them.
+class RunTable:
+    """The runs of some units, worked out once for all problems about them.
 
     Args:
         units: the units.
     """
 
     def __init__(self, units: Units) -> None:
-        self._units = units
-        self._longest = np.zeros(len(units), dtype=np.int64)
-        self._rows: list[Row] = []
+        self._n_units = len(units)
+        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses))
+        self._of_leaving = _of_values(_counted(units.leaving))
+        self._of_entering = _of_uses(_counted(units.entering))
+        self._of_fixed, self._of_kept = _of_uses(units.fixed_uses), _of_uses(units.kept_uses)
+        self._known: dict[int, Runs] = {}
 
-    def rows(self, longest: Integers) -> Iterator[Row]:
-        """The rows of all units, last unit first.
+    def blocks(self, longest: Integers) -> Iterator[Runs]:
+        """All runs, block by block, the last first.
 
         Args:
             longest: (N,) how many units the longest run that matters has, from each unit.
         """
-        if not self._rows or (longest > self._longest).any():
-            wider = np.minimum(2 * longest, len(self._units) - np.arange(len(self._units)))
-            if wider.sum() > _MOST_KEPT_RUNS:
-                yield from _rows(self._units, longest)
-                return
-            self._longest = wider
-            self._rows = list(_rows(self._units, wider))
-        for row in self._rows:
-            yield row.first(int(longest[row.start]))
+        for start in reversed(range(0, self._n_units, _BLOCK)):
+            stop = min(start + _BLOCK, self._n_units)
+            width = int(longest[start:stop].max())
+            if start not in self._known or self._known[start].width < width:
+                wider = min(2 * width, self._n_units - start)
+                if wider * self._n_units > _MOST_KEPT_RUNS:
+                    yield self._worked_out(start, stop, width)
+                    continue
+                self._known[start] = self._worked_out(start, stop, wider)
+            yield self._known[start].first(width)
 
-
-@lru_cache(maxsize=1)
-def row_table(units: Units) -> RowTable:
-    """The table of some units; that of the last units asked for is kept."""
-    return RowTable(units)
-
-
-def _rows(units: Units, longest: Integers) -> Iterator[Row]:
-    n = len(units)
-    n_kinds = units.time.shape[1]
-    fixed = _SharedSums(n, [((item.amount,), item.units, item.producer) for item in units.fixed], 1)
-    kept = _SharedSums(n, [((item.amount,), item.units, item.producer) for item in units.kept], 1)
-    again = _SharedSums(n, [(seconds, users, -1) for seconds, users in units.replicated], n_kinds)
-    entering = _SharedSums(
-        n, [((1, value.gradient_size), value.readers, value.producer) for value in units.values if value.gradient_size], 2
-    )
-    leaving = _Crossing(n, units.values)
-    for start in range(n - 1, -1, -1):
-        for sums in (fixed, kept, again, entering):
-            sums.step(start)
-        leaving.step(start)
-        end = min(n, start + int(longest[start]))
-        time = np.cumsum(units.time[start:end].T + again.at[:, start:end], axis=1)
-        yield Row(
-            start,
-            time,
-            np.cumsum(leaving.at[:, start:end], axis=1),
-            np.cumsum(entering.at[:, start:end], axis=1),
-            np.cumsum(fixed.at[0, start:end]),
-            np.cumsum(kept.at[0, start:end]),
+    def _worked_out(self, start: int, stop: int, width: int) -> Runs:
+        time, leaving, entering, fixed, kept = (
+            each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering, self._of_fixed, self._of_kept)
         )
+        behind = np.minimum(np.arange(start + 1, stop + 1)[:, None] + np.arange(width), self._n_units)
+        return Runs(start, time, leaving, entering, fixed[0], kept[0], behind)
 
 
-class _SharedSums:
-    """``at[:, u]``: what unit u adds to a run that starts at the current unit and reaches it. The start moves down one by one."""
-
-    def __init__(self, n_units: int, items: Iterable[tuple[Sequence[float], tuple[int, ...], int]], n_amounts: int) -> None:
-        self.at = np.zeros((n_amounts, n_units))
-        self._added: list[list[Sequence[float]]] = [[] for _ in range(n_units)]
-        self._hidden: list[list[tuple[int, Sequence[float]]]] = [[] for _ in range(n_units)]
-        for amounts, units, before in items:
-            previous = before
-            for unit in units:
-                self._added[unit].append(amounts)
-                if previous >= 0:
-                    self._hidden[previous].append((unit, amounts))
-                previous = unit
-
-    def step(self, start: int) -> None:
-        """Move the start to this unit: its own uses count, and hide those that come after them."""
-        for amounts in self._added[start]:
-            self.at[:, start] += amounts
-        for unit, amounts in self._hidden[start]:
-            self.at[:, unit] -= amounts
+@lru_cache(maxsize=32)
+def run_table(units: Units) -> RunTable:
+    """The table of some units; those asked for last are kept."""
+    return RunTable(units)
 
 
-class _Crossing:
-    """``at``: differences of what leaves a run, as its end moves: a value leaves from its producer up to before its last reader."""
+class _Additions(NamedTuple):
+    """What units add to the runs that reach them from ``first <= i <= last``.
 
-    def __init__(self, n_units: int, values: Iterable[Value]) -> None:
-        self.at = np.zeros((2, n_units + 1))
-        self._produced: list[list[Value]] = [[] for _ in range(n_units)]
-        for value in values:
-            self._produced[value.producer].append(value)
+    Attributes:
+        unit, first, last: (E,).
+        amount: (E, A).
+    """
 
-    def step(self, start: int) -> None:
-        """Move the start to this unit."""
-        for value in self._produced[start]:
-            self.at[:, start] += (1, value.size)
-            self.at[:, value.readers[-1]] -= (1, value.size)
+    unit: Integers
+    first: Integers
+    last: Integers
+    amount: Floats
+
+    def sums(self, start: int, stop: int, width: int) -> Floats:
+        """(A, stop - start, width) for every run that starts there."""
+        n_starts, n_units = stop - start, stop - start + width - 1
+        first = np.maximum(np.maximum(self.first, self.unit - width + 1), start) - start
+        last = np.minimum(self.last, stop - 1) - start
+        counts = (self.unit >= start) & (self.unit < start + n_units) & (first <= last)
+        places = (self.unit[counts] - start) * (n_starts + 1)
+        place = np.concatenate([places + first[counts], places + last[counts] + 1])
+        differences = np.empty((self.amount.shape[1], n_units, n_starts + 1))
+        for number, amounts in enumerate(self.amount[counts].T):
+            signed = np.concatenate([amounts, -amounts])
+            differences[number] = np.bincount(place, signed, n_units * (n_starts + 1)).reshape(n_units, n_starts + 1)
+        added = np.cumsum(differences, axis=2)
+        run = np.arange(n_starts)[:, None]
+        found: Floats = np.cumsum(added[:, run + np.arange(width), run], axis=2)
+        return found
+
+
+def _at_each(amount: Floats) -> _Additions:
+    unit = np.arange(len(amount))
+    return _Additions(unit, np.zeros_like(unit), unit, amount)
+
+
+def _of_uses(uses: Uses) -> _Additions:
+    amount = uses.amount if uses.amount.ndim == 2 else uses.amount[:, None]
+    return _Additions(uses.unit, uses.before + 1, uses.unit, amount)
+
+
+def _of_values(leaving: Uses) -> _Additions:
+    producer, reader, amount = leaving
+    nothing = np.zeros_like(producer)
+    here, there = _Additions(producer, nothing, producer, amount), _Additions(reader, nothing, producer, -amount)
+    return _together(here, there)
+
+
+def _counted(uses: Uses) -> Uses:
+    """Bytes as messages and bytes."""
+    return uses._replace(amount=np.stack([np.ones_like(uses.amount), uses.amount], axis=1))
+
+
+def _together(one: _Additions, other: _Additions) -> _Additions:
+    unit, first, last = (np.concatenate(pair) for pair in zip(one[:3], other[:3], strict=True))
+    return _Additions(unit, first, last, np.concatenate([one.amount, other.amount]))

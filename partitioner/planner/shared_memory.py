@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
-from partitioner.planner.run_sums import Row
-from partitioner.planner.stage_problem import Floats, StageProblem, stages_of
+from partitioner.planner.run_sums import Runs
+from partitioner.planner.stage_problem import Floats, Integers, StageProblem, stages_of
 from partitioner.planner.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
@@ -57,9 +57,15 @@ class Search:
         self._costs = RunCosts(problem)
         longest = self._costs.longest(bound)
         self._possible = int(longest.sum()) <= _LARGEST_TABLE
-        self._rows: list[Row] = [self._costs.affordable(row) for row in self._costs.rows(longest)][::-1] if self._possible else []
+        self._rows = [self._costs.affordable(runs) for runs in self._alone(longest)] if self._possible else []
         self._limit = np.array(problem.limit, dtype=float)
         self._visits = 0
+
+    def _alone(self, longest: Integers) -> Iterator[Runs]:
+        """The runs of each unit, the first unit first."""
+        for block in reversed(list(self._costs.blocks(longest))):
+            for unit in range(block.starts.start, block.starts.stop):
+                yield block.of(unit).first(int(longest[unit]))
 
     @property
     def proven(self) -> bool:
@@ -108,7 +114,7 @@ class Search:
             return min(best, (price, partial.starts))
         cost, memory = self._runs(partial, bottleneck)
         after = table.price[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
-        prices = self._costs.price(self._rows[partial.end])
+        prices = self._costs.price(self._rows[partial.end])[0]
         total = np.where(np.isfinite(cost) & (after < NOTHING), price + prices + after, NOTHING)
         for length in np.argsort(total, kind="stable"):
             longer = self._extended(partial, length, memory)
@@ -127,9 +133,9 @@ class Search:
         if partial.end == self._problem.n_units:
             return np.empty(0), np.empty(0)
         row = self._rows[partial.end]
-        memory = self._costs.memory(row, one)[0]
-        fits = (memory <= partial.left[self._problem.rank[stage]]) & self._costs.permitted(row, one)[0]
-        cost = self._costs.cost(row, one)[0]
+        memory = self._costs.memory(row, one)[0, 0]
+        fits = (memory <= partial.left[self._problem.rank[stage]]) & self._costs.permitted(row, one)[0, 0]
+        cost = self._costs.cost(row, one)[0, 0]
         return np.where(fits & (cost <= bound), cost, np.inf), memory
 
     def _extended(self, partial: _Partial, length: int, memory: Floats) -> _Partial:

@@ -2,23 +2,31 @@
 
     T(s, i) = min over j of  combine(value of run i..j in stage s, T(s + 1, j + 1))        T(S, N) = 0
 
-where units ``i..N-1`` are divided among stages ``s..S-1``. The stages of one unit are computed at once.
+where units ``i..N-1`` are divided among stages ``s..S-1``. The values of all stages are worked out for a block of units at once; then
+the block's entries, stage by stage from the last one back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from partitioner.planner.run_costs import RunCosts
+from partitioner.planner.run_sums import Runs
 from partitioner.planner.stage_problem import Floats, Integers, Shared, uses
 
-__all__ = ["NOTHING", "PriceTable", "best_bottleneck", "bottleneck_table", "could_fit", "price_table", "shortfall_table"]
-
-_Number = TypeVar("_Number", np.float64, np.int64)
+__all__ = [
+    "NOTHING",
+    "PriceTable",
+    "affordable_blocks",
+    "best_bottleneck",
+    "bottleneck_table",
+    "could_fit",
+    "price_table",
+    "shortfall_table",
+]
 
 NOTHING = np.iinfo(np.int64).max // 4
 """The price where there is no solution."""
@@ -34,13 +42,24 @@ class PriceTable(NamedTuple):
 def bottleneck_table(costs: RunCosts, bound: float) -> Floats:
     """(S + 1, N + 1) seconds of the slowest stage; exact where it is at most the bound."""
     table = _table(costs)
-    for row in costs.rows(costs.longest(bound)):
-        stages = costs.stages(row.start, bound)
-        affordable = costs.affordable(row)
-        if affordable.width and stages.start < stages.stop:
-            cost = np.where(costs.fits(affordable, stages), costs.cost(affordable, stages), np.inf)
-            table[stages, row.start] = np.maximum(cost, _after(table, row.start, stages, affordable.width)).min(axis=1)
+    for runs, stages in affordable_blocks(costs, bound):
+        cost = np.where(costs.fits(runs, stages), costs.cost(runs, stages), np.inf)
+        _fill(table, runs, stages, cost)
     return table
+
+
+def affordable_blocks(costs: RunCosts, bound: float) -> Iterator[tuple[Runs, slice]]:
+    """The runs that matter under a bound, the last block first, and the stages that they could be."""
+    for block in costs.blocks(costs.longest(bound)):
+        runs, stages = costs.affordable(block), costs.stages(block, bound)
+        if runs.width and stages.start < stages.stop:
+            yield runs, stages
+
+
+def _fill(table: Floats, runs: Runs, stages: slice, values: Floats) -> None:
+    """The entries of a block of a table: the least that the larger of a run's value and of what comes behind it can be."""
+    for stage in reversed(range(stages.start, stages.stop)):
+        table[stage, runs.starts] = np.maximum(values[stage - stages.start], table[stage + 1][runs.behind]).min(axis=1)
 
 
 def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
@@ -101,16 +120,15 @@ def price_table(costs: RunCosts, bottleneck: float) -> PriceTable:
     price = np.full((n_stages + 1, n + 1), NOTHING, dtype=np.int64)
     price[n_stages, n] = 0
     end = np.full((n_stages + 1, n + 1), -1, dtype=np.int64)
-    for row in costs.rows(costs.longest(bottleneck)):
-        stages = costs.stages(row.start, bottleneck)
-        affordable = costs.affordable(row)
-        if affordable.width and stages.start < stages.stop:
-            fits = costs.fits(affordable, stages) & (costs.cost(affordable, stages) <= bottleneck)
-            after = _after(price, row.start, stages, affordable.width)
-            total = np.where(fits & (after < NOTHING), costs.price(affordable) + after, NOTHING)
+    for runs, stages in affordable_blocks(costs, bottleneck):
+        fits = costs.fits(runs, stages) & (costs.cost(runs, stages) <= bottleneck)
+        own, units = costs.price(runs), np.arange(runs.starts.start, runs.starts.stop)
+        for stage in reversed(range(stages.start, stages.stop)):
+            after = price[stage + 1][runs.behind]
+            total = np.where(fits[stage - stages.start] & (after < NOTHING), own + after, NOTHING)
             shortest = total.argmin(axis=1)
-            price[stages, row.start] = total[np.arange(len(shortest)), shortest]
-            end[stages, row.start] = row.start + shortest
+            price[stage, runs.starts] = total[np.arange(len(shortest)), shortest]
+            end[stage, runs.starts] = units + shortest
     return PriceTable(price, end)
 
 
@@ -118,14 +136,11 @@ def shortfall_table(costs: RunCosts, excess: float) -> Floats:
     """(S + 1, N + 1) bytes that the worst-off stage lacks; exact where it is at most ``excess``."""
     table = _table(costs)
     everything = np.full(costs.problem.n_units, costs.problem.n_units)
-    for row in costs.rows(everything):
-        stages = costs.stages(row.start, np.inf)
-        affordable = costs.affordable(row, excess)
-        if affordable.width and stages.start < stages.stop:
-            lacking = costs.memory(affordable, stages) - costs.stage_limit[stages, None]
-            lacking = np.where(costs.permitted(affordable, stages), lacking, np.inf)
-            after = _after(table, row.start, stages, affordable.width)
-            table[stages, row.start] = np.maximum(lacking, after).min(axis=1)
+    for block in costs.blocks(everything):
+        runs, stages = costs.affordable(block, excess), costs.stages(block, np.inf)
+        if runs.width and stages.start < stages.stop:
+            lacking = costs.memory(runs, stages) - costs.stage_limit[stages, None, None]
+            _fill(table, runs, stages, np.where(costs.permitted(runs, stages), lacking, np.inf))
     return table
 
 
@@ -134,8 +149,3 @@ def _table(costs: RunCosts) -> Floats:
     table = np.full((n_stages + 1, n + 1), np.inf)
     table[n_stages, n] = -np.inf
     return table
-
-
-def _after(table: NDArray[_Number], start: int, stages: slice, width: int) -> NDArray[_Number]:
-    """What comes after each run: the entry of the next stage, behind the run's end."""
-    return table[stages.start + 1 : stages.stop + 1, start + 1 : start + 1 + width]
