@@ -23,7 +23,7 @@ from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
 
-__all__ = ["GraphCost", "Parts", "graph_cost", "nodes_with_gradient"]
+__all__ = ["GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
 
 
 class Parts(Protocol):
@@ -76,41 +76,89 @@ def nodes_with_gradient(graph: ModelGraph) -> frozenset[str]:
     return frozenset(node.name for node in may_require_gradient(graph.graph, without=untrained))
 
 
-def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None) -> GraphCost:
+@dataclass(frozen=True)
+class _ReadCall:
+    """What is known of one call whatever its sizes.
+
+    Attributes:
+        node: the call.
+        bound: its arguments by name.
+        gradients: see ``operation_cost``.
+        is_view: whether its results lie in the memory of its arguments.
+        held: the arguments that are parameters.
+    """
+
+    node: fx.Node
+    bound: Mapping[str, Any]
+    gradients: Mapping[str, str]
+    is_view: bool
+    held: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the prices of all parts of a graph have in common: nothing of it depends on sizes.
+
+    Attributes:
+        calls: those that compute.
+        memory: which nodes share an allocation.
+        stationary: the allocations that are there all the time.
+        flowing: nodes whose gradient the backward computes.
+    """
+
+    calls: tuple[_ReadCall, ...]
+    memory: Allocations
+    stationary: frozenset[int]
+    flowing: frozenset[str]
+
+
+def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
+    """Read a graph, for ``graph_cost``.
+
+    Args:
+        differentiate: whether there is a backward.
+    """
+    flowing = nodes_with_gradient(graph) if differentiate else frozenset[str]()
+    memory, weights = allocations(graph.graph), _parameter_values(graph)
+    lasting = (*graph.parameters, *graph.buffers, *graph.constants)
+    stationary = frozenset(allocation for name in lasting for allocation in memory.lies_in.get(name, ()))
+    calls = []
+    for node in graph.computing_nodes():
+        bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
+        held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
+        calls.append(_ReadCall(node, bound, _gradients(node, bound, flowing, weights), _is_view(node, memory.lies_in), held))
+    return Reading(tuple(calls), memory, stationary, flowing)
+
+
+def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None, reading: Reading | None = None) -> GraphCost:
     """Price every node.
 
     Args:
         differentiate: whether there is a backward.
         parts: the shapes of one rank; None: the whole model's.
+        reading: of the graph, where it is priced often.
     """
-    flowing = nodes_with_gradient(graph) if differentiate else frozenset()
-    memory = allocations(graph.graph)
-    stationary = {
-        allocation for name in (*graph.parameters, *graph.buffers, *graph.constants) for allocation in memory.lies_in.get(name, ())
-    }
-    weights = _parameter_values(graph)
+    reading = reading or read_graph(graph, differentiate=differentiate)
     shapes = {node: tensor_shapes(node.meta.get("val")) if parts is None else parts.results(node) for node in graph.graph.nodes}
-    kept = _Kept(memory, shapes, stationary, parts)
+    kept = _Kept(reading.memory, shapes, reading.stationary, parts)
     priced: dict[Any, OperationCost] = {}
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
-    for node in graph.computing_nodes():
-        bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
+    for call in reading.calls:
+        node, bound = call.node, call.bound
         read = shapes if parts is None else {**_sizes_of(node, shapes), **parts.operands(node)}
         arguments = {name: described(value, read) for name, value in bound.items()}
-        gradients = _gradients(node, bound, flowing, weights)
-        is_view = _is_view(node, memory.lies_in)
-        held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
-        key = (node.target, shapes[node], tuple(arguments.items()), tuple(gradients.items()), is_view, held)
+        key = (node.target, shapes[node], tuple(arguments.items()), tuple(call.gradients.items()), call.is_view, call.held)
         if key not in priced:
-            priced[key] = operation_cost(node, shapes[node], arguments, gradients, is_view=is_view, weights=held)
+            priced[key] = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
         nodes[node.name] = priced[key]
         leaves = [leaf for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(leaves, read)
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
-    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, kept.part_of, flowing, tuple(sorted(unknown)))
+    flowing, named = reading.flowing, tuple(sorted(unknown))
+    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, kept.part_of, flowing, named)
 
 
 class _Kept:

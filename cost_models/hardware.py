@@ -20,7 +20,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from cost_models.devices import SAME_DEVICE, Device, Level, Link, check
 from cost_models.measurement.detect import detect
@@ -67,10 +67,14 @@ class Cluster:
         if isinstance(self.links, Link):
             return self.links
         here, there = self.places[one], self.places[other]
-        if isinstance(self.links, Mapping):
-            found = self.links.get((here, there)) or self.links.get((there, here))
+        if isinstance(self.links, tuple):
+            for level in self.links:
+                if here // level.size == there // level.size:
+                    return cast(Link, level.link)
+            found = None
         else:
-            found = next((level.link for level in self.links if here // level.size == there // level.size), None)
+            assert isinstance(self.links, Mapping)
+            found = self.links.get((here, there)) or self.links.get((there, here))
         if found is None:
             raise ConfigError(f"no link joins ranks {one} and {other}", remedy=f"add ({one}, {other}) to the links of the cluster")
         return found

@@ -55,7 +55,12 @@ def fold_repeats(graph: ModelGraph) -> Folded:
 
     found = signatures(nodes, kind)
     position = {node: index for index, node in enumerate(nodes)}
-    runs = (_run(nodes, found, position, period, held) for period in periods(found))
+    leaves = [node_leaves((node.args, node.kwargs)) for node in nodes]
+
+    def alike(index: int, period: int) -> bool:
+        return found[index] == found[index + period] and _read_alike(leaves[index], leaves[index + period], period, position, held)
+
+    runs = (_run(nodes, alike, position, period, held) for period in periods(found))
     run = max((run for run in runs if run is not None), key=lambda run: (run.count - 3) * run.length, default=None)
     if run is None:
         return Folded(graph, {}, {})
@@ -65,13 +70,18 @@ def fold_repeats(graph: ModelGraph) -> Folded:
 # -- finding a run -------------------------------------------------------------------------------------------------------------------
 
 
-def _run(nodes: list[fx.Node], found: list[int], position: dict[fx.Node, int], period: int, held: Collection[str]) -> Run | None:
-    """The longest run of copies of so many nodes."""
+def _run(
+    nodes: list[fx.Node], alike: Callable[[int, int], bool], position: dict[fx.Node, int], period: int, held: Collection[str]
+) -> Run | None:
+    """The longest run of copies of so many nodes.
+
+    Args:
+        alike: whether a node and the one so many behind it do the same to counterparts.
+    """
     best: tuple[int, int] = (0, 0)
     start = 0
     for index in range(len(nodes) - period + 1):
-        alike = index < len(nodes) - period and found[index] == found[index + period]
-        if alike and _reads_alike(nodes[index], nodes[index + period], period, position, held):
+        if index < len(nodes) - period and alike(index, period):
             continue
         best = max(best, (index - start, start), key=lambda pair: pair[0])
         start = index + 1
@@ -86,9 +96,9 @@ def _run(nodes: list[fx.Node], found: list[int], position: dict[fx.Node, int], p
     return None
 
 
-def _reads_alike(one: fx.Node, other: fx.Node, period: int, position: dict[fx.Node, int], held: Collection[str]) -> bool:
-    """Whether a node and its counterpart a copy later read counterparts, or the same."""
-    for mine, theirs in zip(node_leaves((one.args, one.kwargs)), node_leaves((other.args, other.kwargs)), strict=True):
+def _read_alike(one: list[fx.Node], other: list[fx.Node], period: int, position: dict[fx.Node, int], held: Collection[str]) -> bool:
+    """Whether what a node reads, and what its counterpart a copy later reads, are counterparts, or the same."""
+    for mine, theirs in zip(one, other, strict=True):
         if mine is theirs:
             continue
         if mine.op == "placeholder" or theirs.op == "placeholder":

@@ -293,7 +293,7 @@ class LayoutWalk:
                 writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
                 if self._starts_here(call, cut) and not any(isinstance(need, Varying) for need in writes):
                     allowed.append(cut)
-        return min(allowed, key=lambda cut: self._price(call, cut, index), default=None)
+        return min(allowed, key=lambda cut: self._price(call, cut, index)) if len(allowed) > 1 else next(iter(allowed), None)
 
     def _fits(self, axis: int, index: int) -> bool:
         """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""

@@ -67,11 +67,14 @@ class MeshCut:
     gap: float | None = None
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
-        """What is cut as a plan says it: (axis of the whole model, mesh dimension)."""
+        """What is cut as a plan says it: (axis of the whole model, mesh dimension).
+
+        Where all of a name are cut in the folded model, so are those of all blocks.
+        """
         of, cutting = self.part.of, self.part.cutting
         axes, names, assigned = self.axes, self.names, self.assigned
         by_folded = {name: shortened(each, names) for name, each in assigned.items()}
-        if all("[" not in axis for each in by_folded.values() for axis in each):  # all of a name are cut, then so are those of all blocks
+        if all("[" not in axis or self._is_numbered_alike(axis) for each in by_folded.values() for axis in each):
             return tuple((axis, name) for name in cutting.names for axis in by_folded[name])
         if of.unfolding is not None:
             by_rows = any(name in ROWS for name in cutting.names)
@@ -84,6 +87,16 @@ class MeshCut:
                 for name, each in assigned.items()
             }
         return tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names))
+
+    def _is_numbered_alike(self, axis: str) -> bool:
+        """Whether an axis has the same number in the whole model: none of its name is left out there, with the copies of a block."""
+        return axis.partition("[")[0] not in self._names_in_block
+
+    @cached_property
+    def _names_in_block(self) -> frozenset[str]:
+        copies = self.part.of.unfolding.copies if self.part.of.unfolding is not None else {}
+        tensors = (tensor for node in copies for tensor in self.axes.tensors.get(node, ()))
+        return frozenset(self.names[axis].partition("[")[0] for tensor in tensors for each in tensor for axis in each)
 
 
 class CuttableModel:

@@ -61,6 +61,7 @@ class MeshBounds:
         every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
         self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
         self._longest = dict(every)
+        self._in_parts: dict[int, tuple[int, float]] = {}
 
     def of(self, mesh: Mesh, *, beside: bool = False) -> float:
         """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
@@ -111,9 +112,9 @@ class MeshBounds:
         part = self._model.cut(inner, beside=beside).part
         links = self._links.of(mesh)
         numbers, seconds = Numbers(rows), 0.0
-        for exchange in part.exchanges:
+        for exchange, count in part.exchange_counts:
             size = numbers[exchange.size] * (rows / self._whole.batch_size if part.of.graph.batch is None else 1.0)
-            seconds += sum(exchange.seconds(size, links[exchange.dimension])) * len(part.of.copies(exchange.reader))
+            seconds += sum(exchange.seconds(size, links[exchange.dimension])) * count
         return seconds
 
     def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:
@@ -121,11 +122,18 @@ class MeshBounds:
         links = self._links.of(mesh)[kind]
         if kind == "data":
             return links.seconds("all_reduce", sum(self._sizes.values()) / others)
-        gathered = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
+        number, size = self._gathered(rows)
         return sum(
-            (len(gathered) * links.seconds(way, 0.0) / stages_length(mesh) + sum(gathered) / others * links.seconds(way, _LARGE) / _LARGE)
+            (number * links.seconds(way, 0.0) / stages_length(mesh) + size / others * links.seconds(way, _LARGE) / _LARGE)
             for way in ("all_gather", "reduce_scatter")
         )
+
+    def _gathered(self, rows: int) -> tuple[int, float]:
+        """How many parameters so many ranks could hold in parts, and their bytes."""
+        if rows not in self._in_parts:
+            sizes = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
+            self._in_parts[rows] = len(sizes), sum(sizes)
+        return self._in_parts[rows]
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:

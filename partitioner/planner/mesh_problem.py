@@ -98,6 +98,7 @@ class MeshProblem:
         self.kinds = tuple(dict.fromkeys(self.places.devices))
         self._problems: dict[Recompute, PipelineProblems] = {}
         self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
+        self._steps: dict[tuple[Recompute, Candidate], float] = {}
         self._loads: dict[tuple[Recompute, int, int, int], float] = {}
 
     @cached_property
@@ -138,13 +139,19 @@ class MeshProblem:
         problems = self.problems(policy)
         if len(problems.points.units) < self.n_places * candidate.stages_per_rank or not self._could_fit(problems, candidate):
             return np.inf
-        return self._step(problems, candidate, whole_units=whole_units)
+        return self._step(problems, candidate, whole_units=True) if whole_units else self._step_of(problems, candidate)
 
     def bound_of_any(self, candidate: Candidate) -> float:
         """The same whatever is computed again, and whatever fits: a backward that computes nothing again takes least."""
         if len(self.part.points.units) < self.n_places * candidate.stages_per_rank:
             return np.inf
-        return self._step(self.problems("none"), candidate)
+        return self._step_of(self.problems("none"), candidate)
+
+    def _step_of(self, problems: PipelineProblems, candidate: Candidate) -> float:
+        key = (problems.prices.recompute, candidate)
+        if key not in self._steps:
+            self._steps[key] = self._step(problems, candidate)
+        return self._steps[key]
 
     def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
         n_stages = self.n_places * candidate.stages_per_rank
@@ -260,10 +267,8 @@ class MeshProblem:
     @cached_property
     def _least_sums(self) -> float:
         """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes."""
-        totals: dict[str, float] = {}
-        for each in self.part.sums:
-            totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size / self.n_places
-        return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in totals.items()) * (1 - _ROUNDING)
+        shares = ((name, size / self.n_places) for name, size in self.part.bytes_summed.items())
+        return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in shares) * (1 - _ROUNDING)
 
 
 _LARGE = 1e18

@@ -15,7 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from cost_models.cost_model import CostModel
-from cost_models.graph_cost import GraphCost, graph_cost
+from cost_models.graph_cost import GraphCost, Reading, graph_cost, read_graph
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints, find_cut_points
@@ -54,6 +54,18 @@ class PartGraph:
     def all_points(self) -> CutPoints:
         """The units of the whole model."""
         return self.points if self.unfolding is None else self.unfolding.points
+
+    def reading(self, *, differentiate: bool) -> Reading:
+        """What prices of all parts have in common."""
+        return self._differentiated if differentiate else self._alone
+
+    @cached_property
+    def _differentiated(self) -> Reading:
+        return read_graph(self.graph, differentiate=True)
+
+    @cached_property
+    def _alone(self) -> Reading:
+        return read_graph(self.graph, differentiate=False)
 
     def copies(self, name: str) -> tuple[str, ...]:
         """The nodes that a node of the folded graph stands for."""
@@ -128,6 +140,23 @@ class ModelPart:
             return ()
         return tuple(find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients))
 
+    @cached_property
+    def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
+        """The collectives that differ in more than who waits for them, and how many of each the whole model has."""
+        counts: dict[Exchange, int] = {}
+        for exchange in self.exchanges:
+            alike = dataclasses.replace(exchange, reader="")
+            counts[alike] = counts.get(alike, 0) + len(self.of.copies(exchange.reader))
+        return tuple(counts.items())
+
+    @cached_property
+    def bytes_summed(self) -> dict[str, float]:
+        """Mesh dimension -> bytes of the gradients that are summed over it, of all stages together."""
+        totals: dict[str, float] = {}
+        for each in self.sums:
+            totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size
+        return totals
+
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
         return sum(links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size)
@@ -135,7 +164,8 @@ class ModelPart:
 
 def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:
     """The whole model, for a mesh that cuts no axes."""
-    return ModelPart(of, of.graph.batch_size, graph_cost(of.graph, differentiate=differentiate), Mesh(()))
+    cost = graph_cost(of.graph, differentiate=differentiate, reading=of.reading(differentiate=differentiate))
+    return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
 
 
 def unfolded(graph: ModelGraph) -> PartGraph:
@@ -153,7 +183,7 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differ
     """
     layouts = layouts_of_cut(of.graph, axes, cut)
     sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
-    cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes)
+    cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes, reading=of.reading(differentiate=differentiate))
     sums = tuple(
         dataclasses.replace(each, parameter=name)
         for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)

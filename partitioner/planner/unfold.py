@@ -43,6 +43,11 @@ class Unfolding:
     points: CutPoints
     source: Integers
 
+    @cached_property
+    def stands_for(self) -> dict[str, tuple[str, int]]:
+        """Node or placeholder of a copy -> the one of the block that stands for it, and the number of the copy."""
+        return {name: (first, copy) for first, names in self.copies.items() for copy, name in enumerate(names)}
+
     def places(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """The units that something with these units has in the whole model: one for each copy that there is of it."""
         length, more = self.stop - self.start, (self.count - 1) * (self.stop - self.start)
@@ -131,7 +136,6 @@ class RepeatedPrices:
         self._known: dict[int, UnitPrices] = {}
         self._least_kept: dict[int, float] = {}
         self._users: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self._stands_for = {name: (first, copy) for first, names in unfolding.copies.items() for copy, name in enumerate(names)}
 
     def at(self, microbatch_size: int) -> UnitPrices:
         """The prices for microbatches of so many rows."""
@@ -174,14 +178,14 @@ class RepeatedPrices:
 
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
-        first, copy = self._stands_for.get(placeholder, (placeholder, 0))
+        first, copy = self._unfolding.stands_for.get(placeholder, (placeholder, 0))
         if first not in self._users:
             self._users[first] = tuple(self._unfolding.places(self._folded.users(first)))
         return self._users[first][copy]
 
     def held_bytes(self, placeholder: str) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
-        return self._folded.held_bytes(self._stands_for.get(placeholder, (placeholder, 0))[0])
+        return self._folded.held_bytes(self._unfolding.stands_for.get(placeholder, (placeholder, 0))[0])
 
     def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
         """What most of the time of some units goes into."""

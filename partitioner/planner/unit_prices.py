@@ -147,6 +147,7 @@ class PriceList:
         self._known: dict[int, UnitPrices] = {}
         self._known_times: dict[int, tuple[Floats, Floats]] = {}
         self._known_kept: dict[int, list[Shared]] = {}
+        self._known_numbers: dict[int, Numbers] = {}
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         self._keeping = Keeping(graph, cost, frozenset(self._unit_of), recompute)
@@ -172,6 +173,10 @@ class PriceList:
             self._known[microbatch_size] = self._priced(microbatch_size)
         return self._known[microbatch_size]
 
+    def _numbers(self, microbatch_size: int) -> Numbers:
+        """The formulas of the part, each worked out once for all links."""
+        return self._known_numbers.setdefault(microbatch_size, Numbers(microbatch_size))
+
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         times: Floats = self._timed(microbatch_size)[1].sum(axis=0)
@@ -193,7 +198,7 @@ class PriceList:
     def kept_alone(self, microbatch_size: int) -> list[Shared]:
         """What is kept for a microbatch of so many rows, whether or not it is received."""
         if microbatch_size not in self._known_kept:
-            numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+            numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
             self._known_kept[microbatch_size] = [item for item in self._kept(numbers, share) if item.producer < 0]
         return self._known_kept[microbatch_size]
 
@@ -210,7 +215,7 @@ class PriceList:
     def _timed(self, microbatch_size: int) -> tuple[Floats, Floats]:
         """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
         if microbatch_size not in self._known_times:
-            numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+            numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
             key = (microbatch_size, share, self.kinds)
             if key not in self._known_seconds:
                 self._known_seconds[key] = np.array(
@@ -222,7 +227,7 @@ class PriceList:
         return self._known_times[microbatch_size]
 
     def _priced(self, microbatch_size: int) -> UnitPrices:
-        numbers, share = Numbers(microbatch_size), self._share(microbatch_size)
+        numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
         seconds, halves = self._timed(microbatch_size)
         flops = np.array([numbers[cost.forward.flops] * share for cost in self._distinct])
         forward = dict(zip(self._distinct, seconds[:, :, 0].tolist(), strict=True))
@@ -245,14 +250,18 @@ class PriceList:
 
     def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
         """Seconds that some units wait for the other ranks of their stage, forward and backward."""
-        seconds = self._exchanging(Numbers(microbatch_size), self._share(microbatch_size))
+        seconds = self._exchanging(self._numbers(microbatch_size), self._share(microbatch_size))
         return float(seconds[:, list(units)].sum())
 
     def _exchanging(self, numbers: Numbers, share: float) -> Floats:
         """(3, N) seconds that units wait for the other ranks of their stage; recomputation exchanges once more what it needs."""
         seconds = np.zeros((3, len(self._points.units)))
+        known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self._exchanges:
-            forward, backward = exchange.seconds(numbers[exchange.size] * share, links)
+            key = (exchange.size, exchange.dimension, exchange.forward, exchange.backward, exchange.again)
+            if key not in known:
+                known[key] = exchange.seconds(numbers[exchange.size] * share, links)
+            forward, backward = known[key]
             gathers = exchange.forward == "all_gather" and self.recompute != "none"
             again = forward if gathers or exchange.reader in self._again else 0.0
             seconds[0, self._unit_of[exchange.reader]] += forward
@@ -289,7 +298,7 @@ class PriceList:
 
     def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
         """What most of the time of some units goes into."""
-        values, share = Numbers(microbatch_size), self._share(microbatch_size)
+        values, share = self._numbers(microbatch_size), self._share(microbatch_size)
         seconds = {"arithmetic": 0.0, "memory traffic": 0.0, "starting kernels": 0.0}
         for cost in (self._cost.nodes[name] for unit in units for name in self._points.units[unit]):
             for work in (cost.forward, cost.backward_input, cost.backward_weight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 from partitioner.schedules.dualpipe_v import DUALPIPE_V
@@ -48,8 +49,9 @@ def find_schedule(name: str) -> ScheduleKind:
     raise ConfigError(f"there is no schedule {name!r}", remedy=f"did you mean {closest[0]!r}? {remedy}" if closest else remedy)
 
 
+@lru_cache(maxsize=16)
 def make_schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of this name for one step: any positive number of ranks, any positive number of microbatches.
+    """The schedule of this name for one step: any positive number of ranks, any positive number of microbatches. The last ones are kept.
 
     Args:
         name: a key of ``SCHEDULES``.
