@@ -29,6 +29,7 @@ from partitioner.simulate import Assumptions
 from partitioner.state import materialize
 from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
+from passes.fix_batch import fixed_for
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh
@@ -151,6 +152,7 @@ def _lower(
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
 ) -> PartitionedModel:
+    graph = fixed_for(graph, plan)
     cuts = PlanCuts(graph, plan, lambda rows: trace(model, example_inputs, example_kwargs, graph.training, rows, graph.autocast))
 
     def lower_at(variant: Variant) -> Lowering:

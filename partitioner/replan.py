@@ -30,6 +30,7 @@ from partitioner.reports.moved import moved_text
 from partitioner.simulate import Assumptions
 from partitioner.state import State
 from passes.ir.errors import ConfigError
+from passes.fix_batch import fixed_for
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
@@ -106,8 +107,9 @@ def replan(
         batchnorm=self._plan.batchnorm,
     )
     plan = PlanProblem(self._graph, hardware, request, self._assumed.cost_model, mesh).solve()
-    variant = dataclasses.replace(first_variant(self._graph, plan), batch_size=None)  # stages read the same at every size
-    after = PlanCuts(self._graph, plan, lambda _rows: self._graph).holdings(variant, places)
+    graph = fixed_for(self._graph, plan)
+    variant = dataclasses.replace(first_variant(graph, plan), batch_size=None)  # stages read the same at every size
+    after = PlanCuts(graph, plan, lambda _rows: graph).holdings(variant, places)
     stored = {*self._graph.parameters, *self._graph.buffers}
     sizes = {name: _sizes(value, self._assumed.optimizer) for name, value in _values(self).items() if name in stored}
     left = _survivors(survivors, self._plan.n_ranks, len(places))

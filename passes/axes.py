@@ -63,6 +63,16 @@ class Axes:
         """Call -> all axes that it loops over; absent where there is no rule."""
         return {name: frozenset(axis for axes in factors for axis in axes) for name, factors in self.factors.items()}
 
+    @functools.cached_property
+    def slid_over(self) -> Mapping[str, frozenset[int]]:
+        """Call -> the axes of its operands over which windows slide; absent where there are none."""
+        found = {
+            name: frozenset(self.of(self.operands[name][each.operand].name)[each.dimension][0] for each in loops.windows if each.factor is not None)
+            for name, loops in self.loops.items()
+            if loops.windows
+        }
+        return {name: each for name, each in found.items() if each}
+
 
 class _Axis:
     """An axis in the making: one of a class (``root``), perhaps split into ``parts``, outermost first."""

@@ -18,12 +18,21 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from passes.axis_names import BATCH
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import ROWS
+from passes.ir.plan import Plan
 from passes.ir.program import at_batch
 from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import size_of
 
-__all__ = ["fix_batch"]
+__all__ = ["fix_batch", "fixed_for"]
+
+
+def fixed_for(graph: ModelGraph, plan: Plan) -> ModelGraph:
+    """The graph that a plan is for: fixed to its batch, where a mesh dimension that holds no rows cuts that like any other axis."""
+    cuts_batch = any(name.startswith(BATCH) and dimension not in ROWS for name, dimension in plan.axes)
+    return fix_batch(graph, plan.batch_size) if cuts_batch and graph.batch is not None else graph
 
 
 def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:

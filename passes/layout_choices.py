@@ -24,7 +24,8 @@ from passes.axes import Axes, returned_values
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard
-from passes.layouts import Cut, LayoutWalk, ValueBytes
+from passes.layouts import Cut, LayoutWalk
+from passes.value_bytes import ValueBytes
 
 __all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "TooManyChoicesError", "layout_choices"]
 
@@ -177,15 +178,20 @@ class _Choices:
             return
         operands = _read(node, walk.axes)
         touched = {operand.name: None for operand in operands if operand.name in self._states}
-        own = {self._group_of[axis] for axis in walk.axes.of_calls.get(node.name, ()) if axis in self._group_of}
+        read = (*walk.axes.of_calls.get(node.name, ()), *walk.axes.slid_over.get(node.name, ()))
+        own = {self._group_of[axis] for axis in read if axis in self._group_of}
         scope = tuple(sorted(own.union(*(self._states[name].scope for name in touched))))
         if 2 ** len(scope) > MOST:
             raise TooManyChoicesError(scope)
         found: dict[tuple[int, ...], CallLayout] = {}
         after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*touched, node.name)}
+        known: dict[object, tuple[CallLayout, dict[str, _State]]] = {}
         for choice in itertools.product((0, 1), repeat=len(scope)):
             before = {name: self._states[name].at(scope, choice) for name in touched}
-            found[choice], states = self._outcome(node, operands, scope, choice, before)
+            alike = (tuple(chosen for group, chosen in zip(scope, choice, strict=True) if group in own), tuple(before.values()))
+            if alike not in known:
+                known[alike] = self._outcome(node, operands, scope, choice, before)
+            found[choice], states = known[alike]
             for name, state in states.items():
                 after[name][choice] = state
         if node.name in walk.needs:

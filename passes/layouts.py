@@ -9,7 +9,8 @@ loops over; what it does not loop over it needs whole. With heads and ffn cut ov
     linear (project)      heads      x Shard, weight Shard           Partial      all_reduce at its first reader
     add, layer_norm       nothing    Replicate                       Replicate
 
-A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes.
+A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes. Over
+tiles space comes first: another axis stands in for it where nothing of space is cut (early in a model the height, late the batch).
 Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced.
 """
 
@@ -24,15 +25,16 @@ from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
-from passes.axis_names import beside_rows
+from passes.axis_names import beside_rows, space_axes
 from passes.call_along import CallAlong, Cut
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
+from passes.ir.mesh import TILES
 from passes.operators import draws
 from passes.rules.loops import Loops
-from passes.size_expression import bytes_of
+from passes.value_bytes import ValueBytes
 
-__all__ = ["Cut", "Intervals", "LayoutWalk", "Layouts", "ValueBytes", "assign_layouts", "rests_at"]
+__all__ = ["Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "rests_at"]
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension the first element and the one behind the last."""
@@ -64,22 +66,6 @@ class Layouts:
     wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     overlapped: frozenset[str] = frozenset()
-
-
-class ValueBytes:
-    """Bytes of the values of a graph, each counted once for all walks."""
-
-    def __init__(self, graph: ModelGraph) -> None:
-        self._graph = graph
-        self._counted: dict[fx.Node, int] = {}
-
-    def of(self, node: fx.Node) -> int:
-        """At the batch size that the graph was traced with; of a call that gives several values, all together."""
-        if node not in self._counted:
-            value = node.meta["val"]
-            tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]
-            self._counted[node] = sum(bytes_of(tensor, self._graph.batch, self._graph.batch_size) for tensor in tensors)
-        return self._counted[node]
 
 
 def rests_at(placement: Placement) -> Placement:
@@ -148,6 +134,8 @@ class LayoutWalk:
         self.stored = stored
         self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
         self.held = {**graph.parameters, **graph.buffers, **graph.constants}
+        in_tiles = any(name in TILES for name, _ in mesh)
+        self.space = frozenset(axis for each in space_axes(axes).values() for axis in each) if in_tiles else frozenset[int]()
         self.of_parameters = {
             axis for name in graph.parameters if name in axes.tensors for dimension in axes.of(name) for axis in dimension
         }
@@ -248,15 +236,18 @@ class LayoutWalk:
     def _slid(self, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
         """How operands lie along the dimensions that windows slide over: in parts where they can be cut, else whole.
 
-        Of an input that every rank has, each reads what it needs.
+        What lies in parts of another axis is exchanged for parts of this one, assigned or not: nobody needs the whole. Of an input that
+        every rank has, each reads what it needs.
         """
         found: dict[int, dict[int, Placement]] = {}
         for window in loops.windows if loops is not None else ():
             if window.factor is None:
                 continue
-            outermost = self.axes.of(operands[window.operand].name)[window.dimension][0]
-            has_all = self.lies[operands[window.operand].name, 0][index] == Replicate() and self._has_no_gradient(operands[window.operand])
-            is_cut = outermost in self.assigned[index] and self._fits(outermost, index) and not has_all
+            source = operands[window.operand]
+            outermost, lies = self.axes.of(source.name)[window.dimension][0], self.lies[source.name, 0][index]
+            has_all = lies == Replicate() and self._has_no_gradient(source)
+            in_parts = outermost in self.assigned[index] or isinstance(lies, Shard)
+            is_cut = in_parts and self._fits(outermost, index) and not has_all
             found.setdefault(window.factor, {})[window.operand] = Shard(outermost, window.dimension) if is_cut else Varying()
         return found
 
@@ -299,7 +290,8 @@ class LayoutWalk:
         """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""
         size = self.axes.sizes[axis]
         # Several mesh dimensions may cut one axis, each within the parts of the outer ones.
-        count = math.prod(length for (_, length), cut in zip(self.mesh, self.assigned, strict=True) if axis in cut)
+        dimensions = enumerate(zip(self.mesh, self.assigned, strict=True))
+        count = math.prod(length for place, ((_, length), cut) in dimensions if axis in cut or place == index)
         return size >= count if isinstance(size, int) else self.mesh[index][0] in self.rows
 
     def _occurs_twice(self, call: CallAlong, axis: int) -> bool:
@@ -327,15 +319,15 @@ class LayoutWalk:
         value = node.meta.get("val")
         return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
-    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, float, int]:
-        """Of a cut: axes of parameters first, then what needs no reduction inside, then the fewest bytes.
+    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
+        """Of a cut: over tiles space first; axes of parameters, then what needs no reduction inside, then the fewest bytes.
 
         Of parameters first those that the call itself reads: a sequence may be an axis of learned positions, which it does not.
         Where rows are cut: only the axis of a parameter that the call reads. For its sake what lies in parts is exchanged (tokens go to
         their experts), and neither gathered nor summed, unless it was chosen for just that: where weights are larger than activations.
         """
         assert call.loops is not None
-        by_rows = self.mesh[index][0] in self.rows
+        by_rows, beside_space = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES and cut.axis not in self.space
         together = by_rows and call.comes_together(cut) and cut.axis not in self.beside_rows[index]
         is_read = self._reads_in_parts(call, cut)
         of_parameter = is_read if by_rows else cut.axis in self.of_parameters
@@ -346,7 +338,7 @@ class LayoutWalk:
         reduction = call.loops.factors[cut.factor].reduction
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
-        return together, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
+        return together, beside_space, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
 
     def _reads_in_parts(self, call: CallAlong, cut: Cut) -> bool:
         """Whether a cut reads a parameter in parts."""

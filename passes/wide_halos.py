@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from passes.axes import Axes
+from passes.axis_names import space_axes
 from passes.call_along import Cut
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -83,7 +84,8 @@ class TileRegions:
         """
         indices = tuple(index for index, (name, _) in enumerate(layouts.mesh) if name in TILES)
         counts = tuple(layouts.mesh[index][1] for index in indices)
-        grid = TileGrid(counts, tuple(frozenset(assigned[layouts.mesh[index][0]]) for index in indices))
+        space = frozenset(axis for each in space_axes(axes).values() for axis in each)
+        grid = TileGrid(counts, tuple(space.intersection(assigned[layouts.mesh[index][0]]) for index in indices))
         found = TileRegions(axes, layouts, grid, indices, (), {node: place for place, node in enumerate(graph.graph.nodes)})
         calls = {
             node: call

@@ -21,7 +21,7 @@ from partitioner.tracing.trace import trace
 from passes.axes import find_axes
 from passes.ir.graph import ModelGraph
 from passes.layout_choices import layout_choices
-from passes.layouts import ValueBytes
+from passes.value_bytes import ValueBytes
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
 

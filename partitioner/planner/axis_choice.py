@@ -16,17 +16,23 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from partitioner.planner.axis_terms import axis_terms
-from partitioner.planner.choices import ChoiceProblem, Choices, choose
+import numpy as np
+
+from partitioner.planner.axis_terms import AxisPrices, axis_terms
+from partitioner.planner.choices import ChoiceProblem, Choices, Term, choose
 from partitioner.planner.pace import Pace
 from passes.axes import Axes
 from passes.axis_names import batch_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.layout_choices import LayoutChoices, TooManyChoicesError, layout_choices
-from passes.layouts import ValueBytes, assign_layouts
+from passes.layouts import assign_layouts
+from passes.value_bytes import ValueBytes
 
 __all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
+
+_NEVER_DROPPED = 2**20
+"""The span of an axis that stays a candidate where calls depend on too many."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class AxisProblem:
         pace: of the ranks; None: unknown, and a cut was asked for.
         copies: how often a node is there: one of a block that stands for others counts for them.
         rows: whether the mesh dimension cuts the batch, which is then what is fixed.
+        alone: axes that may be cut besides those of parameters, each by itself: of space, the batch.
+        prices: None: by the pace.
     """
 
     def __init__(
@@ -79,11 +87,14 @@ class AxisProblem:
         copies: Callable[[str], int] = lambda _name: 1,
         *,
         rows: bool = False,
+        alone: Sequence[int] = (),
+        prices: AxisPrices | None = None,
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
         self._fixed, self._pace, self._copies = tuple(fixed), pace, copies
-        self._bytes, self._rows = ValueBytes(graph), rows
-        together = axis_groups(graph, axes, dimension[1], {*fixed, *excluded})
+        self._bytes, self._rows, self._prices = ValueBytes(graph), rows, prices
+        together = axis_groups(graph, axes, dimension[1], {*fixed, *excluded, *alone})
+        together += [AxisGroup((axis,), _NEVER_DROPPED) for axis in alone]
         self._kept = self._held_by_fixed() if fixed and not rows else frozenset[str]()
         self._choices, self._groups = self._worked_out(together)
         self._unlimited: dict[int, tuple[ChoiceProblem, Choices | None]] = {}
@@ -110,6 +121,27 @@ class AxisProblem:
         found = choose(dataclasses.replace(self._problem(choices, alone, count), limit=limit), known)
         return None if found is None else self._chosen(alone, found)
 
+    def with_any(self, count: int, wanted: Collection[int], found: AxisChoice) -> AxisChoice:
+        """A choice under which some call is cut by one of several axes: the one found, or else the cheapest without one more axis.
+
+        Args:
+            wanted: axes that somebody asked for.
+            found: the best choice of all.
+        """
+        if self._cuts(found.axes, wanted):
+            return found
+        problem, groups = self._problem(self._choices, self._groups, count), self._groups
+        tried = []
+        for left_out in (number for number, group in enumerate(groups) if group.span == _NEVER_DROPPED and not set(group.axes) & set(wanted)):
+            terms = (*problem.terms, Term((left_out,), np.array([0.0, np.inf]), np.zeros(2)))
+            terms += tuple(
+                Term((number,), np.array([np.inf, 0.0]), np.zeros(2)) for number, each in enumerate(groups) if set(each.axes) & set(wanted)
+            )
+            best = choose(dataclasses.replace(problem, terms=terms))
+            tried += [] if best is None or not math.isfinite(best.seconds) else [best]
+        choices = (self._chosen(groups, best) for best in sorted(tried, key=lambda each: each.seconds))
+        return next((each for each in choices if self._cuts(each.axes, wanted)), found)
+
     def _chosen(self, groups: Sequence[AxisGroup], found: Choices) -> AxisChoice:
         return AxisChoice(self._axes_of(groups, found.options), found.gap if groups else None)
 
@@ -127,12 +159,15 @@ class AxisProblem:
         return chosen if not self._fixed or self._cuts_fixed(chosen) or not self._cuts_fixed(self._fixed) else self._fixed
 
     def _cuts_fixed(self, chosen: Sequence[int]) -> bool:
-        """Whether a call is cut, or a parameter held, by one of the fixed axes."""
+        return self._cuts(chosen, self._fixed)
+
+    def _cuts(self, chosen: Sequence[int], wanted: Collection[int]) -> bool:
+        """Whether a call is cut, or a parameter held, by one of some axes."""
         mesh, assigned = (self._dimension,), {self._dimension[0]: chosen}
         rows = (self._dimension[0],) if self._rows else ()
         layouts = assign_layouts(self._graph, self._axes, mesh, assigned, rows, value_bytes=self._bytes)
-        cuts = any(cut is not None and cut.axis in self._fixed for each in layouts.cuts.values() for cut in each)
-        return cuts or any(isinstance(place, Shard) and place.axis in self._fixed for each in layouts.stored.values() for place in each)
+        cuts = any(cut is not None and cut.axis in wanted for each in layouts.cuts.values() for cut in each)
+        return cuts or any(isinstance(place, Shard) and place.axis in wanted for each in layouts.stored.values() for place in each)
 
     def _worked_out(self, groups: Sequence[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
         """All outcomes, and the groups that are left: of those that one call depends on too many, the narrowest are not cut."""
@@ -149,8 +184,8 @@ class AxisProblem:
         return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, rows=self._rows, value_bytes=self._bytes)
 
     def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
-        terms = axis_terms(self._graph, self._axes, choices, count, self._copies, self._pace, self._bytes, self._fixed, self._kept)
-        return ChoiceProblem((2,) * len(groups), tuple(terms))
+        known = (self._graph, self._axes, choices, count, self._copies, self._pace, self._bytes, self._fixed, self._kept)
+        return ChoiceProblem((2,) * len(groups), tuple(axis_terms(*known, self._prices)))
 
     def _held_by_fixed(self) -> frozenset[str]:
         """The parameters that ranks hold cut by fixed axes: what else is cut must not take their place."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from torch import Tensor, fx
+from torch import Tensor
 
 from partitioner.planner.choices import Term
 from partitioner.planner.pace import Pace
@@ -22,11 +22,27 @@ from passes.axes import Axes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.layout_choices import CallLayout, HeldLayout, LayoutChoices, Outcomes
-from passes.layouts import ValueBytes
+from passes.value_bytes import ValueBytes
 
-__all__ = ["axis_terms", "contractions_of"]
+__all__ = ["MESSAGES_INSIDE", "AxisPrices", "axis_terms", "contractions_of"]
 
 _T = TypeVar("_T")
+
+
+class AxisPrices(Protocol):
+    """What choices of axes are priced by, in one unit."""
+
+    message: float
+    """A message that moves next to nothing."""
+
+    def work(self, name: str, found: CallLayout) -> float:
+        """Of a call under an outcome: what a rank computes, and what it reads of neighbours."""
+
+    def whole(self, name: str) -> float:
+        """Of a parameter that is not cut."""
+
+    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
+        """Of a change of layout of so many bytes, the whole value, forward and backward."""
 
 
 def axis_terms(
@@ -39,6 +55,7 @@ def axis_terms(
     value_bytes: ValueBytes,
     fixed: Collection[int] = (),
     kept: Collection[str] = (),
+    prices: AxisPrices | None = None,
 ) -> list[Term]:
     """The tables.
 
@@ -51,26 +68,29 @@ def axis_terms(
         value_bytes: of the graph.
         fixed: axes that are cut whatever it costs.
         kept: parameters that ranks hold cut by those: they must stay so.
+        prices: None: by the pace.
     """
-    price: _Paced | _Asked = _Asked(graph, axes, copies, value_bytes, pace)
-    if pace is not None and not pace.asked:
-        price = _Paced(graph, axes, pace, value_bytes)
+    price = prices or _by_pace(graph, axes, count, copies, pace)
     nodes = {node.name: node for node in graph.graph.nodes}
     terms = []
+
+    def size_of(name: str) -> float:
+        return float(value_bytes.of(nodes[name]))
+
     for name, calls in choices.calls.items():
 
         def costing(found: CallLayout, name: str = name) -> float:
-            return copies(name) * _call(price, nodes, axes, name, found, count)
+            return copies(name) * _call(price, size_of, axes, name, found)
 
         terms.append(_term(calls, costing, lambda _found: 0.0))
     for name, outcomes in choices.held.items():
-        size = float(value_bytes.of(nodes[name])) if isinstance(nodes[name].meta.get("val"), Tensor) else 0.0
+        size = size_of(name) if isinstance(nodes[name].meta.get("val"), Tensor) else 0.0
 
         def moving(found: HeldLayout, name: str = name, size: float = size) -> float:
             if name in kept and not (isinstance(found.stored, Shard) and found.stored.axis in fixed):
                 return math.inf
             whole = price.whole(name) if not isinstance(found.stored, Shard) else 0.0
-            return copies(name) * (whole + sum(price.change(have, need, size) for have, need in found.changes))
+            return copies(name) * (whole + sum(price.change(name, have, need, size) for have, need in found.changes))
 
         def holding(found: HeldLayout, name: str = name, size: float = size) -> float:
             return copies(name) * size / (count if isinstance(found.stored, Shard) else 1)
@@ -87,36 +107,42 @@ def _term(outcomes: Outcomes[_T], seconds: Callable[[_T], float], held: Callable
     return Term(outcomes.scope, times, sizes)
 
 
-def _call(price: _Paced | _Asked, nodes: Mapping[str, fx.Node], axes: Axes, name: str, found: CallLayout, count: int) -> float:
+def _call(price: AxisPrices, size_of: Callable[[str], float], axes: Axes, name: str, found: CallLayout) -> float:
     """What one outcome of a call costs."""
-    cost = price.work(name, count if found.cut is not None else 1)
+    cost = price.work(name, found)
     for operand, have, need in found.changes:
-        cost += price.change(have, need, float(price.bytes.of(nodes[operand])))
+        cost += price.change(operand, have, need, size_of(operand))
     if found.cut is not None and axes.loops[name].factors[found.cut.factor].reduction == "whole":
         cost += MESSAGES_INSIDE * price.message
     return cost
 
 
+def _by_pace(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: Pace | None) -> AxisPrices:
+    if pace is not None and not pace.asked:
+        return _Paced(graph, axes, count, pace)
+    return _Asked(graph, axes, count, copies, pace)
+
+
 class _Paced:
     """Seconds, at a known pace."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, pace: Pace, value_bytes: ValueBytes) -> None:
-        self.bytes, self.message, self._pace = value_bytes, pace.latency, pace
+    def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: Pace) -> None:
+        self.message, self._count, self._pace = pace.latency, count, pace
         self._runs = contractions_of(axes, graph.batch_size)
         self._passes = 3 if graph.training else 1
 
-    def work(self, name: str, parts: int) -> float:
-        """Of a call that is cut into parts."""
+    def work(self, name: str, found: CallLayout) -> float:
+        """The arithmetic of a call."""
         arithmetic = 2 * self._runs.get(name, 0.0) / self._pace.flops
-        return self._passes * arithmetic / parts
+        return self._passes * arithmetic / (1 if found.cut is None else self._count)
 
     def whole(self, _name: str) -> float:
         """Of a parameter that is not cut."""
         return 0.0
 
-    def change(self, have: Placement, need: Placement, size: float) -> float:
+    def change(self, _value: str, have: Placement, need: Placement, size: float) -> float:
         """Of a change of layout, forward and backward."""
-        times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
+        times, messages = _moved(have, need, self._count)
         return times * size / self._pace.bandwidth + messages * self.message
 
 
@@ -126,10 +152,8 @@ class _Asked:
     message = 2.0**20
     """What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
 
-    def __init__(
-        self, graph: ModelGraph, axes: Axes, copies: Callable[[str], int], value_bytes: ValueBytes, pace: Pace | None = None
-    ) -> None:
-        self.bytes = value_bytes
+    def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: Pace | None = None) -> None:
+        self._count = count
         nodes = {node.name: node for node in graph.graph.nodes}
         runs = {name: each * copies(name) for name, each in contractions_of(axes, 1 if pace is None else graph.batch_size).items()}
         bytes_per_run = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
@@ -142,18 +166,24 @@ class _Asked:
         tables = {name for name in sizes if nodes[name].meta["val"].dim() > 1}
         self._held = {name: messages * sizes[name] / copies(name) / max(sum(sizes.values()), 1.0) for name in tables}
 
-    def work(self, name: str, parts: int) -> float:
-        """Of a call that is cut into parts."""
-        return self._work.get(name, 0.0) if parts == 1 else 0.0
+    def work(self, name: str, found: CallLayout) -> float:
+        """Of a call that every rank computes whole."""
+        return self._work.get(name, 0.0) if found.cut is None else 0.0
 
     def whole(self, name: str) -> float:
         """Of a parameter that is not cut."""
         return self._held.get(name, 0.0)
 
-    def change(self, have: Placement, need: Placement, size: float) -> float:
+    def change(self, _value: str, have: Placement, need: Placement, size: float) -> float:
         """Of a change of layout, forward and backward."""
-        times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
+        times, messages = _moved(have, need, self._count)
         return times * size + messages * self.message
+
+
+def _moved(have: Placement, need: Placement, count: int) -> tuple[float, int]:
+    """How often a change of layout moves the value, forward and backward, and in how many messages; of exchanged parts a rank has its own."""
+    times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
+    return times * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), messages
 
 
 def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
@@ -181,4 +211,4 @@ _CHANGES: Mapping[tuple[type, type], tuple[float, int]] = {
     (Replicate, Shard): (1.0, 1),
     (Replicate, Varying): (2.0, 1),
 }
-"""How often a change of layout moves the value, forward and backward, for many ranks; and in how many messages."""
+"""How often a change of layout moves the value, forward and backward, for many ranks; and in how many messages. Between shards: for two."""

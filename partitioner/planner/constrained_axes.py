@@ -1,6 +1,8 @@
 """The axes that a user has tied to mesh dimensions: by their names, or by transformers' tensor-parallel patterns.
 
 axes={"heads": "tensor"}                       every axis of that name; "ffn[3]" one of them
+axes={"batch": "tile"}                         what tiles may cut besides space: where that is cheaper, and somewhere
+axes={"height[2]": "tile"}                     of space, these for sure; the rest is planned
 tp_plan={"layers.*.mlp.up_proj": "colwise"}    what the weight makes, the axis that its calls keep
 tp_plan={"layers.*.mlp.down_proj": "rowwise"}  what the weight contracts, or looks up
 """
@@ -14,12 +16,13 @@ from torch import fx
 
 from partitioner.constraints import TENSOR, Constraints
 from partitioner.meshes import dimension_named
+from partitioner.planner.tile_grid import tile_axes
 from passes.axes import Axes
-from passes.axis_names import axes_named, batch_axes
+from passes.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
-from passes.ir.mesh import ROWS, STAGES, Mesh
+from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
 from passes.layouts import Layouts
 
 __all__ = ["check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
@@ -51,7 +54,7 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
     if constraints.tp_plan:
         named.append(("tp_plan", TENSOR))
     for said, dimension in named:
-        if dimension not in mesh.names:
+        if dimension not in mesh.names and not _over(dimension, mesh):
             raise ConfigError(
                 f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",
                 remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}',
@@ -74,11 +77,14 @@ def constrained_axes(
     """
     found: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
     batch = batch_axes(graph, axes)
-    for name, where in (constraints.axes or {}).items():
-        dimension = dimension_named(where)
-        wanted = axes_named(name, names)
+    for name, dimension in _named(constraints, mesh):
+        where = dimension_named((constraints.axes or {})[name])
+        wanted = _of_dimension(axes, mesh, dimension, axes_named(name, names))
+        if not wanted:
+            continue
         is_routed = dimension in ROWS and all(names[axis].startswith(f"{EXPERTS}[") for axis in wanted)
-        if (dimension in ROWS) != (set(wanted) <= batch) and not is_routed:
+        of_rows = set(wanted) <= batch and dimension not in TILES
+        if (dimension in ROWS) != of_rows and not is_routed:
             kind = "the batch, and experts beside it" if dimension in ROWS else "any axis but the batch"
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: {dimension!r} cuts {kind}",
@@ -102,14 +108,37 @@ def constrained_axes(
 def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
     """Raise ConfigError for an axis name that nothing could be cut by, after all."""
     for name, where in (constraints.axes or {}).items():
-        index = mesh.names.index(dimension_named(where))
+        over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
         wanted = set(axes_named(name, names))
-        cut = any(cuts[index] is not None and cuts[index].axis in wanted for cuts in layouts.cuts.values())  # type: ignore[union-attr]
-        held = any(isinstance(layout[index], Shard) and layout[index].axis in wanted for layout in layouts.stored.values())  # type: ignore[union-attr]
+        cut = any(cuts[index] is not None and cuts[index].axis in wanted for cuts in layouts.cuts.values() for index in over)  # type: ignore[union-attr]
+        places = (layout[index] for layout in layouts.stored.values() for index in over)
+        held = any(isinstance(place, Shard) and place.axis in wanted for place in places)
         if not cut and not held:
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
             )
+
+
+def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:
+    """The dimensions of a mesh that a name means: of tiles, those of their grid."""
+    if dimension == TILE:
+        return tuple(name for name in mesh.names if name in (TILE, *TILES))
+    return (dimension,) if dimension in mesh.names else ()
+
+
+def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Without space that another dimension of a grid of tiles cuts."""
+    if dimension not in TILES:
+        return wanted
+    own = tile_axes(axes, mesh, dimension)
+    others = {axis for each in space_axes(axes).values() for axis in each}.difference(own)
+    return tuple(axis for axis in wanted if axis not in others)
+
+
+def _named(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Every axis that is named, with each mesh dimension that it is named for."""
+    for name, where in (constraints.axes or {}).items():
+        yield from ((name, dimension) for dimension in _over(dimension_named(where), mesh))
 
 
 def _fits(axes: Axes, axis: int, count: int) -> bool:

@@ -11,17 +11,20 @@ from functools import cached_property
 import numpy as np
 import sympy
 
+from cost_models.graph_cost import graph_cost
 from partitioner.planner.axis_choice import AxisChoice, AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
 from partitioner.planner.pace import Pace
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.space_choice import Hardware, SpaceProblem, Switched, may_switch
 from partitioner.planner.tile_grid import tile_axes, with_grid
 from partitioner.planner.unfold import unfolding_of
 from passes.axes import Axes, find_axes
 from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened
 from passes.cut_axes import AxisCut
+from passes.fix_batch import fix_batch
 from passes.fold_repeats import Folded, fold_repeats
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -54,8 +57,10 @@ class MeshCut:
         layouts: how every value lies.
         beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation
             recomputation in large transformer models", 2022); where there is no tensor dimension, whether that of the replicas cuts
-            weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014).
+            weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014);
+            where there are tiles, whether these cut other axes where space is not worth its halos (``space_choice``).
         gap: of the choice of axes, by its own prices; None where there was none.
+        halos: how runs of calls pay for them.
     """
 
     part: ModelPart
@@ -65,6 +70,7 @@ class MeshCut:
     layouts: Layouts
     beside: bool = False
     gap: float | None = None
+    halos: tuple[HaloRun, ...] = ()
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
         """What is cut as a plan says it: (axis of the whole model, mesh dimension).
@@ -107,13 +113,22 @@ class CuttableModel:
         request: what the user said.
         differentiate: whether there is a backward.
         pace: of the ranks that cut axes of parameters; None: see ``AxisProblem``.
+        hardware: that tiles are for, with what prices it; None: tiles cut space alone.
     """
 
-    def __init__(self, graph: ModelGraph, request: PlanRequest, *, differentiate: bool, pace: Pace | None = None) -> None:
-        self._request, self._differentiate, self._pace = request, differentiate, pace
+    def __init__(
+        self,
+        graph: ModelGraph,
+        request: PlanRequest,
+        *,
+        differentiate: bool,
+        pace: Pace | None = None,
+        hardware: Hardware | None = None,
+    ) -> None:
+        self._request, self._differentiate, self._pace, self._hardware = request, differentiate, pace, hardware
         self._whole = graph
         self._folded = fold_repeats(graph)
-        self._graphs: dict[tuple[bool, bool], PartGraph] = {}
+        self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._chosen: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
@@ -134,7 +149,7 @@ class CuttableModel:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
-            beside: whether the tensor dimension cuts the sequence, too, or that of the replicas large weights.
+            beside: whether the tensor dimension cuts the sequence, too, that of the replicas large weights, or tiles more than space.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
             halos: how runs of calls pay for them; the rest waits for each.
         """
@@ -144,24 +159,29 @@ class CuttableModel:
         return self._asked[asked]
 
     def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloRun, ...]) -> MeshCut:
-        of = self._prepared(cutting)
-        axes, names = self._find_axes(of.graph, cutting)
+        in_tiles = any(name in TILES for name in cutting.names)
+        switched = self._beside_space(cutting) if beside and in_tiles else None
+        in_numbers = switched is not None and switched.in_numbers
+        of = self._prepared(cutting, in_numbers=in_numbers)
+        axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
         graph = _with_divisible_batch(of.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
         chosen = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
-        if beside and TENSOR not in chosen:
+        if switched is not None:
+            chosen |= switched.chosen
+        elif beside and TENSOR not in chosen:
             chosen[DATA] = self._beside_rows(of, graph, axes, cutting, limit)
         assigned = {name: each.axes for name, each in chosen.items()}
         gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
-        key = (cutting, beside, tuple(assigned.items()), gap, halos)
+        key = (cutting, beside, tuple(assigned.items()), gap, halos, in_numbers)
         if key not in self._cuts:
-            if beside and TENSOR in assigned:
+            if beside and TENSOR in assigned and switched is None:
                 assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
             plain = axis_cut(cutting, assigned, self._request.batchnorm)
             cut = dataclasses.replace(plain, wide=ends_of(halos, "recompute"), overlapped=ends_of(halos, "overlap"))
             part = self._part(of, graph.batch_size, axes, cut, beside)
             assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap)
+            self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap, halos)
         return self._cuts[key]
 
     def with_grid(self, mesh: Mesh) -> Mesh:
@@ -172,13 +192,49 @@ class CuttableModel:
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
     def can_cut_beside(self, mesh: Mesh) -> bool:
-        """Whether the tensor dimension of a mesh may cut the sequence, too, or that of the replicas large weights."""
+        """Whether the tensor dimension of a mesh may cut the sequence, too, that of the replicas large weights, or tiles more than space."""
+        if any(name in TILES for name in mesh.names):
+            return self._may_switch(mesh.cutting)
         if mesh.cutting.names == (DATA,) and self._pace is not None and not self._request.constraints.axes:
             return self._gains_beside_rows(mesh.cutting)
         if TENSOR not in mesh.names or "sequence" in mesh.names:
             return False
         plain = self.cut(Mesh(((TENSOR, 2),)))
         return bool(_sequence(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
+
+    def _may_switch(self, cutting: Mesh) -> bool:
+        of = self._prepared(cutting)
+        axes, names = self._find_axes(of.graph, cutting)
+        fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
+        return self._hardware is not None and may_switch(axes, cutting, fixed, free=self._is_free)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nobody asked for the mesh."""
+        return self._pace is not None and not self._pace.asked
+
+    def _beside_space(self, cutting: Mesh) -> Switched:
+        """What tiles cut, the batch among it where a graph of one size could be cut by it, and is."""
+        assert self._hardware is not None
+        found: Switched | None = None
+        for in_numbers in (True, False)[not self._could_cut_batch(cutting) :]:
+            of = self._prepared(cutting, in_numbers=in_numbers)
+            axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
+            cost = graph_cost(of.graph, differentiate=self._differentiate)
+            fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
+            ranks = self._hardware.along(cutting, self._request.n_microbatches or 1)
+            problem = SpaceProblem(of.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
+            found = Switched(problem.solve(), in_numbers)
+            if found.cuts(batch_axes(of.graph, axes)):
+                return found
+        assert found is not None
+        return found
+
+    def _could_cut_batch(self, cutting: Mesh) -> bool:
+        """Whether the batch could be cut as any other axis is: into parts of unlike sizes, by a graph for one batch size."""
+        rows = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
+        alone = self._request.mode in ("model", "auto") and self._request.n_microbatches in (None, 1)
+        return self._whole.batch is not None and alone and self._whole.batch_size % rows == 0
 
     def _gains_beside_rows(self, cutting: Mesh) -> bool:
         """Whether replicas would cut anything besides the batch."""
@@ -214,19 +270,23 @@ class CuttableModel:
             return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
 
-    def _prepared(self, mesh: Mesh) -> PartGraph:
-        """The graph as it is cut; of tiles the whole one, since runs that fetch a halo once may go from block to block."""
-        by_rows, in_tiles = _kind(mesh)
-        if (by_rows, in_tiles) not in self._graphs:
-            folded = Folded(self._whole, {}, {}) if in_tiles else self._folded
-            self._graphs[by_rows, in_tiles] = part_graph(
-                folded, self._whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph)
-            )
-        return self._graphs[by_rows, in_tiles]
+    def _prepared(self, mesh: Mesh, *, in_numbers: bool = False) -> PartGraph:
+        """The graph as it is cut; of tiles the whole one, since runs that fetch a halo once may go from block to block.
 
-    def _find_axes(self, graph: ModelGraph, cutting: Mesh) -> tuple[Axes, tuple[str, ...]]:
+        Args:
+            in_numbers: for the batch size alone that is planned for.
+        """
+        by_rows, in_tiles = _kind(mesh)
+        key = (by_rows, in_tiles, in_numbers)
+        if key not in self._graphs:
+            whole = fix_batch(self._whole, self._whole.batch_size) if in_numbers else self._whole
+            folded = Folded(whole, {}, {}) if in_tiles else self._folded
+            self._graphs[key] = part_graph(folded, whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph))
+        return self._graphs[key]
+
+    def _find_axes(self, graph: ModelGraph, cutting: Mesh, *, in_numbers: bool = False) -> tuple[Axes, tuple[str, ...]]:
         """The axes, found once for all meshes that need the same short ones merged."""
-        kind, others = _kind(cutting), tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
+        kind, others = (*_kind(cutting), in_numbers), tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
         if (kind, ()) not in self._axes:
             plain = find_axes(graph.graph)
             self._axes[kind, ()] = plain, axis_names(graph, plain)

@@ -9,8 +9,8 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.mesh_problem import Solution
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.staged_model import StagedModel
-from passes.axis_names import BATCH
-from passes.ir.mesh import STAGES, Mesh
+from passes.axis_names import BATCH, SPACE
+from passes.ir.mesh import STAGES, TILES, Mesh
 from passes.ir.plan import Contender, Plan
 
 __all__ = ["bound_by", "candidate_words", "compared", "contender", "next_best", "plan_words", "searched_words", "words_of"]
@@ -92,7 +92,8 @@ def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = 
     >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full")
     'data 2 x tensor 4, recompute full'
     """
-    besides = " with the sequence" if "tensor" in mesh.names else " with large weights cut"
+    in_tiles = any(name in TILES for name in mesh.names)
+    besides = " with other axes than space" if in_tiles else " with the sequence" if "tensor" in mesh.names else " with large weights cut"
     words = [" x ".join(f"{name} {size}" for name, size in mesh.dimensions) + (besides if beside else "")]
     if any(name in STAGES for name in mesh.names) and mesh.size > 1:
         words.append(candidate_words(candidate))
@@ -108,7 +109,8 @@ def words_of(plan: Plan) -> str:
     places = next((size for name, size in plan.mesh if name in STAGES), 1)
     with_sequence = any(axis.startswith("sequence") and dimension == "tensor" for axis, dimension in plan.axes)
     with_weights = any(dimension == "data" and not axis.startswith((BATCH, "experts")) for axis, dimension in plan.axes)
-    beside = with_sequence or with_weights
+    switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
+    beside = with_sequence or with_weights or switched
     candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches)
     return plan_words(Mesh(plan.mesh), candidate, plan.recompute, beside=beside)
 

@@ -33,7 +33,7 @@ from passes.layouts import Layouts
 from passes.rules.loops import Size
 from passes.slide import fetch_of, held_for, slides_of
 
-__all__ = ["Exchange", "GradientSum", "find_exchanges", "find_gradient_sums", "find_halos"]
+__all__ = ["Exchange", "GradientSum", "collectives_between", "find_exchanges", "find_gradient_sums", "find_halos"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,11 @@ _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | No
 """How a value lies and how it is read -> the collectives."""
 
 
+def collectives_between(have: Placement, need: Placement) -> tuple[Collective | None, Collective | None]:
+    """What brings a value from one placement into another, and its gradient back; None where nothing is sent."""
+    return (None, None) if have == need else _CHANGES.get((type(have), type(need)), (None, None))
+
+
 def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
     """Every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
     found: dict[object, Exchange] = {}
@@ -125,10 +130,7 @@ def _changes(
     """What brings one operand into the layout that a call reads it in."""
     have = layouts.results[operand.name][0]
     for index, ((name, _), lies, wanted) in enumerate(zip(layouts.mesh, have, need, strict=True)):
-        kinds = _CHANGES.get((type(lies), type(wanted))) if lies != wanted else None
-        if kinds is None:
-            continue
-        forward, backward = kinds
+        forward, backward = collectives_between(lies, wanted)
         backward = backward if operand.name in flowing else None
         again: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
         if forward is not None or backward is not None:

@@ -9,24 +9,27 @@ mesh {"data": 2, "pipeline": 2, "tensor": 2}
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from partitioner.planner.axis_terms import contractions_of
-from partitioner.planner.constrained_axes import check_dimensions, check_kept
-from partitioner.planner.constrained_halos import asked_payments
+from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
-from partitioner.planner.halo_choice import choose_halos
+from partitioner.planner.describe import compared, words_of
 from partitioner.planner.make_plan import differentiates, make_plan, plan_stages
-from partitioner.planner.mesh_links import LinkTable, places_of
+from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.space_choice import Hardware
+from partitioner.planner.tile_halos import with_paid_halos
 from passes.axis_names import axes_named, shortened
+from passes.ir.errors import InfeasiblePlanError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
-from passes.ir.mesh import STAGES, TILES, Mesh
+from passes.ir.mesh import STAGES, TILE, TILES, Mesh
 from passes.ir.plan import Plan
 from passes.provenance import module_path
 from passes.weights_digest import weights_digest
@@ -51,26 +54,45 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     check_dimensions(request.constraints, mesh)
     if mesh.cutting.size == 1:
         return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
-    pace = pace_of(graph, cluster, asked=True)
-    model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace)
+    model_prices, pace = cost_model or Roofline(), pace_of(graph, cluster, asked=True)
+    hardware = Hardware(cluster, model_prices)
+    model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
-    cut = model.cut(mesh.cutting)
-    halos: tuple[HaloRun, ...] = ()
-    if any(name in TILES for name in mesh.names):
-        halos = _halos(cut, mesh, cluster, request, cost_model or Roofline())
-        cut = model.cut(mesh.cutting, halos=halos)
-    check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
-    problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, cost_model or Roofline())
-    return dataclasses.replace(cut_described(plan_stages(problem), cut, request), weights=weights_digest(graph), halos=halos)
+    plans, refused = list[Plan](), list[PartitionError]()
+    for beside in _ways(model, mesh, request):
+        cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
+        check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
+        problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices)
+        try:
+            plans.append(cut_described(plan_stages(problem), cut, request))
+        except InfeasiblePlanError as error:
+            refused.append(error)
+    if not plans:
+        raise refused[0]
+    return dataclasses.replace(_faster(plans), weights=weights_digest(graph))
 
 
-def _halos(cut: MeshCut, mesh: Mesh, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> tuple[HaloRun, ...]:
-    """How each run of calls pays for its halos."""
-    used = cluster.first(mesh.size)
-    asked = asked_payments(request.constraints, cut.part.graph, request.modules)
-    rows = -(-cut.part.batch_size // (request.n_microbatches or 1))
-    return choose_halos(cut.part, cut.assigned, LinkTable(used).of(mesh), places_of(mesh, used).devices[0], cost_model, rows, asked)
+def _ways(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
+    """Whether tiles cut space alone, or other axes beside it: both are planned where nobody says so."""
+    if not any(name in TILES for name in mesh.names) or stages_length(mesh) > 1 or not model.can_cut_beside(mesh):
+        return (False,)
+    return (True,) if TILE in named_dimensions(request.constraints) else (False, True)
+
+
+def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloRun, ...]) -> MeshCut:
+    return model.cut(mesh.cutting, beside=beside, halos=halos)
+
+
+def _faster(plans: Sequence[Plan]) -> Plan:
+    """The fastest, with the other one beside it; of equals the first."""
+    best = min(plans, key=lambda plan: plan.step_time)
+    others = [plan for plan in plans if plan is not best and plan.axes != best.axes]
+    if not others:
+        return best
+    other = min(others, key=lambda plan: plan.step_time)
+    contenders = (*best.contenders, *(dataclasses.replace(each.contenders[0], words=words_of(each)) for each in others))
+    return dataclasses.replace(best, runner_up=compared(words_of(other), other.step_time, best.step_time), contenders=contenders)
 
 
 def stages_mode(mesh: Mesh, request: PlanRequest) -> str:
@@ -86,6 +108,7 @@ def cut_described(plan: Plan, cut: MeshCut, request: PlanRequest) -> Plan:
         axes=cut.in_whole_model(),
         axes_gap=cut.gap,
         batchnorm=request.batchnorm,
+        halos=cut.halos,
     )
 
 
