@@ -29,7 +29,8 @@ class Constraints:
             mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
-            ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism.
+            ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,
+            what is named of space is cut, and other names say what may stand in for the rest of it: ``{"batch": "tile"}``.
         pin: module or node name -> stage.
         halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer;
             ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours

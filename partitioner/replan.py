@@ -29,8 +29,8 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.reports.moved import moved_text
 from partitioner.simulate import Assumptions
 from partitioner.state import State
-from passes.ir.errors import ConfigError
 from passes.fix_batch import fixed_for
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan

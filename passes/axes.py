@@ -67,7 +67,9 @@ class Axes:
     def slid_over(self) -> Mapping[str, frozenset[int]]:
         """Call -> the axes of its operands over which windows slide; absent where there are none."""
         found = {
-            name: frozenset(self.of(self.operands[name][each.operand].name)[each.dimension][0] for each in loops.windows if each.factor is not None)
+            name: frozenset(
+                self.of(self.operands[name][each.operand].name)[each.dimension][0] for each in loops.windows if each.factor is not None
+            )
             for name, loops in self.loops.items()
             if loops.windows
         }

@@ -101,11 +101,11 @@ class Resharder:
             if isinstance(have, Partial) and not isinstance(wanted, Partial):
                 at_once = isinstance(wanted, Shard) and have.operation == "sum" and wanted not in value.layout[index + 1 :]
                 value.layout = self._change(value, value.layout, index, wanted if at_once else Replicate(), node)
-        layout = value.layout
+        layout = self._exchanged(value, need, node)
         for index in reversed(range(len(need))):
             have = layout[index]
             if isinstance(have, Shard) and have != need[index]:
-                layout = self._change(value, layout, index, self._first_stop(layout, index, need), node)
+                layout = self._change(value, layout, index, need[index] if isinstance(need[index], Varying) else Replicate(), node)
             elif isinstance(have, Shard) and _is_recut(have, layout[:index], need[:index]):
                 layout = self._change(value, layout, index, Replicate(), node)
         for index in range(len(need)):
@@ -113,18 +113,16 @@ class Resharder:
                 layout = self._change(value, layout, index, need[index], node)
         return value.copies[layout]
 
-    def _first_stop(self, layout: Layout, index: int, need: Layout) -> Placement:
-        """Where a shard goes first: straight to another shard where that leaves the parts of both axes nested, else to the whole."""
-        have, wanted = layout[index], need[index]
-        if not isinstance(wanted, Shard):
-            return wanted if isinstance(wanted, Varying) else Replicate()
-        assert isinstance(have, Shard)
-        inside = (*layout[index + 1 :], *need[index + 1 :])
-        around = [(one, other) for one, other in zip(layout[:index], need[:index], strict=True) if one != other]
-        is_nested = not any(_cuts_axis(place, have.axis, wanted.axis) for place in inside) and not any(
-            _cuts_axis(place, wanted.axis) for pair in around for place in pair
-        )
-        return wanted if is_nested and have.dimension != wanted.dimension else Replicate()
+    def _exchanged(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
+        """A value with every part that can be exchanged for a part of another axis: in the order in which that leaves all parts nested.
+
+        height/tile0, width/tile1   ->   batch/tile0, width/tile1   ->   batch/tile0/tile1     outermost first
+        batch/tile0/tile1           ->   batch/tile0, width/tile1   ->   height/tile0, width/tile1
+        """
+        layout = value.layout
+        while (index := next((place for place in range(len(need)) if _can_exchange(layout, place, need)), None)) is not None:
+            layout = self._change(value, layout, index, need[index], like)
+        return layout
 
     def _change(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> Layout:
         """One change over one mesh dimension, if it has not been made."""
@@ -236,6 +234,16 @@ def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
 def _kept(layout: Layout, shard: Shard) -> tuple[Shard | None, ...]:
     """The cuts of the dimension that a shard is in; an axis may occur in another, too."""
     return tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
+
+
+def _can_exchange(layout: Layout, index: int, need: Layout) -> bool:
+    """Whether a part can be exchanged for the part that is needed: nothing lies inside of either, or is still to be laid around it."""
+    have, wanted = layout[index], need[index]
+    if not isinstance(have, Shard) or not isinstance(wanted, Shard) or have.dimension == wanted.dimension:
+        return False
+    around = (pair for pair in zip(layout[:index], need[:index], strict=True) if pair[0] != pair[1])
+    inside = any(_cuts_axis(place, have.axis, wanted.axis) for place in layout[index + 1 :])
+    return not inside and not any(_cuts_axis(place, wanted.axis) for pair in around for place in pair)
 
 
 def _cuts_axis(place: Placement, *axes: int) -> bool:

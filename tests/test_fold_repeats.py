@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster
 from partitioner import Constraints, partition
-from partitioner.planner.cuttable_model import part_graph
-from partitioner.planner.model_part import unfolded, whole_part
+from partitioner.planner.model_part import whole_part
+from partitioner.planner.part_graph import part_graph, unfolded
 from partitioner.planner.stage_problem import stages_of
 from partitioner.tracing.trace import trace
 from passes.fold_repeats import fold_repeats

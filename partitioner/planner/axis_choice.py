@@ -132,7 +132,9 @@ class AxisProblem:
             return found
         problem, groups = self._problem(self._choices, self._groups, count), self._groups
         tried = []
-        for left_out in (number for number, group in enumerate(groups) if group.span == _NEVER_DROPPED and not set(group.axes) & set(wanted)):
+        for left_out in (
+            number for number, group in enumerate(groups) if group.span == _NEVER_DROPPED and not set(group.axes) & set(wanted)
+        ):
             terms = (*problem.terms, Term((left_out,), np.array([0.0, np.inf]), np.zeros(2)))
             terms += tuple(
                 Term((number,), np.array([np.inf, 0.0]), np.zeros(2)) for number, each in enumerate(groups) if set(each.axes) & set(wanted)

@@ -24,7 +24,7 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.layout_choices import CallLayout, HeldLayout, LayoutChoices, Outcomes
 from passes.value_bytes import ValueBytes
 
-__all__ = ["MESSAGES_INSIDE", "AxisPrices", "axis_terms", "contractions_of"]
+__all__ = ["WORTH", "AxisPrices", "axis_terms", "contractions_of"]
 
 _T = TypeVar("_T")
 
@@ -181,7 +181,7 @@ class _Asked:
 
 
 def _moved(have: Placement, need: Placement, count: int) -> tuple[float, int]:
-    """How often a change of layout moves the value, forward and backward, and in how many messages; of exchanged parts a rank has its own."""
+    """How often a change of layout moves the value, forward and backward, and in how many messages; of a part a rank keeps its own."""
     times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
     return times * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), messages
 

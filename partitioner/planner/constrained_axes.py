@@ -18,7 +18,7 @@ from partitioner.constraints import TENSOR, Constraints
 from partitioner.meshes import dimension_named
 from partitioner.planner.tile_grid import tile_axes
 from passes.axes import Axes
-from passes.axis_names import axes_named, batch_axes, space_axes
+from passes.axis_names import SPACE, axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
@@ -106,17 +106,27 @@ def constrained_axes(
 
 
 def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
-    """Raise ConfigError for an axis name that nothing could be cut by, after all."""
+    """Raise ConfigError for an axis name that nothing could be cut by, after all; of several that may stand in for space, for all."""
+    may_stand_in = _standing_in(names, mesh, constraints, layouts)
     for name, where in (constraints.axes or {}).items():
         over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
         wanted = set(axes_named(name, names))
         cut = any(cuts[index] is not None and cuts[index].axis in wanted for cuts in layouts.cuts.values() for index in over)  # type: ignore[union-attr]
         places = (layout[index] for layout in layouts.stored.values() for index in over)
         held = any(isinstance(place, Shard) and place.axis in wanted for place in places)
-        if not cut and not held:
+        if not cut and not held and not wanted & may_stand_in:
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
             )
+
+
+def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
+    """The axes that may be cut over tiles instead of space, if any of them is."""
+    tiles = [index for index, name in enumerate(mesh.names) if name in TILES]
+    said = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
+    others = frozenset(axis for name in said for axis in axes_named(name, names) if not names[axis].startswith((*SPACE, "length")))
+    cut = any(cuts[index] is not None and cuts[index].axis in others for cuts in layouts.cuts.values() for index in tiles)  # type: ignore[union-attr]
+    return others if cut else frozenset()
 
 
 def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import sympy
 
 from cost_models.graph_cost import graph_cost
 from partitioner.planner.axis_choice import AxisChoice, AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
-from partitioner.planner.cut_points import CutPoints, find_cut_points
-from partitioner.planner.model_part import ModelPart, PartGraph, axis_cut, cut_part, whole_part
+from partitioner.planner.model_part import ModelPart, axis_cut, cut_part, whole_part
 from partitioner.planner.pace import Pace
+from partitioner.planner.part_graph import PartGraph, part_graph
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware, SpaceProblem, Switched, may_switch
 from partitioner.planner.tile_grid import tile_axes, with_grid
-from partitioner.planner.unfold import unfolding_of
 from passes.axes import Axes, find_axes
 from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened
 from passes.cut_axes import AxisCut
@@ -33,7 +31,6 @@ from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 from passes.layouts import Layouts
 from passes.loss_totals import with_totals
 from passes.merge_axes import find_axes_to_cut, merge_short_axes
-from passes.size_expression import bytes_of
 from passes.split_randomness import split_randomness
 
 __all__ = ["CuttableModel", "MeshCut"]
@@ -192,7 +189,7 @@ class CuttableModel:
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
     def can_cut_beside(self, mesh: Mesh) -> bool:
-        """Whether the tensor dimension of a mesh may cut the sequence, too, that of the replicas large weights, or tiles more than space."""
+        """Whether a tensor dimension may cut the sequence, too, that of the replicas large weights, or tiles more than space."""
         if any(name in TILES for name in mesh.names):
             return self._may_switch(mesh.cutting)
         if mesh.cutting.names == (DATA,) and self._pace is not None and not self._request.constraints.axes:
@@ -220,7 +217,7 @@ class CuttableModel:
         for in_numbers in (True, False)[not self._could_cut_batch(cutting) :]:
             of = self._prepared(cutting, in_numbers=in_numbers)
             axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
-            cost = graph_cost(of.graph, differentiate=self._differentiate)
+            cost = graph_cost(of.graph, differentiate=self._differentiate, reading=of.reading(differentiate=self._differentiate))
             fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
             ranks = self._hardware.along(cutting, self._request.n_microbatches or 1)
             problem = SpaceProblem(of.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
@@ -357,38 +354,6 @@ def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[in
                     for axis, counterpart in zip(one, other, strict=False):
                         found.setdefault(axis, {})[counterpart] = None
     return found
-
-
-def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph]) -> PartGraph:
-    """A graph to cut parts from, written anew by ``prepare``; unfolded where the copies do not begin with units of their own."""
-    if folded.n_copies > 1:
-        graph = prepare(folded.graph)
-        points = _thinned(graph, folded)
-        unfolding = unfolding_of(points, folded.copies, folded.following)
-        if unfolding is not None:
-            return PartGraph(graph, points, whole, unfolding)
-    graph = prepare(whole)
-    return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
-
-
-def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
-    """The units of a folded graph; where copies are so many that cuts are plenty, only where least crosses inside of a copy."""
-    names = frozenset(node.name for node in folded.graph.graph.nodes)
-    points = find_cut_points(graph, names)
-    in_block = [index for index, unit in enumerate(points.units) if unit[0] in folded.copies]
-    if len(in_block) * folded.n_copies < _PLENTY:
-        return points
-    crossing = np.zeros(len(points.units))
-    nodes = {node.name: node for node in graph.graph.nodes}
-    for value in points.values:
-        size = bytes_of(nodes[value.node].meta["val"], graph.batch, graph.batch_size)
-        crossing[value.producer + 1 : value.readers[-1] + 1] += size
-    least = crossing[in_block].min()
-    return find_cut_points(graph, frozenset(unit[0] for unit, size in zip(points.units, crossing, strict=True) if size <= least * 1.01))
-
-
-_PLENTY = 60
-"""Units from which on cuts are considered only where least crosses."""
 
 
 def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

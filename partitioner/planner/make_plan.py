@@ -17,7 +17,8 @@ from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbat
 from partitioner.planner.describe import bound_by, candidate_words, contender, next_best
 from partitioner.planner.infeasible import why_infeasible
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
-from partitioner.planner.model_part import unfolded, whole_part
+from partitioner.planner.model_part import whole_part
+from partitioner.planner.part_graph import unfolded
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model

@@ -15,14 +15,15 @@ from functools import cached_property
 from types import MappingProxyType
 
 from cost_models.cost_model import CostModel
-from cost_models.graph_cost import GraphCost, Reading, graph_cost, read_graph
+from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
-from partitioner.planner.cut_points import CutPoints, find_cut_points
+from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
+from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.stage_problem import Floats
-from partitioner.planner.unfold import RepeatedPrices, Unfolding
+from partitioner.planner.unfold import RepeatedPrices
 from partitioner.planner.unit_prices import PriceList, Prices
 from passes.axes import Axes
 from passes.cut_axes import AxisCut, layouts_of_cut
@@ -31,45 +32,7 @@ from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
 from passes.recompute import Recompute
 
-__all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "unfolded", "whole_part"]
-
-
-@dataclass(frozen=True, eq=False)
-class PartGraph:
-    """A graph that parts are cut from.
-
-    Attributes:
-        graph: of the model, repeated blocks folded.
-        points: its units.
-        whole: of the model.
-        unfolding: how the units repeat; None where nothing is folded.
-    """
-
-    graph: ModelGraph
-    points: CutPoints
-    whole: ModelGraph
-    unfolding: Unfolding | None = None
-
-    @property
-    def all_points(self) -> CutPoints:
-        """The units of the whole model."""
-        return self.points if self.unfolding is None else self.unfolding.points
-
-    def reading(self, *, differentiate: bool) -> Reading:
-        """What prices of all parts have in common."""
-        return self._differentiated if differentiate else self._alone
-
-    @cached_property
-    def _differentiated(self) -> Reading:
-        return read_graph(self.graph, differentiate=True)
-
-    @cached_property
-    def _alone(self) -> Reading:
-        return read_graph(self.graph, differentiate=False)
-
-    def copies(self, name: str) -> tuple[str, ...]:
-        """The nodes that a node of the folded graph stands for."""
-        return (name,) if self.unfolding is None else self.unfolding.copies.get(name, (name,))
+__all__ = ["ModelPart", "axis_cut", "cut_part", "whole_part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +129,6 @@ def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:
     """The whole model, for a mesh that cuts no axes."""
     cost = graph_cost(of.graph, differentiate=differentiate, reading=of.reading(differentiate=differentiate))
     return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
-
-
-def unfolded(graph: ModelGraph) -> PartGraph:
-    """A graph as it is."""
-    return PartGraph(graph, find_cut_points(graph), graph)
 
 
 def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differentiate: bool) -> ModelPart:

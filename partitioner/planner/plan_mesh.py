@@ -25,7 +25,7 @@ from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
-from passes.axis_names import axes_named, shortened
+from passes.axis_names import axes_named, batch_axes, shortened
 from passes.ir.errors import InfeasiblePlanError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
@@ -118,6 +118,8 @@ def _notes(cut: MeshCut) -> Iterator[str]:
     unruled = sorted(set(axes.unruled.values()))
     if unruled:
         yield f"Computed whole on every rank, because no rule says how they could be cut: {', '.join(unruled)}."
+    if any(set(chosen) & batch_axes(cut.part.of.graph, axes) for name, chosen in cut.assigned.items() if name in TILES):
+        yield "The batch is cut over tiles like any other axis, into parts of any size: programs are written anew for every batch size."
     for dimension, chosen in cut.assigned.items():
         count = cutting.length(dimension)
         sizes = {axis: size for axis in chosen if isinstance(size := axes.sizes[axis], int)}

@@ -9,9 +9,9 @@ A U-Net of three levels, three images, two devices:
     1         128       height      parts of the batch are exchanged for parts of the height: all_to_all
     0         256       height
 
-The first call that can is cut by space, and space comes first wherever it is cut (``passes.layouts``); what stands in for it are the batch, and axes of parameters. Which height is cut
-and which is not is chosen call by call, exactly, for the prices of ``space_prices`` (``axis_choice``). Whether the choice is better
-than tiles throughout, whole plans tell.
+The first call that can is cut by space, and space comes first wherever it is cut (``passes.layouts``); what stands in for it are the
+batch, and axes of parameters. Which height is cut and which is not is chosen call by call, exactly, for the prices of ``space_prices``
+(``axis_choice``). Whether the choice is better than tiles throughout, whole plans tell.
 """
 
 from __future__ import annotations
@@ -122,12 +122,13 @@ class SpaceProblem:
         named = [axis for axis in space if axis in self.fixed[name]]
         others = [axis for axis in self.fixed[name] if axis not in space]
         cut = named or self._first(space) if self.free or self.fixed[name] else space
-        rows = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if _fits(self.axes, axis, count * self._row_parts(axis, before))]
+        rows = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if _fits(self.axes, axis, count * self._parts(axis, before))]
         alone = (*(axis for axis in space if axis not in cut), *(axis for axis in rows if not others or axis in others))
-        elsewhere = {axis for other, each in self.fixed.items() if other != name for axis in each}
+        elsewhere = {axis for other, each in self.fixed.items() if other not in TILES for axis in each}
         elsewhere |= self._of_parameters().difference(others) if others or {"tensor", "sequence"} & set(self.cutting.names) else set()
-        prices = SpacePrices(self.graph, self.axes, self.cost, self.ranks[name])
-        excluded = (every | elsewhere).difference(cut, alone)
+        prices = SpacePrices(self.graph, self.axes, self.cost, self.ranks[name], asked=not self.free)
+        short = {axis for each in before.values() for axis in each.axes if not _fits(self.axes, axis, count * self._parts(axis, before))}
+        excluded = (every | elsewhere | short).difference(cut, alone)
         problem = AxisProblem(self.graph, self.axes, (name, count), cut, excluded, alone=alone, prices=prices)
         chosen = problem.solve(count)
         assert chosen is not None
@@ -142,9 +143,10 @@ class SpaceProblem:
         held = self.graph.parameters
         return {axis for name in held if name in self.axes.tensors for each in self.axes.of(name) for axis in each}
 
-    def _row_parts(self, axis: int, before: Mapping[str, AxisChoice]) -> int:
-        """Into how many parts outer mesh dimensions cut the batch."""
-        outer = [name for name in self.cutting.names if name in ROWS or (name in before and axis in before[name].axes)]
+    def _parts(self, axis: int, before: Mapping[str, AxisChoice]) -> int:
+        """Into how many parts outer mesh dimensions cut an axis."""
+        rows = axis in batch_axes(self.graph, self.axes)
+        outer = [name for name in self.cutting.names if (rows and name in ROWS) or (name in before and axis in before[name].axes)]
         return math.prod(self.cutting.length(name) for name in outer)
 
 

@@ -18,9 +18,10 @@ from torch import fx
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
-from cost_models.group_communication import GroupLinks
+from cost_models.group_communication import Collective, GroupLinks
 from cost_models.hardware import Device
 from cost_models.work import Work
+from partitioner.planner.axis_terms import WORTH, contractions_of
 from partitioner.planner.exchanges import Exchange, collectives_between
 from passes.axes import Axes
 from passes.ir.graph import ModelGraph
@@ -58,15 +59,17 @@ class SpacePrices:
         axes: of the graph.
         cost: of the graph.
         ranks: who computes.
+        asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves: some for each call.
     """
 
-    def __init__(self, graph: ModelGraph, axes: Axes, cost: GraphCost, ranks: Ranks) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, cost: GraphCost, ranks: Ranks, *, asked: bool = False) -> None:
         self._axes, self._cost, self._ranks = axes, cost, ranks
         self._count = ranks.links.n_ranks
         self._numbers = Numbers(graph.batch_size)
         self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.graph.nodes}
         self._known: dict[tuple[str, float], float] = {}
         self.message = ranks.links.seconds("all_reduce", 0.0)
+        self._worth = dict.fromkeys(contractions_of(axes) if asked else (), WORTH * self.message)
 
     def whole(self, _name: str) -> float:
         """Of a parameter that is not cut: what matters is the sum of its gradient, which is a change of layout."""
@@ -86,7 +89,7 @@ class SpacePrices:
         if name not in self._cost.nodes:
             return 0.0
         if found.cut is None:
-            return self._seconds(name, 1.0)
+            return self._seconds(name, 1.0) + self._worth.get(name, 0.0)
         size = self._axes.sizes[found.cut.axis]
         parts = 1 / self._count if not isinstance(size, int) else -(-size // self._count) / size
         windows = (window for window in self._axes.loops[name].windows if window.factor == found.cut.factor)
@@ -116,12 +119,14 @@ class SpacePrices:
         ends = [sum(steps[:rank]) for rank in range(len(steps) + 1)]
         wanted = to_text(window.reach.reads(*ends[rank : rank + 2]) for rank in range(len(steps)))
         read = segments(owned, wanted)
-        foreign = (sum(copy.count for copy in copies) for rank, each in enumerate(read) for owner, copies in enumerate(each) if owner != rank)
+        foreign = (
+            sum(copy.count for copy in copies) for rank, each in enumerate(read) for owner, copies in enumerate(each) if owner != rank
+        )
         most = max(foreign, default=0)
         if not most:
             return 0.0
         size = self._numbers[self._cost.bytes[operand.name]] * self._ranks.share * most / sum(owned)
-        back = "halo_exchange" if operand.name in self._cost.gradients else None
+        back: Collective | None = "halo_exchange" if operand.name in self._cost.gradients else None
         return sum(Exchange("", 0, "", "halo_exchange", back).seconds(size, self._ranks.links))
 
     def _parts(self, dimension: tuple[int, ...]) -> tuple[int, ...]:

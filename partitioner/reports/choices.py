@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from cost_models.units import format_bytes, format_seconds
 from partitioner.planner.pinned import Pinned
 from partitioner.reports.table import Table
+from passes.ir.mesh import TILES
 from passes.ir.plan import Plan
 
 __all__ = ["axes_proof", "contenders_section", "fullest_rank", "pinned_section"]
@@ -74,6 +75,7 @@ def axes_proof(plan: Plan) -> str:
     """What is known of the choice of axes; empty where there was none."""
     if plan.axes_gap is None:
         return ""
+    chosen = "those" if any(name in TILES for name, _ in plan.mesh) else "those of parameters"
     if plan.axes_gap == 0:
-        return "those of parameters that are cut are the best of all choices, by the prices of that choice"
-    return f"another choice of those of parameters could cost up to {100 * plan.axes_gap:.2g} % less, by the prices of that choice"
+        return f"{chosen} that are cut are the best of all choices, by the prices of that choice"
+    return f"another choice of {chosen} could cost up to {100 * plan.axes_gap:.2g} % less, by the prices of that choice"

@@ -1,8 +1,9 @@
 """Which axes a mesh cuts, and how the parameters lie over it: read from the blocks that ranks hold.
 
-axis   size  over    a rank has
-heads     4  tensor  2
-ffn      48  tensor  24
+axis             size         over    a rank has
+heads               4         tensor  2
+ffn                48         tensor  24
+height, 6 of 8     64 to 512  tile0   32 to 256
 
 blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
 """
@@ -10,7 +11,7 @@ blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
@@ -28,13 +29,23 @@ def axes_section(explained: Explained) -> Table:
     plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
     names = axis_names(explained.cut.graph, axes)
     rows = [("axis", "size", "over", "a rank has")]
-    for name, dimension in plan.axes:
+    for (base, dimension), chosen in _by_name(plan.axes).items():
         count = mesh.length(dimension)
-        sizes = [plan.batch_size] if name.startswith(BATCH) else sorted({axes.sizes[axis] for axis in axes_named(name, names)}, key=str)
-        rows.append((name, _any_of(map(str, sizes)), dimension, _any_of(_part(size, count) for size in sizes)))
+        cut = {axis for name in chosen for axis in axes_named(name, names)}
+        sizes = [plan.batch_size] if base == BATCH else sorted({axes.sizes[axis] for axis in cut}, key=str)
+        words = chosen[0] if len(chosen) == 1 else f"{base}, {len(cut)} of {len(axes_named(base, names))}"
+        rows.append((words, _any_of(map(str, sizes)), dimension, _any_of(_part(size, count) for size in sizes)))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
     return Table(rows, "<><<")
+
+
+def _by_name(cut: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Axes of one name that one mesh dimension cuts, together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, dimension in cut:
+        found.setdefault((name.partition("[")[0], dimension), []).append(name)
+    return found
 
 
 def _any_of(words: Iterable[str]) -> str:

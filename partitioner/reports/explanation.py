@@ -18,6 +18,7 @@ from partitioner.reports.devices import headline
 from partitioner.reports.explained import Explained
 from partitioner.reports.halos import halos_section
 from partitioner.reports.module_range import module_range, rank_list
+from partitioner.reports.regions import regions_section
 from partitioner.reports.table import Table, align
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import find_schedule
@@ -50,6 +51,7 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
         ("PLANS", contenders_section(explained.plan)),
         ("PINNED", pinned_section(choices, explained.plan)),
         ("AXES", axes_section(explained) if explained.is_cut else None),
+        ("REGIONS", regions_section(explained) if explained.is_cut else None),
         ("HALOS", halos_section(explained.plan)),
         ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
         ("STAGES", _stages(explained)),

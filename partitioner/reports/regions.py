@@ -1,0 +1,58 @@
+"""Which axis the layers are cut along, where one mesh dimension cuts unlike axes in unlike layers: in order of the graph.
+
+over   layers                          cut along
+tile0  down.0.0 ... down.2.3           height
+tile0  bottom.0, bottom.3              batch
+tile0  grow.0 ... head                 height
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from partitioner.reports.explained import Explained
+from partitioner.reports.table import Table
+from passes.axes import Axes
+from passes.axis_names import axis_names
+from passes.cut_axes import CutModel
+from passes.ir.mesh import ROWS, TILES
+from passes.provenance import module_path
+
+__all__ = ["regions_section"]
+
+_WHOLE = "nothing: every rank computes all of it"
+
+
+def regions_section(explained: Explained) -> Table | None:
+    """The runs of layers that multiply and add, by what cuts them; None where every mesh dimension cuts one axis throughout."""
+    rows = [("over", "layers", "cut along")]
+    for index, (name, _) in enumerate(explained.cut.layouts.mesh):
+        runs = [(words, tuple(modules)) for words, modules in _runs(explained.cut, index)] if name in (*TILES, *ROWS) else []
+        if len({words for words, _ in runs}) > 1:
+            rows += [(name, _layers(modules), words) for words, modules in runs]
+    return Table(rows, "<<<") if len(rows) > 1 else None
+
+
+def _runs(cut: CutModel, index: int) -> Iterator[tuple[str, list[str]]]:
+    """What cuts calls that follow each other, and their modules."""
+    names = axis_names(cut.graph, cut.axes)
+    calls = []
+    for node in cut.graph.graph.nodes:
+        if node.name in cut.layouts.cuts and _contracts(cut.axes, node.name):
+            found = cut.layouts.cuts[node.name][index]
+            calls.append((_WHOLE if found is None else names[found.axis].partition("[")[0], module_path(node)))
+    for words, run in itertools.groupby(calls, key=lambda call: call[0]):
+        yield words, list(dict.fromkeys(path for _, path in run if path))
+
+
+def _contracts(axes: Axes, name: str) -> bool:
+    """Whether a call multiplies and adds."""
+    loops = axes.loops.get(name)
+    return loops is not None and len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors)
+
+
+def _layers(modules: Sequence[str]) -> str:
+    if len(modules) > 2:
+        return f"{modules[0]} ... {modules[-1]}"
+    return ", ".join(modules) or "(the model itself)"
