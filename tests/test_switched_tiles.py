@@ -167,12 +167,20 @@ def convolutions() -> nn.Module:
 FIRST_BY_HEIGHT = (("height[1]", "tile0"), ("batch", "tile0"))
 
 
+@pytest.mark.slow
 def test_other_batches() -> None:
     """A graph has one size; others are lowered anew, also of fewer rows than there are ranks."""
     model, x = convolutions(), images(3)
     pm = partition(copy.deepcopy(model), 2, plan=planned(model, x, 2, FIRST_BY_HEIGHT), example_inputs=(x,), progress=False)
     for rows in (3, 5, 1):
         expect_equal_numbers(pm, model, images(rows))
+
+
+@pytest.mark.slow
+def test_groups_of_channels_over_one_dimension_and_space_over_another() -> None:
+    """A rank has some of the groups, and of these some of the rows."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 1)).double()
+    assert first_difference_of_tiles(model, images(2), 4, {"tile": (2, 1), "tensor": 2}) == ""
 
 
 # -- how much moves ----------------------------------------------------------------------------------------------------------------

@@ -50,11 +50,11 @@ def rms_norm(write: InsideWriter) -> fx.Node:
 
 
 def group_norm(write: InsideWriter) -> fx.Node:
-    """Statistics over the channels of a group and all of space."""
-    x, groups = write["input"], write["num_groups"]
-    shape = list(x.meta["val"].shape)
-    unfolded = write.call(aten.unflatten.int, x, 1, [groups, -1])
-    dims = list(range(2, len(shape) + 1))
+    """Statistics over the channels of a group and all of space; another mesh dimension may leave this rank some of the groups."""
+    x = write["input"]
+    channels = next((cut.own for cut in reversed(write.cuts) if cut.factor == "channels"), write.factors["channels"])
+    unfolded = write.call(aten.unflatten.int, x, 1, [-1, channels])
+    dims = list(range(2, write.rank("input") + 1))
     names = [name for name in write.factors if name not in ("batch", "groups")]
     centred, _, variance = _standardize(write, unfolded, dims, write.count(*names))
     return _by_channel(write, write.call(aten.flatten.using_ints, _scale(write, centred, variance, write["eps"]), 1, 2))
