@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from partitioner.reports.explained import Explained
 from partitioner.reports.table import Table
-from passes.axes import Axes
 from passes.axis_names import axis_names
 from passes.cut_axes import CutModel
 from passes.ir.mesh import ROWS, TILES
@@ -25,7 +24,7 @@ _WHOLE = "nothing: every rank computes all of it"
 
 
 def regions_section(explained: Explained) -> Table | None:
-    """The runs of layers that multiply and add, by what cuts them; None where every mesh dimension cuts one axis throughout."""
+    """The runs of layers that have weights, by what cuts them; None where every mesh dimension cuts one axis throughout."""
     rows = [("over", "layers", "cut along")]
     for index, (name, _) in enumerate(explained.cut.layouts.mesh):
         runs = [(words, tuple(modules)) for words, modules in _runs(explained.cut, index)] if name in (*TILES, *ROWS) else []
@@ -39,17 +38,16 @@ def _runs(cut: CutModel, index: int) -> Iterator[tuple[str, list[str]]]:
     names = axis_names(cut.graph, cut.axes)
     calls = []
     for node in cut.graph.graph.nodes:
-        if node.name in cut.layouts.cuts and _contracts(cut.axes, node.name):
+        if node.name in cut.layouts.cuts and _reads_weights(cut, node.name):
             found = cut.layouts.cuts[node.name][index]
             calls.append((_WHOLE if found is None else names[found.axis].partition("[")[0], module_path(node)))
     for words, run in itertools.groupby(calls, key=lambda call: call[0]):
         yield words, list(dict.fromkeys(path for _, path in run if path))
 
 
-def _contracts(axes: Axes, name: str) -> bool:
-    """Whether a call multiplies and adds."""
-    loops = axes.loops.get(name)
-    return loops is not None and len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors)
+def _reads_weights(cut: CutModel, name: str) -> bool:
+    """Whether a call reads a parameter that is more than a vector."""
+    return any(each.name in cut.graph.parameters and each.meta["val"].dim() > 1 for each in cut.axes.operands[name])
 
 
 def _layers(modules: Sequence[str]) -> str:
