@@ -34,6 +34,7 @@ QUICK = {
     "transformers_from_config": ("--only", "t5", "bert", "--devices", "2"),
     "two_block_convolution": ("--steps", "3"),
     "unet_skips": ("--steps", "3"),
+    "unet_space_then_batch": ("--size", "64"),
 }
 """Arguments that make each example run in a few seconds."""
 
@@ -57,6 +58,7 @@ LONG = frozenset(
         "one_weird_trick",
         "streamed_decoder",
         "transformers_from_config",
+        "unet_space_then_batch",
     }
 )
 """Those that take longest: they run with the full matrices."""

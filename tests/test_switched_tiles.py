@@ -243,6 +243,19 @@ def test_space_early_and_batch_late_where_messages_are_slow() -> None:
     assert Plan.from_json(switched.to_json()) == switched
 
 
+@pytest.mark.slow
+def test_less_than_space_alone_and_than_the_batch_alone() -> None:
+    """Six images on four devices: down to the third level by height, below by the batch, up again by height."""
+    graph = traced(6, width=8, levels=4, size=384)
+    switched, space = plan_of(graph, {"batch": "tile"}, "l4:1x4"), plan_of(graph, None, "l4:1x4")
+    request = PlanRequest("model", tuple(f"cuda:{rank}" for rank in range(3)))
+    batch = plan_mesh(graph, Cluster.parse("l4:1x3"), request, None, Mesh((("data", 3),)))
+    along = [name for name, _ in itertools.groupby(cut_along(graph, switched).values(), key=lambda each: each[0])]
+    assert along == ["height", "batch", "height"]
+    assert switched.axes_gap == 0.0
+    assert switched.step_time < min(space.step_time, batch.step_time)
+
+
 def test_tiles_throughout_unless_somebody_says_otherwise() -> None:
     """Whoever asks for tiles gets them wherever space is long enough."""
     plan = plan_of(traced(6), None, "a100-80gb:4x1")
