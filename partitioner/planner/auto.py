@@ -69,6 +69,9 @@ _MANY_CUTS = 2_000
 _MOST_CUTS, _FEW_CUTS = 1_000, 8
 """Cuts of one candidate that are tried at most; where there are many."""
 
+_NEAR = 1.1
+"""How much slower than the best the most promising of many cuts may be for others to be tried: these are not often a tenth faster."""
+
 _MOST_CUT_ACTIONS = 100_000
 """Forwards that these have together."""
 
@@ -291,8 +294,10 @@ class _Search:
         n_actions = problem.n_places * candidate.stages_per_rank * candidate.n_microbatches
         self._n_actions += n_actions if self._best is not None else 0
         n_cuts = math.comb(len(problem.part.points.units) - 1, problem.n_places * candidate.stages_per_rank - 1)
-        most = min(_MOST_CUTS if n_cuts <= _MANY_CUTS else _FEW_CUTS, _MOST_CUT_ACTIONS // n_actions)
-        solution, bound = problem.solve(option.policy, candidate, promise, most, thorough=self._best is None)
+        few = n_cuts > _MANY_CUTS
+        most = min(_FEW_CUTS if few else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
+        within = self._known * _NEAR if few else math.inf
+        solution, bound = problem.solve(option.policy, candidate, promise, most, within, thorough=self._best is None)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
         if solution is None:

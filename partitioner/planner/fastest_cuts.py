@@ -11,6 +11,7 @@ ends, and tells what it has proved: the programme's own bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,7 +60,15 @@ def promising_cuts(costs: PathCosts, bound: float) -> Starts:
     return tuple(starts)
 
 
-def fastest_cuts(costs: PathCosts, least: float, more: float, seconds: Callable[[Starts], float], tried: Starts, most: int) -> FastestCuts:
+def fastest_cuts(
+    costs: PathCosts,
+    least: float,
+    more: float,
+    seconds: Callable[[Starts], float],
+    tried: Starts,
+    most: int,
+    within: float = math.inf,
+) -> FastestCuts:
     """Search.
 
     Args:
@@ -69,8 +78,9 @@ def fastest_cuts(costs: PathCosts, least: float, more: float, seconds: Callable[
         seconds: of cuts, with what they take besides; inf where they do not fit.
         tried: cuts to begin with.
         most: how many more cuts are tried at most.
+        within: seconds beyond which the first ones are so slow that no others are tried.
     """
-    search = _Search(costs, more, seconds, tried, most)
+    search = _Search(costs, more, seconds, tried, most, within)
     if search.best > (least + more) * (1 + _ROUNDING):
         search.run()
     proved = search.best if search.is_complete else min(search.best, least + more)
@@ -80,9 +90,10 @@ def fastest_cuts(costs: PathCosts, least: float, more: float, seconds: Callable[
 class _Search:
     """Descents from the first stage on."""
 
-    def __init__(self, costs: PathCosts, more: float, seconds: Callable[[Starts], float], tried: Starts, most: int) -> None:
-        self._costs, self._more, self._seconds, self._left = costs, more, seconds, most
+    def __init__(self, costs: PathCosts, more: float, seconds: Callable[[Starts], float], tried: Starts, most: int, within: float) -> None:
+        self._costs, self._more, self._seconds = costs, more, seconds
         self.best, self.found = seconds(tried), tried
+        self._left = most if self.best <= within else 0
         self.is_complete = True
 
     def run(self) -> None:

@@ -214,13 +214,14 @@ class MeshProblem:
         return Promise(costs, longest_path, max(longest_path * (1 - _ROUNDING) + self._least_sums, bound))
 
     def solve(
-        self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, *, thorough: bool = True
+        self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, within: float = math.inf, *, thorough: bool = True
     ) -> tuple[Solution | None, float]:
         """The fastest cuts of a candidate, None when none that were tried fit; and seconds that no cuts can beat.
 
         Args:
             promise: of the candidate.
             most: how many cuts are tried at most, the first aside.
+            within: seconds beyond which the first ones are so slow that no others are tried.
             thorough: whether to look for cuts that fit where stages share ranks, are many, and the best balanced do not.
         """
         problems = self.problems(policy)
@@ -245,7 +246,7 @@ class MeshProblem:
         if candidate.stages_per_rank > 1 and seconds(tried) == math.inf:
             cuts = problems.solve(candidate)
             tried = tried if cuts is None else cuts.starts
-        found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most)
+        found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most, within)
         bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
         return (None if found.starts is None else known[found.starts]), bound
 
