@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
-from passes.axes import Axes
+from passes.axes import Axes, TensorAxes
 from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
@@ -85,9 +86,9 @@ class CutModel:
         if self.cut.mesh.size == 1:
             return (self.graph,)
         by_sizes: dict[tuple[object, ...], ModelGraph] = {}
-        parts = []
+        parts, patterns = [], _cut_patterns(self.layouts)
         for extents in _extents(self.graph, self.axes, self.cut, self.part):
-            sizes = (_own_sizes(self.layouts, extents), variety(self.axes, self.layouts, extents))
+            sizes = (_own_sizes(patterns, extents), variety(self.axes, self.layouts, extents))
             if sizes not in by_sizes:
                 local = localize(self.graph, self.axes, self.layouts, extents, local_statistics=self.cut.local_statistics)
                 by_sizes[sizes] = replace(local, part=self.part)
@@ -132,13 +133,11 @@ def cut_axes(
     if cut.mesh.size == 1:
         return _whole(graph, axes, cut)
     layouts = layouts_of_cut(graph, axes, cut, results, stored)
-    held = (*graph.parameters, *graph.buffers, *graph.constants)
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
     part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)
-    blocks = tuple(
-        {name: _block(name, axes, layouts.stored[name], extents) for name in held} for extents in _extents(graph, axes, cut, part)
-    )
+    stored = {name: layouts.stored[name] for name in (*graph.parameters, *graph.buffers, *graph.constants)}
+    blocks = tuple(_blocks(axes, stored, _extents(graph, axes, cut, part)))
     return CutModel(graph, axes, cut, layouts, blocks, part)
 
 
@@ -157,15 +156,19 @@ def layouts_of_cut(
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
-    held = (*graph.parameters, *graph.buffers, *graph.constants)
-    blocks = {name: _block(name, axes, (), Extents(axes.sizes, (), (), None, 1)) for name in held}
-    return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), (blocks,), graph.part)
+    whole: dict[str, Layout] = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants), ())
+    blocks = tuple(_blocks(axes, whole, [Extents(axes.sizes, (), (), None, 1)]))
+    return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), blocks, graph.part)
 
 
-def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:
-    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph.
+_Pattern: TypeAlias = tuple[int, tuple[bool, ...]]
+"""An axis, and for each mesh dimension whether it cuts it."""
 
-    Of an axis that several mesh dimensions cut, also those of the outer parts, in which the inner ones lie: of 7 over 2 x 2 ranks the
+
+def _cut_patterns(layouts: Layouts) -> list[_Pattern]:
+    """In which ways anything cuts axes.
+
+    Of an axis that several mesh dimensions cut, also the outer of these alone, in whose parts the inner ones lie: of 7 over 2 x 2 ranks the
     third has 2 as the first has, but of 3 and not of 4.
     """
     every = {layout for each in (*layouts.needs.values(), *layouts.results.values()) for layout in each}
@@ -176,14 +179,36 @@ def _own_sizes(layouts: Layouts, extents: Extents) -> tuple[Size, ...]:
         if isinstance(place, Shard)
     }
     outer = {(axis, pattern[:end] + (False,) * (len(pattern) - end)) for axis, pattern in patterns for end in range(1, len(pattern) + 1)}
-    return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in sorted(outer))
+    return sorted(outer)
 
 
-def _block(name: str, axes: Axes, layout: Layout, extents: Extents) -> Block:
+def _own_sizes(patterns: Sequence[_Pattern], extents: Extents) -> tuple[Size, ...]:
+    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph."""
+    return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in patterns)
+
+
+def _blocks(axes: Axes, stored: Mapping[str, Layout], every: Iterable[Extents]) -> Iterator[Mapping[str, Block]]:
+    """For each rank, the blocks of what is held: of tensors of equal sizes that are cut alike, it is worked out once.
+
+    Args:
+        stored: parameter, buffer or constant -> how it lies.
+    """
+    alike: dict[Hashable, list[str]] = {}
+    for name, layout in stored.items():
+        sizes = tuple(tuple(axes.sizes[axis] for axis in dimension) for dimension in axes.of(name))
+        cuts = tuple(isinstance(place, Shard) and (place.dimension, axes.of(name)[place.dimension].index(place.axis)) for place in layout)
+        alike.setdefault((sizes, cuts), []).append(name)
+    for extents in every:
+        found: dict[str, Block] = {}
+        for names in alike.values():
+            found.update(dict.fromkeys(names, _block(axes.of(names[0]), stored[names[0]], extents)))
+        yield {name: found[name] for name in stored}
+
+
+def _block(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
     if not any(isinstance(place, Shard) for place in layout):
-        sizes = [[axes.sizes[axis] for axis in dimension] for dimension in axes.of(name)]
-        return whole_block(tuple(_product(each) for each in sizes))
-    return block_of(axes.of(name), layout, extents)
+        return whole_block(tuple(_product([extents.sizes[axis] for axis in dimension]) for dimension in axes))
+    return block_of(axes, layout, extents)
 
 
 def _product(sizes: Sequence[object]) -> int:

@@ -118,13 +118,14 @@ class _Inliner:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.bound: dict[str, fx.Node] = {}
-        sections = [node.meta.get("section") for node in module.graph.nodes]
-        self.stages = {section.stage for section in sections if isinstance(section, Action)}
+        sections = [node.meta["section"] for node in module.graph.nodes if isinstance(node.meta.get("section"), Action)]
+        self.stages = {section.stage for section in sections}
         self.like: fx.Node
         traced = next((node.meta.get("val") for node in module.graph.nodes if node.target == "batch"), None)
         self.symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
         sizes = next((node for node in module.graph.nodes if node.target is microbatch_sizes), None)
-        self.rows = microbatch_sizes(int(module.meta["batch_size"]), 1 if sizes is None else sizes.args[1])
+        n_microbatches = 1 + max((section.microbatch for section in sections), default=0) if sizes is None else sizes.args[1]
+        self.rows = microbatch_sizes(int(module.meta["batch_size"]), n_microbatches)
 
     def run(self) -> ProgramModule:
         kept: dict[str, nn.Module] = {}

@@ -15,7 +15,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from cost_models.simulator.links import Passage
 from cost_models.simulator.read_program import RankWork
@@ -48,8 +48,7 @@ class Slice:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """Memory that is made (or dropped) at a time; ``rise``: what merged steps need for a moment."""
 
     time: float

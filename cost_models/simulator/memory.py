@@ -109,21 +109,23 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
     times, sizes = [0.0], [total]
     between = [(0.0, level[_INDEX["activations"]])]
     for index, (time, change) in enumerate(changes):
+        above, most = level, total
         if change.rise is not None:
             above = [here + more for here, more in zip(level, change.rise.bytes, strict=True)]
+            most, grown = sum(above), range(len(CATEGORIES))
         else:
             assert change.storage is not None
             category = _INDEX[change.storage.category]
             size = change.storage.bytes if change.made else -change.storage.bytes
             level[category] += size
-            total += size
-            above = level
-        for category, (size, _) in enumerate(highest):
-            if above[category] > size:
+            most = total = total + size
+            grown = range(category, category + 1)
+        for category in grown:
+            if above[category] > highest[category][0]:
                 highest[category] = above[category], time
-        if sum(above) > peak:
-            peak, at_peak, place, peak_time = sum(above), tuple(above), index, time
-        _extend(times, sizes, time, total, sum(above))
+        if most > peak:
+            peak, at_peak, place, peak_time = most, tuple(above), index, time
+        _extend(times, sizes, time, total, most)
         if index + 1 == len(changes) or changes[index + 1][0] > time:
             between.append((time, level[_INDEX["activations"]]))
     alive = _alive(changes[: place + 1], stays)
@@ -178,5 +180,5 @@ def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) ->
             found.pop(id(change.storage), None)
     if changes and (rise := changes[-1][1].rise) is not None:
         found.update({id(storage): storage for storage in rise.alive})
-    largest = sorted(found.values(), key=lambda storage: -storage.bytes)[:_SHOWN]
-    return tuple(Alive(storage.name, storage.bytes, storage.category) for storage in largest)
+    parts = [Alive(name, size, storage.category) for storage in found.values() for name, size in storage.named]
+    return tuple(sorted(parts, key=lambda part: -part.bytes)[:_SHOWN])

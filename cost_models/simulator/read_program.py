@@ -10,10 +10,11 @@ sums = wait(pending)                       wait for it
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,8 +24,8 @@ from cost_models.simulator.gradient_nodes import gradient_nodes, passed_on
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.program_functions import FUNCTIONS
-from cost_models.simulator.stage_template import StageTemplate, read_stage
-from cost_models.simulator.steps import Step, Transfer, merged
+from cost_models.simulator.stage_template import Group, StageTemplate, read_stage, template_of
+from cost_models.simulator.steps import Step, Transfer
 from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
 from cost_models.work import Work
 from passes.bundle import bundle_collectives
@@ -37,7 +38,10 @@ from passes.ir.unsummed import AddUnsummed
 from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
 
-__all__ = ["RankWork", "read_program"]
+__all__ = ["RankWork", "Templates", "read_program"]
+
+Templates: TypeAlias = dict[Any, tuple[int, StageTemplate]]
+"""Stages that were read, and by which rank."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class RankWork:
     trained: tuple[tuple[int, torch.dtype], ...]
 
 
-def read_program(program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate], mesh: Mesh) -> RankWork:
+def read_program(program: Program, batch: int, prices: NodePrices, templates: Templates, mesh: Mesh) -> RankWork:
     """Read a program.
 
     Args:
@@ -72,7 +76,7 @@ def read_program(program: Program, batch: int, prices: NodePrices, templates: di
 
 
 class _ProgramReader(GraphReader):
-    def __init__(self, program: Program, batch: int, prices: NodePrices, templates: dict[Any, StageTemplate], mesh: Mesh) -> None:
+    def __init__(self, program: Program, batch: int, prices: NodePrices, templates: Templates, mesh: Mesh) -> None:
         super().__init__(program.module.graph, prices, gradient_nodes(program))
         self.program = program
         self.mesh = mesh
@@ -82,6 +86,7 @@ class _ProgramReader(GraphReader):
         self.trained: dict[str, tuple[int, torch.dtype]] = {}
         self._templates = templates
         self._bound: dict[str, Held] = {}
+        self._groups: dict[tuple[int, Group], Group] = {}
         self._pending: dict[fx.Node, tuple[Transfer, Any]] = {}
         self._started: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
@@ -159,10 +164,12 @@ class _ProgramReader(GraphReader):
         n_bound = len(module.bound_names)
         state = [self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)]
         rows = self._rows_of_call(node, placeholders[n_bound:], arguments)
-        key = (id(module.graph), rows, self.program.rank if communicates(module) else None)
+        key = (id(module.graph), rows, self._place if communicates(module) else None)
         if key not in self._templates:
-            self._templates[key] = self._read(node, module, rows, n_saved)
-        steps, self.values[node] = self._templates[key].call(node.name, _section(node), arguments, state, self._next)
+            self._templates[key] = self.program.rank, self._read(node, module, rows, n_saved)
+        rank, template = self._templates[key]
+        there = functools.partial(self._group_here, rank)
+        steps, self.values[node] = template.call(node.name, _section(node), arguments, state, self._next, there)
         if self.values[node] is UNKNOWN and isinstance(node.meta.get("val"), Tensor):
             self.values[node] = self.traced(node)  # a count over the batch, whose graph nobody traced
         dropped = {id(storage): storage for storage in self.end(node)}
@@ -187,6 +194,21 @@ class _ProgramReader(GraphReader):
         reader = _CallReader(program, rows, self.prices, self._templates, self.mesh, section, n_saved)
         reader.run()
         return reader.template(module.bound_names)
+
+    @functools.cached_property
+    def _place(self) -> tuple[int, ...]:
+        """Where the rank is along the mesh dimensions that cut: ranks of one place have stages that communicate alike."""
+        coordinate = self.mesh.coordinate(self.program.rank)
+        return tuple(coordinate[name] for name in self.mesh.cutting.names)
+
+    def _group_here(self, rank: int, group: Group) -> Group:
+        """What a group of another rank of one place is for this rank."""
+        if rank == self.program.rank:
+            return group
+        if (rank, group) not in self._groups:
+            along = {name: place for name, place in self.mesh.coordinate(self.program.rank).items() if name not in self.mesh.cutting.names}
+            self._groups[rank, group] = tuple(self.mesh.rank({**self.mesh.coordinate(member), **along}) for member in group)
+        return self._groups[rank, group]
 
     def _next(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """The key of the next collective of a group: all its ranks count alike."""
@@ -308,7 +330,7 @@ class _CallReader(_ProgramReader):
         program: Program,
         rows: int,
         prices: NodePrices,
-        templates: dict[Any, StageTemplate],
+        templates: Templates,
         mesh: Mesh,
         section: Action,
         n_saved: int,
@@ -324,7 +346,7 @@ class _CallReader(_ProgramReader):
         """What was read; ``names``: of what is bound, in order."""
         results = self.arguments(self.graph.output_node().args[0])
         state = {names.index(name): held.storage for name, held in self._bound.items()}
-        return StageTemplate(tuple(merged(self.steps)), tuple(self._given), state, results)
+        return template_of(self.steps, self._given, state, results)
 
     def _input(self, node: fx.Node) -> Any:
         if node.target == "batch":

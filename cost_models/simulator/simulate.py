@@ -7,10 +7,12 @@ programs -> steps, each node priced       read_program
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from cost_models.cost_model import CostModel
 from cost_models.fusion import Fusion
@@ -20,9 +22,8 @@ from cost_models.simulator.events import RankRun, Slice, run_ranks
 from cost_models.simulator.links import Passages
 from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
-from cost_models.simulator.read_program import RankWork, read_program
+from cost_models.simulator.read_program import RankWork, Templates, read_program
 from cost_models.simulator.simulation import Simulation
-from cost_models.simulator.stage_template import StageTemplate
 from cost_models.simulator.timeline import Timeline
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
@@ -79,8 +80,35 @@ def simulate_programs(
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """
     everybody = representatives or Representatives.everybody(len(programs))
+    with _nothing_collected():
+        return _simulated(programs, cluster, cost_model, batch, optimizer, n_row_parts, everybody, fusion, mixed_precision)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What a simulation makes lives to its end: to look for garbage among millions of objects, again and again, takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _simulated(
+    programs: Sequence[Program],
+    cluster: Cluster,
+    cost_model: CostModel,
+    batch: int,
+    optimizer: str,
+    n_row_parts: int,
+    everybody: Representatives,
+    fusion: Fusion,
+    mixed_precision: bool,
+) -> Simulation:
     prices: dict[Device, NodePrices] = {}
-    templates: dict[Device, dict[Any, StageTemplate]] = {}
+    templates: dict[Device, Templates] = {}
     work = []
     for program in programs:
         device = cluster.devices[program.rank]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
-from cost_models.simulator.steps import Step, Transfer, merged
-from cost_models.simulator.values import Held, Storage
+from cost_models.simulator.steps import Step, Transfer, gathered, merged
+from cost_models.simulator.values import Held, Storage, storages_of
 from passes.aliasing import memory_keys
 from passes.ir.program import StageCall
 from passes.size_expression import size_of
 
-__all__ = ["StageTemplate", "read_stage"]
+__all__ = ["Group", "StageTemplate", "read_stage", "template_of"]
+
+Group: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,13 @@ class StageTemplate:
     results: Any
 
     def call(
-        self, name: str, section: str, arguments: Sequence[Any], state: Sequence[Held], number: Callable[[tuple[int, ...]], Any]
+        self,
+        name: str,
+        section: str,
+        arguments: Sequence[Any],
+        state: Sequence[Held],
+        number: Callable[[Group], Any],
+        group_here: Callable[[Group], Group],
     ) -> tuple[list[Step], Any]:
         """The steps and the results of one call.
 
@@ -45,6 +53,7 @@ class StageTemplate:
             arguments: what it is called with.
             state: what stays with the rank, in the order of ``bound_names``.
             number: the key of the next collective of a group.
+            group_here: the group that a group is where the call is made.
         """
         places: dict[int, Storage] = {id(storage): state[place].storage for place, storage in self.state.items()}
         for storage, argument in zip(self.given, arguments, strict=True):
@@ -55,15 +64,15 @@ class StageTemplate:
         def here(storage: Storage) -> Storage:
             found = places.get(id(storage))
             if found is None:
-                found = places[id(storage)] = Storage(f"{storage.name} of {name}", storage.bytes, storage.category)
+                found = places[id(storage)] = storage.of(name)
             return found
 
         def begun(transfer: Transfer) -> Transfer:
             found = transfers.get(id(transfer))
             if found is None:
                 inputs, buffers = tuple(map(here, transfer.inputs)), tuple(map(here, transfer.buffers))
-                key = number(transfer.group)
-                found = Transfer(transfer.name, transfer.kind, transfer.group, key, transfer.bytes, inputs, buffers)
+                group = group_here(transfer.group)
+                found = Transfer(transfer.name, transfer.kind, group, number(group), transfer.bytes, inputs, buffers)
                 transfers[id(transfer)] = found
             return found
 
@@ -92,7 +101,13 @@ def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradien
     results = reader.run()
     n_bound = len(stage.bound_names)
     state = {place: storage for place, storage in enumerate(reader.given[:n_bound]) if storage is not None}
-    return StageTemplate(tuple(merged(reader.steps)), tuple(reader.given[n_bound:]), state, results)
+    return template_of(reader.steps, reader.given[n_bound:], state, results)
+
+
+def template_of(steps: list[Step], given: Sequence[Storage | None], state: Mapping[int, Storage], results: Any) -> StageTemplate:
+    """What was read, in as few steps and storages as tell the same."""
+    apart = [*(storage for storage in given if storage is not None), *state.values(), *storages_of(results)]
+    return StageTemplate(tuple(gathered(merged(steps), apart)), tuple(given), state, results)
 
 
 class _StageReader(GraphReader):

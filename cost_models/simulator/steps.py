@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cost_models.simulator.values import CATEGORIES, Storage
 
-__all__ = ["Rise", "Step", "Transfer", "merged"]
+__all__ = ["Rise", "Step", "Transfer", "gathered", "merged"]
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -117,3 +118,32 @@ def _merge(run: list[Step]) -> Step:
                 gone[id(storage)] = storage
         elapsed += step.seconds
     return Step("compute", run[0].name, run[0].section, elapsed, list(alive.values()), list(gone.values()), rise=best)
+
+
+def gathered(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
+    """Storages of one category that are made in one step and dropped in one step, as one.
+
+    Args:
+        apart: storages that somebody else may hold.
+    """
+    alone = {id(storage) for storage in apart}
+    for step in steps:
+        if step.transfer is not None:
+            alone.update(map(id, (*step.transfer.inputs, *step.transfer.buffers)))
+    dropped = {id(storage): place for place, step in enumerate(steps) for storage in step.dropped}
+    one_for: dict[int, Storage] = {}
+    for step in steps:
+        together: dict[tuple[int, str], list[Storage]] = {}
+        for storage in step.made:
+            if id(storage) in dropped and id(storage) not in alone:
+                together.setdefault((dropped[id(storage)], storage.category), []).append(storage)
+        for several in together.values():
+            if len(several) > 1:
+                parts = tuple((storage.name, storage.bytes) for storage in several)
+                one = Storage(several[0].name, sum(storage.bytes for storage in several), several[0].category, parts=parts)
+                one_for.update((id(storage), one) for storage in several)
+
+    def less(storages: list[Storage]) -> list[Storage]:
+        return list({id(one): one for one in (one_for.get(id(storage), storage) for storage in storages)}.values())
+
+    return [replace(step, made=less(step.made), dropped=less(step.dropped)) for step in steps]

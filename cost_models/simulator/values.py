@@ -42,6 +42,7 @@ class Storage:
         category: what it is for.
         holders: how many values that are alive lie in it.
         stays: whether it outlives the program.
+        parts: what it is made of, where several are made and dropped together: their names and sizes.
     """
 
     name: str
@@ -49,6 +50,17 @@ class Storage:
     category: Category
     holders: int = 0
     stays: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def of(self, call: str) -> Storage:
+        """Likewise in a call."""
+        return Storage(f"{self.name} of {call}", self.bytes, self.category, parts=self.parts)
+
+    @property
+    def named(self) -> tuple[tuple[str, int], ...]:
+        """The name and the size of each part, or its own."""
+        _, _, call = self.name.partition(" of ")
+        return tuple((f"{name} of {call}" if call else name, size) for name, size in self.parts) or ((self.name, self.bytes),)
 
 
 @dataclass(slots=True, eq=False)
