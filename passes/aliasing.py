@@ -224,7 +224,8 @@ def memory_keys(node: fx.Node) -> list[tuple[torch.Tensor, Hashable]]:
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The strided tensors of a node's value; other layouts own no single storage and are never views here."""
-    for leaf in tree_leaves(node.meta.get("val")):
+    value = node.meta.get("val")
+    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
             yield leaf
 

@@ -23,6 +23,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS
 from passes.ir.plan import Plan
 from passes.ir.program import at_batch
+from passes.known_values import KnownValues
 from passes.lazy_graph_module import LazyGraphModule
 from passes.size_expression import size_of
 
@@ -44,45 +45,41 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
     """
     assert graph.batch is not None
     assert not graph.totals
-    target, values, names = fx.Graph(), dict[fx.Node, Any](), dict[fx.Node, Any]()
+    target, names = fx.Graph(), dict[fx.Node, Any]()
 
     def number(size: Any) -> int:
         return int(at_batch(size_of(size), batch_size))
 
+    known = KnownValues.like(graph.graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 value = node.meta.get("val")
                 if isinstance(value, Tensor):
                     sizes, strides = [number(size) for size in value.shape], [number(size) for size in value.stride()]
-                    values[node] = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-                    values[node].requires_grad_(value.requires_grad)
-                    names[node] = _copied(target.placeholder(node.name), node, values[node])
+                    fixed = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+                    names[node] = target.placeholder(node.name)
+                    names[node].meta = {**node.meta, "val": fixed.requires_grad_(value.requires_grad)}
                 else:
                     assert node.name == "batch"
-                    values[node] = names[node] = batch_size
+                    names[node] = batch_size
             elif node.op == "output":
                 target.output(fx.map_arg(node.args[0], names.__getitem__))
             else:
-                assert callable(node.target)
-                value = node.target(*fx.map_arg(node.args, values.__getitem__), **fx.map_arg(node.kwargs, values.__getitem__))
-                values[node] = tuple(value) if isinstance(value, list) else value
-                names[node] = _call(target, node, names.__getitem__, values[node])
+                names[node] = _call(target, node, names.__getitem__, known)
     inputs = tuple(dataclasses.replace(leaf, shape=tuple(at_batch(size, batch_size) for size in leaf.shape)) for leaf in graph.inputs)
     outputs = tuple(dataclasses.replace(leaf, constant=at_batch(leaf.constant, batch_size)) for leaf in graph.outputs)
     module = LazyGraphModule({}, target, class_name="Fixed")
     return dataclasses.replace(graph, module=module, inputs=inputs, outputs=outputs, batch=None, batch_size=batch_size)
 
 
-def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], value: Any) -> Any:
+def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], known: KnownValues) -> Any:
     """The call; a size is its number."""
-    if isinstance(value, int):
-        return value
     assert callable(node.target)
     args, kwargs = fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)
-    return _copied(target.create_node("call_function", node.target, args, kwargs, name=node.name), node, value)
-
-
-def _copied(copy: fx.Node, node: fx.Node, value: Any) -> fx.Node:
-    copy.meta = {**node.meta, "val": value}
+    if isinstance(node.meta.get("val"), int | torch.SymInt) and not any(isinstance(named(each), fx.Node) for each in node.all_input_nodes):
+        return node.target(*args, **kwargs)
+    copy = target.create_node("call_function", node.target, args, kwargs, name=node.name)
+    copy.meta = dict(node.meta)
+    known.describe(copy)
     return copy

@@ -37,6 +37,7 @@ from passes.interior import Interior, interior_of
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
+from passes.known_values import KnownValues
 from passes.layouts import Layouts
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, call_with, packet
@@ -74,6 +75,7 @@ class _Localizer:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.batch: fx.Node | None = None
         self.reader = ""
+        self.known = KnownValues.like(graph.graph)
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
 
@@ -357,8 +359,7 @@ class _Localizer:
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
         node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
         node.meta["written_for"] = self.reader
-        value = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
-        node.meta["val"] = tuple(value) if isinstance(value, list) else value
+        self.known.describe(node)
         return node
 
     def _emit_sizes(self, value: Any) -> Any:
@@ -380,10 +381,6 @@ class _Localizer:
 
 def _shard(axis: int) -> Placement:
     return Shard(axis, 0)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _equal(one: Sequence[Size], other: Sequence[Size]) -> bool:

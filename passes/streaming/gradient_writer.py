@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY, memory_keys, new_memory
+from passes.known_values import KnownValues
 from passes.size_expression import size_of
-from passes.streaming.known_values import KnownValues
 from passes.streaming.regions import TILE
 
 __all__ = ["GradientWriter", "write_out"]
@@ -65,7 +65,7 @@ class GradientWriter:
 
     def __init__(self, target: fx.Graph, size: Callable[[Any], Any], device: torch.device) -> None:
         self.target, self._size, self._device = target, size, device
-        self._known = KnownValues()
+        self._known = KnownValues(pieces_are_alike=True)
         self._owned: set[fx.Node] = set()
         self.gradients: dict[fx.Node, fx.Node] = {}
 

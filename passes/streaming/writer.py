@@ -14,11 +14,11 @@ from passes.axes import Axes
 from passes.inside.windows import Along, WindowWriter, write_windows
 from passes.ir.graph import ModelGraph
 from passes.ir.runs import Run, Runs
+from passes.known_values import KnownValues
 from passes.operators import bound_arguments, call_with
 from passes.rules.loops import LocalCall, Size
 from passes.size_expression import emit_size, size_of
 from passes.streaming.calls import Read, TileCall
-from passes.streaming.known_values import KnownValues
 from passes.streaming.regions import FOR_WHOLE, TILE
 from passes.streaming.spans import Box, Interval, Span
 
@@ -49,7 +49,7 @@ class TileWriter:
         self.target = fx.Graph()
         self.whole: dict[fx.Node, fx.Node] = {}
         self._batch: fx.Node | None = None
-        self._values = KnownValues()
+        self._values = KnownValues(pieces_are_alike=True)
         self.tile = ""
 
     def placeholder(self, node: fx.Node) -> None:
