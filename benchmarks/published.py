@@ -2,6 +2,7 @@
 
     python -m benchmarks.published            # every row; minutes: 96 blocks are traced, cut, differentiated and stepped through
     python -m benchmarks.published --rows 22B --layers 8     # fewer blocks than the row has, for a quick look (not compared)
+    python -m benchmarks.published --rows 175B --replicas 16 --policies full          # the same on 1,024 devices, with seconds of each step
 
 A plain PyTorch GPT is traced on the meta device, partitioned as the row says, lowered to programs, and the programs are run on the clock
 of ``Cluster.preset("a100-80gb")``. Nothing is fitted to a row. What the prediction rests on, and where it comes from:
@@ -27,10 +28,10 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from cost_models.hardware import Cluster
 from cost_models.simulator.simulate import simulate_programs
 from cost_models.simulator.simulation import Simulation
 from partitioner import Constraints
-from partitioner.experiments.lowered import lower_for_timing
+from partitioner.experiments.lowered import Timed, lower_for_timing
 from partitioner.experiments.subject import trace_subject
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
@@ -53,6 +54,9 @@ OPTIMIZER_TRAFFIC = 4 + 8 + 4 + 8 + 28 + 6 + 6
 """Bytes that the optimizer's step moves for each parameter; see the module."""
 
 GIB = 2**30
+
+Value = TypeVar("Value")
+"""What a step gives."""
 
 
 class Block(nn.Module):
@@ -125,13 +129,13 @@ class Predicted:
     Attributes:
         simulation: forward and backward.
         update: seconds of the optimizer's step.
-        took: seconds that the prediction took.
+        took: seconds of the processor that tracing, planning, lowering and simulating took.
         layer_bytes: of the blocks' parameters on a device, which the published bytes are of.
     """
 
     simulation: Simulation
     update: float
-    took: float
+    took: Mapping[str, float]
     layer_bytes: int
 
     @property
@@ -160,13 +164,12 @@ def predict(row: Row, policy: str) -> Predicted:
     Args:
         policy: ``"none"``, ``"full"``, or ``"seqsel"``: selective recomputation with the sequence cut beside the tensors.
     """
-    started = time.perf_counter()
-    sizes = row.sizes
+    sizes, took, replicas = row.sizes, _Steps(), row.sizes.get("replicas", 1)
     with torch.device("meta"):
         model = Gpt(sizes["layers"], sizes["hidden"], sizes["heads"]).half()
-        tokens = torch.zeros(sizes["global_batch"], SEQUENCE, dtype=torch.int64)
+        tokens = torch.zeros(replicas * sizes["global_batch"], SEQUENCE, dtype=torch.int64)
     tensor, pipeline, interleave = sizes["tensor"], sizes["pipeline"], sizes["interleave"]
-    cluster = Cluster.preset("a100-80gb", nodes=sizes["devices"] // 8, devices_per_node=8)
+    cluster = Cluster.preset("a100-80gb", nodes=replicas * sizes["devices"] // 8, devices_per_node=8)
     cut = dict.fromkeys(("heads", "ffn", "vocab", *(("sequence",) if policy == "seqsel" else ())), "tensor")
     per_stage = sizes["layers"] // (pipeline * interleave)
     stages = {f"blocks.{index * per_stage}": "beginning" for index in range(1, pipeline * interleave)}
@@ -174,38 +177,55 @@ def predict(row: Row, policy: str) -> Predicted:
     if pipeline > 1:
         pipelined = {"schedule": "Interleaved1F1B", "stages_per_rank": interleave}
         pipelined["n_microbatches"] = sizes["global_batch"] // sizes["microbatch"]
-    subject = trace_subject(row.name, (model, (tokens, tokens)), training=True)
-    mesh = Mesh((("pipeline", pipeline), ("tensor", tensor)) if pipeline > 1 else (("tensor", tensor),))
+    subject = took.of("trace", lambda: trace_subject(row.name, (model, (tokens, tokens)), training=True))
+    dimensions = (("data", replicas), ("pipeline", pipeline), ("tensor", tensor))
+    mesh = Mesh(tuple((name, size) for name, size in dimensions if size > 1))
     request = PlanRequest(
         mode="pipeline" if pipeline > 1 else "model",
-        devices=("meta",) * sizes["devices"],
+        devices=("meta",) * mesh.size,
         recompute="selective" if policy == "seqsel" else policy,
         memory_limit="1TiB",  # the plan is the row's, whatever it needs
         constraints=Constraints(axes=cut, split_spec=stages or None),
         modules=subject.modules,
         **pipelined,
     )
-    found = plan_mesh(subject.graph, cluster, request, None, mesh)
-    plan = dataclasses.replace(found, axes=tuple(pair for pair in found.axes if pair[0] in cut))  # the planner may cut more than it must
-    timed = lower_for_timing(subject, plan)
-    simulation = simulate_programs(
-        timed.programs,
-        cluster,
-        Roofline(),
-        sizes["global_batch"],
-        optimizer="adamw",
-        n_row_parts=timed.n_row_parts,
-        mixed_precision=True,
-        representatives=timed.representatives,
-        fusion="hand",
-    )
+    found = took.of("plan", lambda: plan_mesh(subject.graph, cluster, request, None, mesh))
+    asked = tuple((name, over) for name, over in found.axes if name in cut or over == "data")  # the planner may cut more than it must
+    plan = dataclasses.replace(found, axes=asked)
+    timed = took.of("lower", lambda: lower_for_timing(subject, plan))
+    simulation = took.of("simulate", lambda: _simulated(timed, cluster, plan.batch_size))
     device = cluster.devices[0]
     most = max(memory.optimizer for memory in simulation.memory) // 14
     update = OPTIMIZER_TRAFFIC * most / device.bandwidth
     layer_bytes = sum(
         parameter.numel() * 2 // (tensor if parameter.dim() > 1 else 1) for block in model.blocks for parameter in block.parameters()
     )
-    return Predicted(simulation, update, time.perf_counter() - started, layer_bytes // pipeline)
+    return Predicted(simulation, update, took, layer_bytes // pipeline)
+
+
+class _Steps(dict[str, float]):
+    """Step -> seconds of the processor."""
+
+    def of(self, name: str, step: Callable[[], Value]) -> Value:
+        """Do a step."""
+        started = time.process_time()
+        result = step()
+        self[name] = time.process_time() - started
+        return result
+
+
+def _simulated(timed: Timed, cluster: Cluster, batch: int) -> Simulation:
+    return simulate_programs(
+        timed.programs,
+        cluster,
+        Roofline(),
+        batch,
+        optimizer="adamw",
+        n_row_parts=timed.n_row_parts,
+        mixed_precision=True,
+        representatives=timed.representatives,
+        fusion="hand",
+    )
 
 
 def compare(row: Row, policies: Sequence[str] = ("full", "seqsel", "none")) -> Iterator[tuple[str, float, float]]:
@@ -213,7 +233,8 @@ def compare(row: Row, policies: Sequence[str] = ("full", "seqsel", "none")) -> I
     for policy in policies:
         found = predict(row, policy)
         memory = found.simulation.memory[0]
-        print(f"# {row.name} {policy}: {found.took:.0f} s to predict; bubble {found.simulation.bubble_fraction:.1%}", flush=True)
+        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.took.items())
+        print(f"# {row.name} {policy}: {steps}; bubble {found.simulation.bubble_fraction:.1%}", flush=True)
         if policy in row.seconds:
             yield f"{row.name} iteration, {policy} [s]", row.seconds[policy], found.seconds
         if policy == "full":
@@ -230,10 +251,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", help="names of rows; all where nothing is said")
     parser.add_argument("--layers", type=int, help="blocks in the place of the row's")
     parser.add_argument("--policies", nargs="*", default=["full", "seqsel", "none"], help="full, seqsel, none; all where nothing is said")
+    parser.add_argument("--replicas", type=int, help="each with the row's devices and batch; not compared")
     arguments = parser.parse_args()
     chosen = [row for row in rows() if not arguments.rows or row.name in arguments.rows]
     if arguments.layers:
         chosen = [Row(row.name, {**row.sizes, "layers": arguments.layers}, row.seconds, row.memory) for row in chosen]
+    if arguments.replicas:
+        chosen = [Row(row.name, {**row.sizes, "replicas": arguments.replicas}, row.seconds, row.memory) for row in chosen]
     lines = [line for row in chosen for line in compare(row, arguments.policies)]
     print(f"{'':36} {'published':>9} {'predicted':>9}  error")
     for what, published, predicted in lines:
