@@ -14,9 +14,10 @@ from torch import nn
 from cost_models.communication import all_reduce, send_receive
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.simulator import stage_template
 from cost_models.simulator.events import run_ranks
 from cost_models.simulator.links import Passages
-from cost_models.simulator.read_program import RankWork
+from cost_models.simulator.read_program import RankWork, _ProgramReader
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
 from cost_models.simulator.steps import Step, Transfer
@@ -158,6 +159,36 @@ def test_representatives_stand_for_all_ranks() -> None:
     assert few.communication == whole.communication
     assert few.step_time == pytest.approx(whole.step_time, rel=0.05)
     assert few.peak_memory == pytest.approx(whole.peak_memory, rel=0.05)
+
+
+def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank reads for itself, storage by storage, comes to the very same."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8)))
+    cluster = Cluster([DEVICE] * 16, Link(1e-6, 1e9))
+    mesh = {"data": 2, "pipeline": 4, "tensor": 2}
+    x = torch.zeros(16, WIDTH)
+    pm = partition(model.to("meta"), 16, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
+    shown = pm.looked_at()
+    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+
+    def run() -> Simulation:
+        everybody = Representatives(Mesh(pm.plan.mesh), of)
+        return simulate_programs(programs, cluster, Roofline(), 16, optimizer="adamw", n_row_parts=2, representatives=everybody)
+
+    shared = run()
+    read: list[int] = []
+    monkeypatch.setattr(stage_template, "gathered", lambda steps, _: read.append(len(steps)) or steps)
+    monkeypatch.setattr(_ProgramReader, "_place", property(lambda self: self.program.rank))
+    alone = run()
+    assert len(read) == 2 * 4  # forward and backward of four ranks
+    assert (shared.step_time, shared.bubble_fraction, shared.latency) == (alone.step_time, alone.bubble_fraction, alone.latency)
+    assert shared.communication == alone.communication
+    assert shared.timeline.computed == alone.timeline.computed
+    assert shared.timeline.communicated == alone.timeline.communicated
+    for one, other in zip(shared.memory, alone.memory, strict=True):
+        assert dict(one) == dict(other)
+        assert (one.peak_time, one.highest, one.kept) == (other.peak_time, other.highest, other.kept)
+        assert sorted(one.alive, key=str) == sorted(other.alive, key=str)
 
 
 def test_timeline_is_a_trace_and_a_picture() -> None:
