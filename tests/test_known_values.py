@@ -69,6 +69,7 @@ def test_a_fixed_graph(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_alike(shared, fix_batch(graph, 6))
 
 
+@pytest.mark.slow
 def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Gpt(depth=4, width=16, heads=4)
     plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
