@@ -177,7 +177,12 @@ def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch
 
     shared = run()
     read: list[int] = []
-    monkeypatch.setattr(stage_template, "gathered", lambda steps, _: read.append(len(steps)) or steps)
+
+    def as_read(steps: list[Step], _: object) -> list[Step]:
+        read.append(len(steps))
+        return steps
+
+    monkeypatch.setattr(stage_template, "gathered", as_read)
     monkeypatch.setattr(_ProgramReader, "_place", property(lambda self: self.program.rank))
     alone = run()
     assert len(read) == 2 * 4  # forward and backward of four ranks

@@ -20,6 +20,7 @@ from passes.size_expression import size_of
 __all__ = ["Group", "StageTemplate", "read_stage", "template_of"]
 
 Group: TypeAlias = tuple[int, ...]
+"""The ranks of a collective."""
 
 
 @dataclass(frozen=True)
