@@ -278,7 +278,7 @@ class LayoutWalk:
                 cut = Cut(factor, axis)
                 if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor, is_outermost=axis == axes[0]):
                     continue
-                if self._occurs_twice(call, axis) or (factor in call.slid and any(each == cut for each in outer)):
+                if not self._is_clear(call, cut) or (factor in call.slid and cut in outer):
                     continue
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
                 writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
@@ -294,10 +294,16 @@ class LayoutWalk:
         count = math.prod(length for place, ((_, length), cut) in dimensions if axis in cut or place == index)
         return size >= count if isinstance(size, int) else self.mesh[index][0] in self.rows
 
-    def _occurs_twice(self, call: CallAlong, axis: int) -> bool:
-        """Whether one dimension holds the axis twice (rows times rows, made flat): nothing says which of them a cut would mean."""
-        operands = (self.axes.of(operand.name) for operand in call.operands)
-        return any(each.count(axis) > 1 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
+    def _is_clear(self, call: CallAlong, cut: Cut) -> bool:
+        """Whether the axis is in every operand just where the call loops over it.
+
+        Rows times rows, made flat, hold it twice; (rows, 16), made flat and taken as (2, 8 rows), has other axes than the operand.
+        """
+        assert call.loops is not None
+        operands = [self.axes.of(operand.name) for operand in call.operands]
+        pairs = (pair for tensor, held in zip(operands, call.loops.operands, strict=True) for pair in zip(tensor, held, strict=True))
+        is_read = all(cut.axis in axes for axes, factors in pairs if cut.factor in factors)
+        return is_read and all(each.count(cut.axis) < 2 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
 
     def _starts_here(self, call: CallAlong, cut: Cut) -> bool:
         """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing.

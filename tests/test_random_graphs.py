@@ -247,3 +247,26 @@ def test_rows_times_rows(kind: str, mesh: tuple[tuple[str, int], ...]) -> None:
     made = cut_axes(graph, axes, cut, "whole")
     assert any(node.target in COLLECTIVES for node in made.parts[0].graph.nodes)
     assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}), 1e-9)
+
+
+class TakenApartOtherwise(nn.Module):
+    """Rows made flat with what follows them, and taken apart in two halves: no axis of the one is an axis of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = F.linear(x, self.weight).flatten()
+        return flat, (flat + flat).unflatten(0, [2, -1])
+
+
+def test_what_is_taken_apart_otherwise_is_read_whole() -> None:
+    model = TakenApartOtherwise()
+    args = (torch.randn(BATCH_SIZE, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+    graph = trace(model, args)
+    axes = find_axes(graph.graph)
+    outputs = {axis for name in (output.node for output in graph.outputs) for each in axes.of(name) for axis in each}
+    fixed = tuple(axis for axis in sorted(outputs) if isinstance(axes.sizes[axis], int))
+    made = cut_axes(graph, axes, AxisCut(Mesh((("tensor", 2),)), {"tensor": fixed}, (), ()), "whole")
+    assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}), 1e-9)
