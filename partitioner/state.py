@@ -43,9 +43,9 @@ class State:
         """Every parameter here under its original name; further copies and blocks as ``name@rank3``."""
         seen: set[str] = set()
         for rank, tensors in self.by_rank.items():
-            for placeholder, name in self.graph.parameters.items():
-                tensor = tensors.get(placeholder)
-                if isinstance(tensor, nn.Parameter):
+            for placeholder, tensor in tensors.items():
+                name = self.graph.parameters.get(placeholder)
+                if name is not None and isinstance(tensor, nn.Parameter):
                     yield (f"{name}@rank{rank}" if name in seen else name), tensor
                     seen.add(name)
 

@@ -45,6 +45,8 @@ class Block:
         """The block of a tensor; new memory unless it is the whole."""
         if self.is_whole:
             return whole
+        if whole.is_meta:
+            return whole.new_empty(self.part)
         return whole.reshape(self.unfolded)[self._index()].reshape(self.part).clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
