@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cost_models.hardware import Cluster
 from partitioner import ConfigError, Constraints, Plan, partition
+from partitioner.planner.auto import plan_auto
 from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.reports.collectives import sent_by_kind
@@ -286,6 +287,29 @@ def test_what_is_too_short_for_tiles_is_cut_otherwise() -> None:
     assert first == ["height"]
     assert all(each in (["batch"], ["channels"]) for each in deep)
     assert "with other axes than space" in plan.contenders[0].words or "tile0 4" in plan.runner_up
+
+
+def auto(graph: ModelGraph, memory: str | None = None) -> Plan:
+    request = PlanRequest("auto", ("cuda:0", "cuda:1"), recompute="none", memory_limit=memory)
+    return plan_auto(graph, Cluster.parse("l4:1x2"), request)
+
+
+def test_auto_cuts_a_single_image_in_space() -> None:
+    """Two devices and one image: nothing to cut by rows, and halos are little beside the work."""
+    plan = auto(traced(1, width=16, levels=1, size=512))
+    assert plan.mesh == (("tile0", 2),)
+    assert plan.axes == (("height", "tile0"),)
+
+
+@pytest.mark.slow
+def test_auto_takes_tiles_where_whole_images_do_not_fit() -> None:
+    """Two images over two devices have no halos; one after the other in halves they take longer, and less memory at once."""
+    graph = traced(2, width=8, levels=2, size=256)
+    plain, forced = auto(graph), auto(graph, "32MiB")
+    assert plain.mesh == (("data", 2),)
+    assert (forced.mesh, forced.n_microbatches) == ((("tile0", 2),), 2)
+    assert max(forced.memory) <= 32 * 2**20 < max(plain.memory)
+    assert plain.step_time < forced.step_time
 
 
 def test_a_name_that_no_tile_could_be_cut_by() -> None:

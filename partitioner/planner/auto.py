@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.memory import optimizer_states
 from cost_models.units import format_seconds
-from partitioner.planner.auto_space import allowed_shapes, candidates_of
+from partitioner.planner.auto_space import allowed_shapes, allowed_tiles, candidates_of
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
@@ -39,9 +39,12 @@ from partitioner.planner.pace import pace_of
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.space_choice import Hardware
+from partitioner.planner.tile_halos import with_paid_halos
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.ir.halo_run import HaloRun
+from passes.ir.mesh import ROWS, STORED, TILES, Mesh
 from passes.ir.plan import Contender, Plan
 from passes.recompute import Recompute
 from passes.weights_digest import weights_digest
@@ -154,7 +157,8 @@ class _Search:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None]
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model, self._tell = graph, cluster, request, cost_model, tell
-        self._model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace_of(graph, cluster, asked=False))
+        trains, hardware = differentiates(graph, request), Hardware(cluster, cost_model)
+        self._model = CuttableModel(graph, request, differentiate=trains, pace=pace_of(graph, cluster, asked=False), hardware=hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._open: list[tuple[float, int, float, _Cut | _Option]] = []
@@ -174,10 +178,18 @@ class _Search:
 
     def run(self) -> None:
         """Search until nothing that is left can be faster."""
-        shapes = list(allowed_shapes(self._model, self._graph, self._cluster, self._request))
+        known = (self._model, self._graph, self._cluster, self._request)
+        shapes = [*allowed_shapes(*known), *allowed_tiles(*known, even=False)]
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
+        self._search(shapes, bounds)
+        if self._best is None:  # tiles hold less at once than rows of whole images
+            self._search([mesh for mesh in allowed_tiles(*known, even=True) if mesh not in shapes], bounds)
+        self._prove()
+
+    def _search(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
+        """Look at meshes until nothing that is left of them can be faster."""
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
         while self._open and not self._has_searched_enough():
@@ -188,7 +200,6 @@ class _Search:
                 self._expand(item)
             else:
                 self._solve(item, bound)
-        self._prove()
 
     def _prove(self) -> None:
         """Look closer at what is left, the lowest bound first, until that can be raised no more."""
@@ -259,11 +270,15 @@ class _Search:
         mesh = item.mesh
         try:
             limit = self._parameter_limit(mesh)
-            cut = self._model.cut(mesh.cutting, beside=item.beside, limit=limit) if mesh.cutting.size > 1 else None
+            cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
             if cut is not None:
                 check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+            if cut is not None and item.beside and self._is_known(item, cut, limit):
+                return
             part = self._model.whole if cut is None else cut.part
-            request = dataclasses.replace(self._request, mode="auto" if stages_length(mesh) > 1 else "pipeline")
+            of_one_size = part.graph.batch is None and self._graph.batch is not None
+            mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
+            request = dataclasses.replace(self._request, mode=mode)
             problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links)
             self._meshes.append(problem)
             for policy, candidate in candidates_of(problem):
@@ -271,6 +286,17 @@ class _Search:
                 self._add(bound, _Option(problem, cut, policy, candidate))
         except ConfigError as refusal:
             self._refusals.append(refusal)
+
+    def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
+        """Whether tiles that could cut other axes than space cut none."""
+        in_tiles = any(name in TILES for name in item.mesh.names)
+        return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
+
+    def _cut(self, item: _Cut, limit: float) -> MeshCut:
+        def cut(halos: tuple[HaloRun, ...]) -> MeshCut:
+            return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
+
+        return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
 
     def _parameter_limit(self, mesh: Mesh) -> float:
         """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""

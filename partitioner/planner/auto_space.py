@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from cost_models.hardware import Cluster, Link
@@ -10,13 +11,14 @@ from partitioner.planner.constrained_axes import named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem, policies
-from partitioner.planner.mesh_shapes import mesh_shapes
+from partitioner.planner.mesh_shapes import MANY, mesh_shapes, tile_shapes
 from partitioner.planner.plan_request import PlanRequest
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.recompute import Recompute
 
-__all__ = ["allowed_shapes", "candidates_of", "microbatch_choices"]
+__all__ = ["allowed_shapes", "allowed_tiles", "candidates_of", "microbatch_choices"]
 
 _MOST_MICROBATCHES = 8
 """Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
@@ -43,6 +45,23 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
         if wants_stages and stages == 1 and n_devices > 1:
             continue
         yield mesh
+
+
+def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, *, even: bool) -> Iterator[Mesh]:
+    """The meshes of tiles that fit the same, for a model that has space, on up to so many devices as all kinds are combined on.
+
+    Args:
+        even: whether also where the batch could be cut into as many equal parts: for their memory.
+    """
+    constraints, n_devices = request.constraints, len(cluster.devices)
+    wants_stages = request.schedule is not None or request.stages_per_rank is not None
+    wants_stages |= any(each is not None for each in (constraints.split_spec, constraints.pin, constraints.device_map))
+    if wants_stages or not 1 < n_devices <= MANY or not model.has_space:
+        return
+    for mesh in tile_shapes(n_devices, graph.batch_size, even=even):
+        if named_dimensions(constraints) <= set(mesh.names):
+            with contextlib.suppress(ConfigError):  # space is too small for so many
+                yield model.with_grid(mesh)
 
 
 def candidates_of(problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:

@@ -20,7 +20,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware, SpaceProblem, Switched, may_switch
 from partitioner.planner.tile_grid import tile_axes, with_grid
 from passes.axes import Axes, find_axes
-from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened
+from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
 from passes.cut_axes import AxisCut
 from passes.fix_batch import fix_batch
 from passes.fold_repeats import Folded, fold_repeats
@@ -136,6 +136,13 @@ class CuttableModel:
     def has_sequence(self) -> bool:
         """Whether anything compares the elements of a sequence."""
         return any("queries" in roles or "keys" in roles for roles in find_axes(self._folded.graph.graph).roles)
+
+    @cached_property
+    def has_space(self) -> bool:
+        """Whether windows slide over anything that tiles could cut."""
+        axes = find_axes(self._folded.graph.graph)
+        space = {axis for each in space_axes(axes).values() for axis in each}
+        return any(not space.isdisjoint(each) for each in axes.slid_over.values())
 
     @cached_property
     def whole(self) -> ModelPart:

@@ -26,7 +26,7 @@ from partitioner.planner.stage_problem import Floats
 from partitioner.planner.step_bounds import least_step
 from partitioner.planner.unit_prices import Shares
 from passes.axes import Axes, find_axes
-from passes.ir.mesh import ROWS, Mesh
+from passes.ir.mesh import ROWS, TILES, Mesh
 
 __all__ = ["MeshBounds"]
 
@@ -81,7 +81,7 @@ class MeshBounds:
             seconds = self._prices.times(self._whole.batch_size).min(axis=1)
             return float(np.maximum(seconds / parts, self._starts).sum()) / stages * (1 - _ROUNDING)
         sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
-        inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in ROWS))
+        inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
         exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / stages if inner.dimensions else 0.0
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import TILE, Mesh
 
-__all__ = ["mesh_shapes"]
+__all__ = ["MANY", "mesh_shapes", "tile_shapes"]
 
 ROW_KINDS = ("data", "zero1", "fsdp")
 """How replicas hold parameters: whole, in parts that are gathered once a microbatch, or gathered for every use."""
@@ -21,7 +21,7 @@ ROW_KINDS = ("data", "zero1", "fsdp")
 INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
 """What may be cut beside rows and stages, outermost first."""
 
-_MANY = 64
+MANY = 64
 """Devices above which only the commonest dimensions are combined: data or fsdp, pipeline, tensor."""
 
 
@@ -37,7 +37,7 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     for rows, stages, inner in _factors(n_devices, 3):
         if batch_size % rows:
             continue
-        kinds, inners = (ROW_KINDS, INNER) if n_devices <= _MANY else (("data", "fsdp"), INNER[:1])
+        kinds, inners = (ROW_KINDS, INNER) if n_devices <= MANY else (("data", "fsdp"), INNER[:1])
         for kind in kinds if rows > 1 else kinds[:1]:
             for within in _inner(inner, inners):
                 outer = [(kind, rows), ("pipeline", stages)]
@@ -45,6 +45,20 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
                     dimensions = tuple((name, size) for name, size in (*order, *within) if size > 1)
                     found[Mesh(dimensions or (("pipeline", 1),))] = None
     yield from sorted(found, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
+
+
+def tile_shapes(n_devices: int, batch_size: int, *, even: bool) -> Iterator[Mesh]:
+    """The meshes of tiles, rows outside of them: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``.
+
+    Args:
+        n_devices: ranks.
+        batch_size: rows; the ranks that cut them must divide it.
+        even: whether also where the batch could be cut into as many equal parts: that is as little work for each rank, without halos.
+    """
+    for rows, tiles in _factors(n_devices, 2):
+        if tiles > 1 and batch_size % rows == 0 and (even or batch_size % n_devices):
+            for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
+                yield Mesh(tuple((name, size) for name, size in ((kind, rows), (TILE, tiles)) if size > 1))
 
 
 def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:
