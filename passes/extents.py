@@ -7,6 +7,7 @@ rows, of which there are ``1 / n_row_parts`` of the whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Extents:
         """A size in the whole batch, said in the rank's own rows."""
         if isinstance(size, int) or self.batch is None:
             return size
-        return _plain(size.subs(self.batch, self.n_row_parts * self.batch))
+        return _multiplied(size, self.batch, self.n_row_parts)
 
     def parts(self, axis: int, index: int, layout: Sequence[object]) -> tuple[Size, ...]:
         """The sizes of an axis along one mesh dimension, where the outer mesh dimensions of a layout have cut it already."""
@@ -101,6 +102,13 @@ def product(sizes: Iterable[Size]) -> Size:
     return math.prod(numbers) if len(numbers) == len(found) else _plain(sympy.Mul(*found))
 
 
+@functools.cache
+def _multiplied(size: sympy.Expr, batch: sympy.Symbol, count: int) -> Size:
+    """A size with so many times the batch; the same few are asked for, call after call."""
+    return _plain(size.subs(batch, count * batch))
+
+
+@functools.cache
 def _plain(size: sympy.Expr) -> Size:
     size = sympy.cancel(size)
     return int(size) if size.is_Integer else size
