@@ -48,10 +48,13 @@ class Numbers:
 
     A size that depends on the values of tensors (the count of ``nonzero``) has a symbol of its own. It is taken to be as large as
     the batch: nothing better is known before the run.
+
+    Args:
+        batch_size: what the batch symbol stands for.
     """
 
     def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._known: dict[sympy.Basic, float] = {}
 
     def __getitem__(self, size: Size) -> float:
@@ -69,7 +72,7 @@ class Numbers:
 
     def _evaluate(self, size: sympy.Basic) -> float:
         if size.is_Symbol:
-            return self._batch_size
+            return self.batch_size
         if size.is_Integer:
             return int(size)
         if size.is_Number:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import sympy
@@ -104,12 +104,14 @@ class Reading:
         memory: which nodes share an allocation.
         stationary: the allocations that are there all the time.
         flowing: nodes whose gradient the backward computes.
+        priced: the prices of calls so far, by all that they depend on: parts have many in common.
     """
 
     calls: tuple[_ReadCall, ...]
     memory: Allocations
     stationary: frozenset[int]
     flowing: frozenset[str]
+    priced: dict[Any, OperationCost] = field(default_factory=dict)
 
 
 def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
@@ -141,7 +143,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     reading = reading or read_graph(graph, differentiate=differentiate)
     shapes = {node: tensor_shapes(node.meta.get("val")) if parts is None else parts.results(node) for node in graph.graph.nodes}
     kept = _Kept(reading.memory, shapes, reading.stationary, parts)
-    priced: dict[Any, OperationCost] = {}
+    priced = reading.priced
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
     for call in reading.calls:

@@ -22,7 +22,6 @@ from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
-from partitioner.planner.stage_problem import Floats
 from partitioner.planner.unfold import RepeatedPrices
 from partitioner.planner.unit_prices import PriceList, Prices
 from passes.axes import Axes
@@ -48,7 +47,6 @@ class ModelPart:
         layouts: how every value lies; None where nothing is cut.
         axes: of the graph; None where nothing is cut.
         sizes: of the part; None where nothing is cut.
-        known_seconds: of its operations, by microbatch size and kinds of devices: worked out once for all meshes and policies.
         known_prices: by kinds of devices, optimizer and policy: worked out once for all links and batches.
     """
 
@@ -60,7 +58,6 @@ class ModelPart:
     layouts: Layouts | None = None
     axes: Axes | None = None
     sizes: PartSizes | None = None
-    known_seconds: dict[Hashable, Floats] = field(default_factory=dict)
     known_prices: dict[Hashable, PriceList] = field(default_factory=dict)
 
     @cached_property
@@ -92,7 +89,7 @@ class ModelPart:
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
             known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
-            self.known_prices[key] = PriceList(*known, known_seconds=self.known_seconds)
+            self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds)
         prices = self.known_prices[key].on(graph, exchanges)
         return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
 

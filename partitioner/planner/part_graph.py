@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from cost_models.graph_cost import Reading, read_graph
 from partitioner.planner.cut_points import CutPoints, find_cut_points
 from partitioner.planner.unfold import Unfolding, unfolding_of
+from partitioner.planner.unit_prices import Triple
 from passes.fold_repeats import Folded
 from passes.ir.graph import ModelGraph
 from passes.size_expression import bytes_of
@@ -27,12 +28,14 @@ class PartGraph:
         points: its units.
         whole: of the model.
         unfolding: how the units repeat; None where nothing is folded.
+        known_seconds: of operations, by kind of device and microbatch size: worked out once for all parts, meshes and policies.
     """
 
     graph: ModelGraph
     points: CutPoints
     whole: ModelGraph
     unfolding: Unfolding | None = None
+    known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
 
     @property
     def all_points(self) -> CutPoints:

@@ -25,7 +25,7 @@ from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, V
 from passes.ir.graph import ModelGraph
 from passes.recompute import Recompute
 
-__all__ = ["PriceList", "Prices", "Shares", "UnitPrices"]
+__all__ = ["PriceList", "Prices", "Shares", "Triple", "UnitPrices"]
 
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
@@ -126,7 +126,7 @@ class PriceList:
         optimizer: whose state is held for every parameter that trains.
         recompute: what the backward computes again instead of keeping it.
         exchanges: communication between the ranks that share a stage, of each microbatch, and the links between them.
-        known_seconds: of the operations, by microbatch size and kinds: shared with other lists of the same costs.
+        known_seconds: of operations on a kind of device, by microbatch size: shared with other lists of the same cost model.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PriceList:
         optimizer: str,
         recompute: Recompute = "none",
         exchanges: Sequence[tuple[Exchange, GroupLinks]] = (),
-        known_seconds: dict[Hashable, Floats] | None = None,
+        known_seconds: dict[Hashable, Triple] | None = None,
     ) -> None:
         self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
         self.recompute: Recompute = recompute
@@ -216,12 +216,7 @@ class PriceList:
         """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
         if microbatch_size not in self._known_times:
             numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
-            key = (microbatch_size, share, self.kinds)
-            if key not in self._known_seconds:
-                self._known_seconds[key] = np.array(
-                    [[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct]
-                )
-            seconds = self._known_seconds[key]
+            seconds = np.array([[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct])
             halves = self._halves(seconds) + self._exchanging(numbers, share)[:, :, None]
             self._known_times[microbatch_size] = seconds, halves
         return self._known_times[microbatch_size]
@@ -315,6 +310,12 @@ class PriceList:
         return 1.0 if self._graph.batch is not None else microbatch_size / self._graph.batch_size
 
     def _seconds(self, cost: OperationCost, device: Device, values: Numbers, share: float) -> Triple:
+        key = (cost, device, values.batch_size, share)
+        if key not in self._known_seconds:
+            self._known_seconds[key] = self._timed_at(cost, device, values, share)
+        return self._known_seconds[key]
+
+    def _timed_at(self, cost: OperationCost, device: Device, values: Numbers, share: float) -> Triple:
         def timed(work: Work) -> float:
             if not work.launches:
                 return 0.0
