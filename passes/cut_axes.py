@@ -21,6 +21,7 @@ from passes.axes import Axes, TensorAxes
 from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
+from passes.interior import variety
 from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.halo_run import ends_of
 from passes.ir.layout import Layout, Placement, Shard, Varying
@@ -30,7 +31,6 @@ from passes.layouts import Layouts, assign_layouts
 from passes.localize import localize
 from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
-from passes.slide import variety
 from passes.split_randomness import split_randomness
 from passes.wide_halos import with_halos
 

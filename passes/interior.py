@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from passes.axes import Axes
+from passes.extents import Extents
 from passes.ir.runs import Runs, length, to_text
-from passes.layouts import Intervals
+from passes.layouts import Intervals, Layouts
 from passes.rules.loops import Loops
-from passes.slide import Slide
+from passes.slide import Slide, slides_of
 
-__all__ = ["Interior", "interior_of"]
+__all__ = ["Interior", "interior_of", "variety"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Interior:
         """The slide of a piece alone."""
         return replace(self.slide, parts=self.pieces[piece])
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each piece on this rank: how many steps it has, and where what it reads starts and ends."""
+        steps = [piece[self.slide.place] for piece in self.pieces]
+        return tuple(number for piece, (start, stop) in enumerate(steps) for number in (stop - start, *self.read(piece)))
+
 
 def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
     """The interior of a call, between the borders of the last exchange that it waits for; None where there is none on some rank."""
@@ -103,3 +111,21 @@ def _inside(slide: Slide, rank: int) -> tuple[int, int] | None:
     while start < stop and not is_own(stop - 1, stop):
         stop -= 1
     return (start, stop) if start < stop and is_own(start, stop) else None
+
+
+def variety(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
+    """What else than sizes of parts makes one rank's graph unlike another's.
+
+    How much a call reads, what it cuts off, where it starts; of a call in pieces, where each of them stands.
+    """
+    found: list[int] = []
+    for name, loops in axes.loops.items():
+        if not (loops.windows or layouts.wide):
+            continue
+        slides = slides_of(name, axes, layouts, extents)
+        for slide in slides:
+            found += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
+        interior = interior_of(loops, slides) if name in layouts.overlapped else None
+        if interior is not None:
+            found += interior.places
+    return tuple(found)

@@ -29,7 +29,7 @@ from passes.layouts import Intervals, Layouts
 from passes.rules.loops import Loops
 from passes.rules.windows import STEP, Reach, Window
 
-__all__ = ["Holding", "Slide", "fetch_of", "held_for", "own_part_of", "slides_of", "space_of", "variety"]
+__all__ = ["Holding", "Slide", "fetch_of", "held_for", "own_part_of", "slides_of", "space_of"]
 
 Holding: TypeAlias = Literal["own", "computed", "fetched"]
 """Of a value: a rank's own part; that and the overlap that the rank has computed; that and what was fetched once for several readers."""
@@ -243,13 +243,3 @@ def _inner(extents: Extents, axes: Sequence[int]) -> int:
 
 def _intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(len(sizes)))
-
-
-def variety(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
-    """What else than sizes of parts makes one rank's graph unlike another's: how much it reads, what it cuts off, where it starts."""
-    found: list[int] = []
-    for name, loops in axes.loops.items():
-        if loops.windows or layouts.wide:
-            for slide in slides_of(name, axes, layouts, extents):
-                found += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
-    return tuple(found)

@@ -115,9 +115,9 @@ def drawn_chain(seed: int) -> tuple[nn.Module, Tensor, Grid]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 19 else (pytest.mark.slow,)) for seed in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in (19, 33) else (pytest.mark.slow,)) for seed in range(40)])
 def test_chains_in_pieces(seed: int) -> None:
-    """The interior of every layer apart from its borders."""
+    """The interior of every layer apart from its borders. In the 33rd, ranks have parts of one size and unlike borders."""
     model, x, grid = drawn_chain(seed)
     assert first_difference_of_tiles(model, x, ranks(grid), {"tile": grid}, constraints=MEANWHILE) == ""
 
