@@ -238,13 +238,16 @@ def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Lay
 
 
 def _storage(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
-    """The axis by which a parameter is held in parts: one that nothing else cuts, divisible and outermost rather than not."""
+    """The axis by which a parameter is held in parts: one that nothing else cuts, divisible and outermost rather than not.
+
+    Where one dimension holds an axis twice (a weight for scores made flat), nothing says which of them a part would be of.
+    """
     taken = {place.axis for place in layout if isinstance(place, Shard)}
     candidates = [
         (bool(size % count), dimension, position, axis)
         for dimension, each in enumerate(axes.of(name))
         for position, axis in enumerate(each)
-        if axis not in taken and isinstance(size := axes.sizes[axis], int) and size >= count
+        if axis not in taken and each.count(axis) == 1 and isinstance(size := axes.sizes[axis], int) and size >= count
     ]
     if not candidates:
         return None

@@ -270,3 +270,25 @@ def test_what_is_taken_apart_otherwise_is_read_whole() -> None:
     fixed = tuple(axis for axis in sorted(outputs) if isinstance(axes.sizes[axis], int))
     made = cut_axes(graph, axes, AxisCut(Mesh((("tensor", 2),)), {"tensor": fixed}, (), ()), "whole")
     assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}), 1e-9)
+
+
+class WeightsOfScores(nn.Module):
+    """A weight for scores made flat: its columns are places times places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up, self.down = (nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64)) for shape in ((8, 6), (5, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = F.linear(x, self.up)
+        return F.linear((values @ values.transpose(-1, -2)).flatten(1, 2), self.down)
+
+
+def test_a_weight_that_holds_an_axis_twice_is_stored_by_another() -> None:
+    model = WeightsOfScores()
+    args = (torch.randn(BATCH_SIZE, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+    graph = trace(model, args)
+    axes = find_axes(graph.graph)
+    made = cut_axes(graph, axes, AxisCut(Mesh((("fsdp", 2),)), {"fsdp": tuple(batch_axes(graph, axes))}, ("fsdp",), ("fsdp",)), "whole")
+    assert_equal_runs(run_cut(made, model, args), run_model(model, args, {}), 1e-9)
