@@ -47,7 +47,7 @@ from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.mesh import Mesh
 
-__all__ = ["Gpt", "Predicted", "Row", "predict", "rows"]
+__all__ = ["SEQUENCE", "Gpt", "Predicted", "Row", "predict", "rows", "simulated", "update_seconds"]
 
 SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
 OPTIMIZER_TRAFFIC = 4 + 8 + 4 + 8 + 28 + 6 + 6
@@ -193,14 +193,18 @@ def predict(row: Row, policy: str) -> Predicted:
     asked = tuple((name, over) for name, over in found.axes if name in cut or over == "data")  # the planner may cut more than it must
     plan = dataclasses.replace(found, axes=asked)
     timed = took.of("lower", lambda: lower_for_timing(subject, plan))
-    simulation = took.of("simulate", lambda: _simulated(timed, cluster, plan.batch_size))
-    device = cluster.devices[0]
-    most = max(memory.optimizer for memory in simulation.memory) // 14
-    update = OPTIMIZER_TRAFFIC * most / device.bandwidth
+    simulation = took.of("simulate", lambda: simulated(timed, cluster, plan.batch_size))
+    update = update_seconds(simulation, cluster)
     layer_bytes = sum(
         parameter.numel() * 2 // (tensor if parameter.dim() > 1 else 1) for block in model.blocks for parameter in block.parameters()
     )
     return Predicted(simulation, update, took, layer_bytes // pipeline)
+
+
+def update_seconds(simulation: Simulation, cluster: Cluster) -> float:
+    """Of the optimizer's step, on the device that holds most."""
+    most = max(memory.optimizer for memory in simulation.memory) // 14
+    return OPTIMIZER_TRAFFIC * most / cluster.devices[0].bandwidth
 
 
 class _Steps(dict[str, float]):
@@ -214,7 +218,8 @@ class _Steps(dict[str, float]):
         return result
 
 
-def _simulated(timed: Timed, cluster: Cluster, batch: int) -> Simulation:
+def simulated(timed: Timed, cluster: Cluster, batch: int) -> Simulation:
+    """A step of some programs, as the measured code runs it: mixed precision, kernels fused by hand."""
     return simulate_programs(
         timed.programs,
         cluster,
