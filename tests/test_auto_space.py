@@ -131,14 +131,20 @@ def meshes(given: Instance) -> Iterator[Mesh]:
     yield from map(Mesh, found)
 
 
-def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh) -> MeshProblem | None:
-    """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model."""
+def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool) -> MeshProblem | None:
+    """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
+
+    Args:
+        beside: whether replicas also cut weights, where those are large.
+    """
     stages = mesh.length("pipeline")
     memory = given.request.memory_limit
     held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices) * stages
     held *= math.prod(mesh.length(name) for name in ("zero1", "fsdp")) / (2 + optimizer_states(given.request.optimizer))
     try:
-        part = model.cut(mesh.cutting, limit=held).part if mesh.cutting.size > 1 else model.whole
+        if beside and not model.can_cut_beside(mesh):
+            return None
+        part = model.cut(mesh.cutting, beside=beside, limit=held).part if mesh.cutting.size > 1 else model.whole
     except ConfigError:
         return None
     request = replace(given.request, mode="auto" if stages > 1 else "pipeline")
@@ -184,8 +190,8 @@ def best_by_brute_force(given: Instance) -> float:
     """Seconds of the fastest of all plans; inf where none fits."""
     model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=False))
     best = math.inf
-    for mesh in meshes(given):
-        problem = mesh_problem(given, model, mesh)
+    for mesh, beside in itertools.product(meshes(given), (False, True)):
+        problem = mesh_problem(given, model, mesh, beside=beside)
         if problem is None:
             continue
         for policy, candidate in candidates(given, problem):
