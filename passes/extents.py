@@ -102,13 +102,13 @@ def product(sizes: Iterable[Size]) -> Size:
     return math.prod(numbers) if len(numbers) == len(found) else _plain(sympy.Mul(*found))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65536)
 def _multiplied(size: sympy.Expr, batch: sympy.Symbol, count: int) -> Size:
     """A size with so many times the batch; the same few are asked for, call after call."""
     return _plain(size.subs(batch, count * batch))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65536)
 def _plain(size: sympy.Expr) -> Size:
     size = sympy.cancel(size)
     return int(size) if size.is_Integer else size
