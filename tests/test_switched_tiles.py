@@ -29,7 +29,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.layout_choices import layout_choices
 from passes.layouts import assign_layouts
-from tests.models.space import TransposedUNet
+from tests.models.space import TransposedUNet, UShaped
 from tests.test_layout_choices import expect_equal
 from tests.tiles import first_difference_of_tiles
 
@@ -41,8 +41,8 @@ def level(channels_in: int, channels: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(2, channels), nn.SiLU())
 
 
-class UNet(nn.Module):
-    """Down by pooling, up by transposed convolutions."""
+class UNet(UShaped):
+    """Of any depth; each level normalises two groups of channels."""
 
     def __init__(self, width: int = 4, levels: int = 2) -> None:
         super().__init__()
@@ -53,19 +53,6 @@ class UNet(nn.Module):
         self.grow = nn.ModuleList(nn.ConvTranspose2d(inner, outer, 2, 2) for outer, inner in steps)
         self.up = nn.ModuleList(level(2 * outer, outer) for outer, _ in steps)
         self.head = nn.Conv2d(width, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images to images of the same size."""
-        skips = []
-        for down in self.down:
-            x = down(x)
-            skips.append(x)
-            x = nn.functional.max_pool2d(x, 2)
-        x = self.bottom(x)
-        for grow, up, skip in zip(self.grow, self.up, reversed(skips), strict=True):
-            x = up(torch.cat((skip, grow(x)), 1))
-        result: Tensor = self.head(x)
-        return result
 
 
 def images(rows: int, channels: int = 1) -> Tensor:
@@ -168,12 +155,12 @@ def convolutions() -> nn.Module:
 FIRST_BY_HEIGHT = (("height[1]", "tile0"), ("batch", "tile0"))
 
 
-@pytest.mark.slow
-def test_other_batches() -> None:
+@pytest.mark.parametrize("others", [(), pytest.param((5, 1), marks=pytest.mark.slow)], ids=["as_traced", "others"])
+def test_other_batches(others: tuple[int, ...]) -> None:
     """A graph has one size; others are lowered anew, also of fewer rows than there are ranks."""
     model, x = convolutions(), images(3)
     pm = partition(copy.deepcopy(model), 2, plan=planned(model, x, 2, FIRST_BY_HEIGHT), example_inputs=(x,), progress=False)
-    for rows in (3, 5, 1):
+    for rows in (3, *others):
         expect_equal_numbers(pm, model, images(rows))
 
 

@@ -33,16 +33,22 @@ class Block(nn.Module):
         return self.last_norm(self.second(self.norm(self.first(x)).relu())).relu()
 
 
-class TransposedUNet(nn.Module):
-    """Up again by transposed convolutions, one with overlapping windows."""
+class UShaped(nn.Module):
+    """Down by pooling, up by transposed convolutions; what was on a level before it is beside what comes up to it again.
 
-    def __init__(self, *, batch_norm: bool) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(Block(*channels, batch_norm=batch_norm) for channels in ((3, 4), (4, 6)))
-        self.bottom = Block(6, 6, batch_norm=batch_norm)
-        self.grow = nn.ModuleList((nn.ConvTranspose2d(6, 6, 2, 2), nn.ConvTranspose2d(4, 4, 4, 2, 1)))
-        self.up = nn.ModuleList(Block(*channels, batch_norm=batch_norm) for channels in ((12, 4), (8, 4)))
-        self.head = nn.Conv2d(4, 2, 1)
+    Attributes:
+        down: of each level, on the way down.
+        bottom: of the last level.
+        grow: transposed convolutions, the lowest first.
+        up: of each level on the way up, the lowest first.
+        head: of what comes out.
+    """
+
+    down: nn.ModuleList
+    bottom: nn.Module
+    grow: nn.ModuleList
+    up: nn.ModuleList
+    head: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         """Images to images of the same size."""
@@ -55,6 +61,18 @@ class TransposedUNet(nn.Module):
         for grow, up, skip in zip(self.grow, self.up, reversed(skips), strict=True):
             x = up(torch.cat((grow(x), skip), 1))
         return self.head(x)
+
+
+class TransposedUNet(UShaped):
+    """Up again by transposed convolutions, one with overlapping windows."""
+
+    def __init__(self, *, batch_norm: bool) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Block(*channels, batch_norm=batch_norm) for channels in ((3, 4), (4, 6)))
+        self.bottom = Block(6, 6, batch_norm=batch_norm)
+        self.grow = nn.ModuleList((nn.ConvTranspose2d(6, 6, 2, 2), nn.ConvTranspose2d(4, 4, 4, 2, 1)))
+        self.up = nn.ModuleList(Block(*channels, batch_norm=batch_norm) for channels in ((12, 4), (8, 4)))
+        self.head = nn.Conv2d(4, 2, 1)
 
 
 class Sampled(nn.Module):
