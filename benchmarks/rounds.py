@@ -62,7 +62,7 @@ def milliseconds(found: Measured) -> str:
 
 def say(text: str) -> None:
     """Print, once for all processes."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
 
 
@@ -75,22 +75,35 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     say("")
 
 
-def run_tables(module: str, description: str | None, tables: Mapping[str, Callable[[int], None]], argv: Sequence[str] | None) -> None:
+def run_tables(
+    module: str,
+    description: str | None,
+    tables: Mapping[str, Callable[[int], None]],
+    argv: Sequence[str] | None,
+    alone: Mapping[str, Callable[[int], None]] | None = None,
+) -> None:
     """Read the arguments, start two processes of one thread each, and print the tables.
 
     Args:
         module: the benchmark, as ``python -m`` names it.
         tables: what prints one, given the number of rounds.
+        alone: tables of this one process, printed first.
     """
+    alone = alone or {}
     arguments = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=7, help="rounds of which medians are taken (default 7)")
-    arguments.add_argument("--only", choices=sorted(tables), help="print one table")
+    arguments.add_argument("--only", choices=sorted({**tables, **alone}), help="print one table")
     given = arguments.parse_args(argv)
+    torch.set_num_threads(1)
     if "RANK" not in os.environ:
+        for name, show in alone.items():
+            if given.only in (None, name):
+                show(given.rounds)
+        if given.only in alone:
+            return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
         chosen = ["--only", given.only] if given.only else []
         raise SystemExit(subprocess.run([*command, "--rounds", str(given.rounds), *chosen], check=False).returncode)
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     say(f"torch {torch.__version__}, 2 processes, 1 thread each, gloo; medians of {given.rounds} interleaved rounds\n")
     for name, show in tables.items():

@@ -1,10 +1,11 @@
-"""Our tiles beside a halo exchange written by hand, and beside one process with as many threads: same U-Net, same image.
+"""Our tiles beside a halo exchange written by hand, and beside one process with as many threads; memory of tiles in turn beside others.
 
-    python -m benchmarks.tile            # starts two processes with one thread each, gloo
+    python -m benchmarks.tile            # this process, then two with one thread each, gloo
 
-One table: forward and backward of a U-Net on one image, its height cut in two. By hand is what one would write for this network: in front
-of each convolution of 3 x 3, one row to and from the neighbour by ``isend`` and ``irecv``, and one all-reduce for all gradients. The
-process with two threads runs while the other waits.
+One table is of one device (``benchmarks.tile_memory``): memory, error and time of a decode in one piece and in two kinds of tiles.
+The other is of two: forward and backward of a U-Net on one image, its height cut in two. By hand is what one would write for this network:
+in front of each convolution of 3 x 3, one row to and from the neighbour by ``isend`` and ``irecv``, and one all-reduce for all gradients.
+The process with two threads runs while the other waits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rounds import measure, milliseconds, ratio, run_tables, say, table
+from benchmarks.tile_memory import decoders
 from partitioner import partition
 
 SIZES = (256, 1024)
@@ -183,4 +185,4 @@ def sizes(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    run_tables("benchmarks.tile", __doc__, {"sizes": sizes}, None)
+    run_tables("benchmarks.tile", __doc__, {"sizes": sizes}, None, alone={"memory": decoders})

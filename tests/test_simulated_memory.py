@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.live_storages import LiveStorages
 from partitioner import partition
 from partitioner.runtime import embedded
 from tests.models.gpt import VOCABULARY, Gpt
@@ -20,46 +17,9 @@ from tests.models.gpt import VOCABULARY, Gpt
 ROWS, LENGTH, WIDTH = 16, 6, 48
 
 
-class Allocated(TorchDispatchMode):
-    """Counts the bytes that each rank holds of what operators make.
-
-    Attributes:
-        rank: who runs now.
-        peaks: rank -> the most bytes that it held.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.rank = 0
-        self.peaks: defaultdict[int, int] = defaultdict(int)
-        self._held: defaultdict[int, int] = defaultdict(int)
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage(), before)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
-        key = storage._cdata
-        if key in self._seen or key in before:
-            return
-        self._seen.add(key)
-        self._held[self.rank] += storage.nbytes()
-        self.peaks[self.rank] = max(self.peaks[self.rank], self._held[self.rank])
-        weakref.finalize(storage, self._free, key, self.rank, storage.nbytes())
-
-    def _free(self, key: int, rank: int, size: int) -> None:
-        self._seen.discard(key)
-        self._held[rank] -= size
-
-
 def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """For each rank, the most bytes that a step makes and holds. What one rank sends another is copied, as between devices."""
-    counter = Allocated()
+    counter = LiveStorages()
     advance, send = embedded._advance, embedded._EmbeddedTransport.send
 
     def counted(rank: int, *rest: Any) -> None:

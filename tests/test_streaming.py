@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cost_models.live_memory import forward_peak
+from benchmarks.live_storages import peak_of
+from cost_models.live_memory import forward_peak, given_bytes
 from partitioner import ConfigError, Plan, partition
 from partitioner.tracing.trace import trace
 from passes.axes import find_axes
@@ -197,6 +198,21 @@ def test_trains_with_any_budget(build: Callable[[], nn.Module], tiles: tuple[int
     ).plan
     plan = dataclasses.replace(plan, tile_budget=int(share * sizes_of(model)[-1]), weights="")
     trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(IMAGE,), progress=False), IMAGE)
+
+
+@pytest.mark.parametrize("build", [SkipNet, resampled])
+def test_a_forward_holds_no_more_than_was_predicted(build: Callable[[], nn.Module]) -> None:
+    """Beyond parameters and the input, which are there already."""
+    model = made(build)
+    x = torch.randn(1, 3, 48, 40, dtype=torch.float64)
+    graph = trace(model, (x,), None, False)
+    given = given_bytes(graph)
+    pm = partition(model, devices=1, mode={"tile": 6}, example_inputs=(x,), progress=False)
+    with torch.no_grad():
+        pm(x)
+        peak = peak_of(lambda: pm(x))
+    assert 0.95 * (pm.plan.memory[0] - given) <= peak <= pm.plan.memory[0] - given
+    assert peak < (forward_peak(graph) - given) * 2 / 3
 
 
 def test_a_step_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

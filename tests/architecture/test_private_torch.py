@@ -15,6 +15,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch.utils._pytree": (
         "structure of arguments and results: torch.export's own, which torch.utils does not export",
         (
+            "benchmarks/live_storages.py",
             "partitioner/binding.py",
             "partitioner/calls.py",
             "partitioner/check/check.py",
@@ -74,8 +75,8 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("passes/explicit_casts.py", "passes/inline_subgraphs.py"),
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": (
-        "sees below autocast, where torch.overrides does not, what operations cast",
-        ("passes/explicit_casts.py",),
+        "sees below autocast, where torch.overrides does not, what operations cast; and every storage that they make",
+        ("passes/explicit_casts.py", "benchmarks/live_storages.py"),
     ),
     "torch._foreach_add": ("sums many tensors in one call, as torch.optim does", ("passes/ir/microbatch.py",)),
     "torch._foreach_add_": ("the same, in place", ("passes/ir/microbatch.py",)),
