@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from passes.operators import bound_arguments, draws, node_leaves
 from passes.rules.loops import Loops, Size
 from passes.rules.table import loops_of
+from passes.rules.windows import Window
 from passes.size_expression import size_of
 
 __all__ = ["Axes", "TensorAxes", "find_axes", "is_item", "returned_values", "tensor_operands"]
@@ -58,6 +59,12 @@ class Axes:
         (axes,) = self.tensors[node]
         return axes
 
+    def under(self, name: str, window: Window) -> tuple[int, ...]:
+        """The axes that a window of a call slides over, outermost first."""
+        return (
+            self.of(self.operands[name][window.operand].name)[window.dimension] if window.part is None else self.factors[name][window.part]
+        )
+
     @functools.cached_property
     def of_calls(self) -> Mapping[str, frozenset[int]]:
         """Call -> all axes that it loops over; absent where there is no rule."""
@@ -67,9 +74,7 @@ class Axes:
     def slid_over(self) -> Mapping[str, frozenset[int]]:
         """Call -> the axes of its operands over which windows slide; absent where there are none."""
         found = {
-            name: frozenset(
-                self.of(self.operands[name][each.operand].name)[each.dimension][0] for each in loops.windows if each.factor is not None
-            )
+            name: frozenset(self.under(name, each)[0] for each in loops.windows if each.factor is not None)
             for name, loops in self.loops.items()
             if loops.windows
         }
@@ -185,7 +190,8 @@ def find_axes(graph: fx.Graph) -> Axes:
         for window in found.windows:
             if window.factor is None:
                 continue
-            (outermost, *_) = _leaves(_single(tensors[tensor_operands(node)[window.operand]])[window.dimension])
+            slid = _single(tensors[tensor_operands(node)[window.operand]])[window.dimension] if window.part is None else [axes[window.part]]
+            (outermost, *_) = _leaves(slid)
             role = found.factors[window.factor].name
             outermost.roles[role] = outermost.roles.get(role, 0) + 1
         tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, found.results, strict=True)]

@@ -14,6 +14,7 @@ from passes.ir.layout import Layout, Shard
 from passes.layouts import Layouts
 from passes.reshard import CHANGE, Change, Resharder
 from passes.rules.loops import Size
+from passes.size_expression import size_of
 from passes.slide import Slide, fetch_of, held_for, own_part_of
 
 __all__ = ["HaloWriter"]
@@ -97,16 +98,36 @@ class HaloWriter:
             source: what this rank has of it.
             layout: how it lies.
         """
-        dimension, fill = slide.window.dimension, slide.window.reach.fill
-        key = (source, dimension, slide.over, slide.owned, slide.wanted, fill)
-        if key not in self._fetched:
-            name, sizes = f"{value.name}_halo_{slide.over}", (slide.own, slide.size, fill)
-            if slide.is_local:
-                local = (source, dimension, slide.over, slide.local_wanted, *sizes)
-                self._fetched[key] = self._emit(collectives.take_runs, local, {}, name, reader)
-            else:
-                assert slide.owned is not None
-                exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
-                self._fetched[key] = self._emit(collectives.halo_exchange, exchanged, {}, name, reader)
-                self._fetched[key].meta["custom"] = {CHANGE: Change(value.name, layout, layout)}
+        dimension, name = slide.window.dimension, f"{value.name}_halo_{slide.over}"
+        around = self._around(source, slide, reader)
+        key = (source, dimension, around, slide.over, slide.owned, slide.wanted, slide.window.reach.fill)
+        if key not in self._fetched and around is None:
+            self._fetched[key] = self._read(value, source, dimension, slide, layout, name, reader)
+        elif key not in self._fetched:
+            assert around is not None
+            outer, inner = around
+            shape = [size_of(size) for size in source.meta["val"].shape]
+            unfolded = self._resharder.reshaped(source, shape, dimension, (outer, slide.own, inner), f"{name}_unfolded", reader)
+            read = self._read(value, unfolded, dimension + 1, slide, layout, f"{name}_rows", reader)
+            self._fetched[key] = self._resharder.reshaped(read, shape, dimension, (outer * slide.size * inner,), name, reader)
         return self._fetched[key]
+
+    def _around(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
+        """What a dimension holds, on this rank, outside and inside the part of it that a window slides over; None: it has no parts."""
+        window = slide.window
+        if window.part is None:
+            return None
+        factors = self._axes.loops[reader.name].operands[window.operand][window.dimension]
+        rest = int(source.meta["val"].shape[window.dimension]) // slide.own
+        return (1, rest) if factors[0] == window.part else (rest, 1)
+
+    def _read(self, value: fx.Node, source: fx.Node, dimension: int, slide: Slide, layout: Layout, name: str, reader: fx.Node) -> fx.Node:
+        """Taken from what a rank has, or exchanged."""
+        sizes = (slide.own, slide.size, slide.window.reach.fill)
+        if slide.is_local:
+            return self._emit(collectives.take_runs, (source, dimension, slide.over, slide.local_wanted, *sizes), {}, name, reader)
+        assert slide.owned is not None
+        exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
+        found = self._emit(collectives.halo_exchange, exchanged, {}, name, reader)
+        found.meta["custom"] = {CHANGE: Change(value.name, layout, layout)}
+        return found

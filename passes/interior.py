@@ -80,7 +80,7 @@ class Interior:
 def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
     """The interior of a call, between the borders of the last exchange that it waits for; None where there is none on some rank."""
     moving = [slide for slide in slides if not slide.is_local]
-    if not moving or len(loops.results) != 1 or any(slide.window.reach.written for slide in slides):
+    if not moving or len(loops.results) != 1 or any(slide.window.reach.written or slide.window.part is not None for slide in slides):
         return None
     slide = moving[-1]
     dimensions = [index for index, factors in enumerate(loops.results[0]) if factors == (slide.window.factor,)]

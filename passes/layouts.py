@@ -207,7 +207,7 @@ class LayoutWalk:
                 self._call_alike(loops, lying, needs, gives)
                 cuts.append(None)
                 continue
-            call = CallAlong(node, loops, tuple(operands), lying, self._slid(loops, operands, index))
+            call = CallAlong(node, loops, tuple(operands), lying, self._slid(node, loops, operands, index))
             passing = self._passes_sum(call)
             cut = None if passing else self._cut(call, index, cuts)
             cuts.append(cut)
@@ -233,7 +233,7 @@ class LayoutWalk:
         for layout in gives:
             layout.append(_WHOLE)
 
-    def _slid(self, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
+    def _slid(self, node: fx.Node, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
         """How operands lie along the dimensions that windows slide over: in parts where they can be cut, else whole.
 
         What lies in parts of another axis is exchanged for parts of this one, assigned or not: nobody needs the whole. Of an input that
@@ -244,9 +244,10 @@ class LayoutWalk:
             if window.factor is None:
                 continue
             source = operands[window.operand]
-            outermost, lies = self.axes.of(source.name)[window.dimension][0], self.lies[source.name, 0][index]
+            outermost, lies = self.axes.under(node.name, window)[0], self.lies[source.name, 0][index]
             has_all = lies == Replicate() and self._has_no_gradient(source)
-            in_parts = outermost in self.assigned[index] or isinstance(lies, Shard)
+            is_there = outermost in self.axes.of(source.name)[window.dimension]
+            in_parts = is_there and (outermost in self.assigned[index] or isinstance(lies, Shard))
             is_cut = in_parts and self._fits(outermost, index) and not has_all
             found.setdefault(window.factor, {})[window.operand] = Shard(outermost, window.dimension) if is_cut else Varying()
         return found

@@ -217,7 +217,7 @@ class _Localizer:
         loops, arguments = self.axes.loops[node.name], bound_arguments(node)
         given = self._given(arguments, by_place)
         if loops.localize is not None:
-            local = self._local_call(node, loops, arguments, by_place, piece)
+            local = self._local_call(node, loops, arguments, by_place, slides, piece)
             given.update({name: self._emit_sizes(value) for name, value in loops.localize(local).items()})
         copy = self.emit(node.target, *call_with(node, given), node.name, node)
         for slide in slides:
@@ -308,7 +308,13 @@ class _Localizer:
         return self.emit(aten.mul.Tensor, (copy, float(share)), {}, f"{node.name}_share", node)
 
     def _local_call(
-        self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], parts: Sequence[fx.Node], piece: Slide | None = None
+        self,
+        node: fx.Node,
+        loops: Loops,
+        arguments: Mapping[str, Any],
+        parts: Sequence[fx.Node],
+        slides: Sequence[Slide],
+        piece: Slide | None = None,
     ) -> LocalCall:
         results = self.layouts.results[node.name]
         cut_axes = tuple(None if cut is None else _shard(cut.axis) for cut in self.layouts.cuts[node.name])
@@ -323,6 +329,9 @@ class _Localizer:
             cut = self.layouts.cuts[node.name][index]
             assert cut is not None
             factors[cut.factor] = stop - start
+        for slide in slides:
+            if slide.window.part is not None:
+                factors[slide.window.part] = slide.size
         shapes = [list(self.halos.shape(node, axes, layout)) for axes, layout in zip(self.axes.tensors[node.name], results, strict=True)]
         if piece is not None:
             assert piece.window.factor is not None

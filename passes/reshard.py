@@ -180,17 +180,17 @@ class Resharder:
             return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
         shape = [size_of(size) for size in source.meta["val"].shape]
         local = self._extents.axis(shard.axis, kept)
-        unfolded = self._reshape(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
+        unfolded = self.reshaped(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
         moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
         merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
-        return self._reshape(moved, shape, shard.dimension, (merged,), name, like)
+        return self.reshaped(moved, shape, shard.dimension, (merged,), name, like)
 
     def _written(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:
         """The sizes of all parts, and of one."""
         written = [self._write_size(size) for size in sizes]
         return written, written[place]
 
-    def _reshape(
+    def reshaped(
         self, source: fx.Node, shape: Sequence[Size], dimension: int, instead: Sequence[Size], name: str, like: fx.Node
     ) -> fx.Node:
         """Write one dimension as others."""

@@ -122,9 +122,8 @@ def slides_of(name: str, axes: Axes, layouts: Layouts, extents: Extents) -> tupl
             place = layouts.needs[name][window.operand][index]
             owned = held = None
             if isinstance(place, Shard):
-                operand = axes.operands[name][window.operand].name
                 held = held_for(name, window.operand, axes, layouts, extents)[1][index]
-                inside = _inner(extents, axes.of(operand)[window.dimension])
+                inside = _inner(extents, axes.under(name, window))
                 sizes = _parts(extents, place.axis, index)
                 owned = tuple(size * inside for size in sizes) if held is None else tuple(stop - start for start, stop in held)
             wanted = to_text(window.reach.reads(start, stop) for start, stop in parts)

@@ -202,13 +202,23 @@ class Patches(nn.Module):
         return nn.functional.fold(self.mix(columns.transpose(1, 2)).transpose(1, 2), x.shape[2:], 3, padding=1)
 
 
-def test_patches_are_not_gathered() -> None:
+GRIDS: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {
+    "height": ((3, 1), [(2, 4, 10)]),
+    "width": ((1, 2), [(2, 12, 5)]),
+    "both": ((2, 2), [(2, 6, 5), (2, 6, 10)]),
+}
+"""What is cut -> a grid, and what is gathered: the result, for whoever called the model."""
+
+
+@pytest.mark.parametrize("cut", GRIDS)
+def test_patches_are_not_gathered(cut: str) -> None:
+    grid, expected = GRIDS[cut]
     model, x = Patches().double(), torch.randn(2, 3, 12, 10, dtype=torch.float64)
-    assert first_difference_of_tiles(model, x, 3, {"tile": (3, 1)}) == ""
-    pm = partition(model, devices=3, mode={"tile": (3, 1)}, example_inputs=(x,), progress=False)
+    assert first_difference_of_tiles(model, x, math.prod(grid), {"tile": grid}) == ""
+    pm = partition(model, devices=math.prod(grid), mode={"tile": grid}, example_inputs=(x,), progress=False)
     pm.train_step(x, target=torch.zeros(2, 2, 12, 10, dtype=torch.float64), loss_fn=nn.functional.mse_loss)
     gathered = [node.args[0][0] for node in pm.graph(0).graph.nodes if node.target is all_gather]
-    assert [tuple(value.meta["val"].shape[1:]) for value in gathered] == [(2, 4, 10)]  # the result, for whoever called the model
+    assert sorted(tuple(value.meta["val"].shape[1:]) for value in gathered) == expected
 
 
 def test_norms_gather_no_activations() -> None:

@@ -175,9 +175,11 @@ def pixel_unshuffle(draw: Draw) -> Tiled:
 
 def patches(draw: Draw) -> Tiled:
     """``unfold`` and ``fold``: between them lie rows of places."""
-    kernel, padding = tuple(draw.each(1, 3)), tuple(draw.each(0, 1))
+    kernel, dilation, padding, stride = (tuple(draw.each(low, high)) for low, high in ((1, 3), (1, 2), (0, 1), (1, 2)))
     return Tiled(
-        lambda x, weight: F.fold(F.unfold(F.conv2d(x, weight, padding=1), kernel, 1, padding), x.shape[2:], kernel, 1, padding),
+        lambda x, weight: F.fold(
+            F.unfold(F.conv2d(x, weight, padding=1), kernel, dilation, padding, stride), x.shape[2:], kernel, dilation, padding, stride
+        ),
         weight=draw.real(3, CHANNELS, 3, 3),
     )
 

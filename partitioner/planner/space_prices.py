@@ -115,7 +115,7 @@ class SpacePrices:
         assert found.cut is not None
         operand = self._axes.operands[name][window.operand]
         steps = self._parts(self._axes.factors[name][found.cut.factor])
-        owned = self._parts(self._axes.of(operand.name)[window.dimension])
+        owned = self._parts(self._axes.under(name, window))
         ends = [sum(steps[:rank]) for rank in range(len(steps) + 1)]
         wanted = to_text(window.reach.reads(*ends[rank : rank + 2]) for rank in range(len(steps)))
         read = segments(owned, wanted)

@@ -57,7 +57,7 @@ class LocalCall:
         arguments: the operator's parameters by name as the whole call has them.
         operands: shape of each tensor operand of the part.
         results: shape of each result of the part.
-        factors: size of each factor of the part.
+        factors: size of each factor of the part; of one in an operand that another slides over, how much is read.
         cut: the factors that are cut.
     """
 
@@ -79,7 +79,7 @@ class Loops:
         results: for each tensor that it returns, its dimensions.
         added: operands that are added to the result (a bias): where a part gives a summed result, one part alone adds them.
         linear: sets of operands in each of which the results are linear (homogeneous of degree one, all operands of the set together).
-        windows: dimensions of operands over which a factor slides; no factor runs over them.
+        windows: dimensions of operands over which a factor slides; no factor that is cut runs over them.
         unread: operands that only lend a type or a place (``new_zeros``): neither their numbers nor their sizes are read.
         localize: arguments that hold sizes -> what a part passes instead; None when a part passes the same arguments.
     """

@@ -1,19 +1,16 @@
 """Windows of an image side by side, and put together again: ``unfold`` and ``fold``, whose places are height times width in one dimension.
 
     im2col    batch channels height~ width~              -> batch (channels patch!) (height width)
-    col2im    batch (channels patch!) (height~ width!)   -> batch channels height width!
+    col2im    batch (channels patch!) (height~ width~)   -> batch channels height width
 
-Height is the outer one of the places: rows of them are runs. A row of the image is put together from all rows of places whose windows hold
-it; what stands beside each other in a row comes along.
+A row of the image is put together from all rows of places whose windows hold it, a column likewise: each window slides over one of the two
+factors in the dimension of places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import sympy
 
 from passes.rules.bind import MisfitError
 from passes.rules.call import Call
@@ -67,30 +64,33 @@ def fold(call: Call) -> Loops:
     kernel, dilation, padding, stride = _numbers(call)
     sizes = tuple(call["output_size"])
     steps = _places(sizes, kernel, dilation, padding, stride)
-    channels = call.results[0][-3]
-    factors = [*(Factor("batch", size) for size in batch), Factor("channels", channels)]
-    first = len(factors)
-    factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", sizes[0]), Factor("width", sizes[1], "whole")]
-    extent = dilation[0] * (kernel[0] - 1)
-    rows = scattered(steps[0], stride[0], padding[0], extent)
-    reach = replace(rows, first=rows.first * steps[1], last=rows.last * steps[1] + steps[1] - 1, size=steps[0] * steps[1])
-    if places != reach.size:
+    if places != steps[0] * steps[1]:
         raise MisfitError("the number of places depends on the batch")
+    factors = [*(Factor("batch", size) for size in batch), Factor("channels", call.results[0][-3])]
+    first = len(factors)
+    height, width, rows, columns = range(first + 1, first + 5)
+    factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", sizes[0]), Factor("width", sizes[1])]
+    factors += [Factor("height_places", steps[0], "whole"), Factor("width_places", steps[1], "whole")]
+    extents = [dilation[index] * (kernel[index] - 1) for index in range(2)]
+    reaches = [scattered(steps[index], stride[index], padding[index], extents[index]) for index in range(2)]
 
     def localize(part: LocalCall) -> Mapping[str, Any]:
         """On what is read, all that it makes; what others make is cut off."""
-        if first + 1 not in part.cut:
-            return {}
-        read = sympy.Integer(part.operands[0][-1]) / steps[1]
-        return {"output_size": [int(stride[0] * (read - 1) + extent + 1), sizes[1]], "padding": [0, padding[1]]}
+        made, left = list(sizes), list(padding)
+        for index, (factor, read) in enumerate(((height, rows), (width, columns))):
+            if factor in part.cut:
+                made[index] = stride[index] * (int(part.factors[read]) - 1) + extents[index] + 1
+                left[index] = 0
+        return {"output_size": made, "padding": left}
 
     outer = tuple((index,) for index in range(len(batch)))
+    dimension = len(batch) + 1
     return Loops(
         factors=tuple(factors),
-        operands=((*outer, (first - 1, first), ()),),
-        results=((*outer, (first - 1,), (first + 1,), (first + 2,)),),
+        operands=((*outer, (first - 1, first), (rows, columns)),),
+        results=((*outer, (first - 1,), (height,), (width,)),),
         linear=(frozenset({0}),),
-        windows=(Window(0, len(batch) + 1, first + 1, reach),),
+        windows=(Window(0, dimension, height, reaches[0], rows), Window(0, dimension, width, reaches[1], columns)),
         localize=localize,
     )
 

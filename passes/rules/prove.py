@@ -16,10 +16,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from passes.ir.errors import VerificationError
-from passes.ir.runs import take_runs
+from passes.ir.runs import Runs, length, take_runs
 from passes.operators import bound_arguments, draws_random_numbers
 from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.table import loops_of
+from passes.rules.windows import Window
 
 __all__ = ["Proof", "call_node", "prove_rule"]
 
@@ -141,12 +142,14 @@ class _Prover:
                 for tensor, dimensions in zip(self.operands, self.loops.operands, strict=True)
             ]
             windows = [window for window in self.loops.windows if window.factor == factor]
+            read: dict[int | None, int] = {factor: size}
             for window in windows:
                 reads = window.reach.reads(start, start + size)
-                operands[window.operand] = take_runs(operands[window.operand], window.dimension, reads, window.reach.fill)
+                operands[window.operand] = self.read(operands[window.operand], window, reads)
+                read[window.part] = length(reads)
             if number and reduction is not None:
                 operands = [torch.zeros_like(each) if index in self.loops.added else each for index, each in enumerate(operands)]
-            sizes = [size if index == factor else whole for index, whole in enumerate(self.sizes)]
+            sizes = [read.get(index, whole) for index, whole in enumerate(self.sizes)]
             shapes = [tuple(math.prod(sizes[each] for each in dimension) for dimension in dimensions) for dimensions in self.loops.results]
             found = self.run(operands, sizes, [torch.empty(shape) for shape in shapes], frozenset({factor}))
             for window in windows:
@@ -169,6 +172,16 @@ class _Prover:
             else:
                 joined.append(_COMBINED[reduction](pieces, parts))
         self.compare(joined, self.results, where)
+
+    def read(self, operand: Tensor, window: Window, runs: Runs) -> Tensor:
+        """What a window reads of a dimension, or of one of the factors in it."""
+        if window.part is None:
+            return take_runs(operand, window.dimension, runs, window.reach.fill)
+        dimensions = self.loops.operands[window.operand]
+        (place,) = _places(dimensions, window.part)
+        unfolded = operand.reshape(_unfolded(dimensions, self.sizes, operand.shape))
+        shape = [-1 if dimension == window.dimension else size for dimension, size in enumerate(operand.shape)]
+        return take_runs(unfolded, place, runs, window.reach.fill).reshape(shape)
 
     def check_linear(self, operands: list[int]) -> None:
         """``f(2 x - 3 y) = 2 f(x) - 3 f(y)``, all operands of the set together."""

@@ -83,12 +83,14 @@ class Window:
         dimension: of it.
         factor: the loop; None for one of a single step.
         reach: what a part of the loop reads.
+        part: of a dimension that holds two factors (places of patches, height times width), the one that is slid over; None: all of it.
     """
 
     operand: int
     dimension: int
     factor: int | None
     reach: Reach
+    part: int | None = None
 
 
 def through(reaches: Sequence[Reach]) -> tuple[sympy.Expr, sympy.Expr]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -177,5 +177,12 @@ def _read(loops: Loops, place: int, span: Span, factor: int | None) -> Read:
             return Read(span, factor, None)
         for window in loops.windows:
             if (window.operand, window.dimension, window.factor) == (place, span.dimension, factor):
-                return Read(span, factor, window)
+                return Read(span, factor, window if window.part is None else _of_dimension(window, span.inner))
     return Read(span, None, None)
+
+
+def _of_dimension(window: Window, inner: int) -> Window:
+    """A window over the outer part of a dimension, in elements of the dimension."""
+    reach = window.reach
+    elements = replace(reach, first=reach.first * inner, last=reach.last * inner + inner - 1, size=reach.size * inner)
+    return replace(window, reach=elements)

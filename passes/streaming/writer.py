@@ -213,6 +213,10 @@ class TileWriter:
                 shape[span.dimension] = own[1] - own[0]
                 factors[factor] = (own[1] - own[0]) * int(call.loops.factors[factor].size) // span.size
         shapes = tuple(tuple(size_of(size) for size in operand.meta["val"].shape) for operand in operands)
+        for sizes, reads in zip(shapes, call.reads, strict=True):
+            for read in reads:
+                if read is not None and read.window is not None and read.window.part is not None:
+                    factors[read.window.part] = sizes[read.span.dimension] // read.span.inner
         return LocalCall(bound_arguments(call.node), shapes, (tuple(shape),), tuple(factors), cut)
 
     def _written(self, call: TileCall, box: Box, given: Mapping[str, Any], starts: Mapping[int, int], name: str) -> fx.Node:
