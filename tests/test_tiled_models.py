@@ -70,6 +70,17 @@ def test_gradients_of_inputs(case: Case, *, training: bool) -> None:
 # -- beside other modes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["transposed_unet", "residual_images"])
+@pytest.mark.parametrize("mesh", [{"tile": 2, "pipeline": 2}, {"pipeline": 2, "tile": (2, 1)}, {"tile": (2, 2), "data": 2}], ids=str)
+def test_images_beside_stages_and_replicas(name: str, mesh: Mesh) -> None:
+    """Statistics of the whole batch, in stages that run it at once; the gradient of the input comes back through both."""
+    assert difference(space_case(name), mesh, rows=4) == ""
+    instance = space_case(name).build(batch_size=4)
+    assert first_difference_of_tiles(instance.model.eval(), instance.args[0], ranks_of(mesh), mesh) == ""
+
+
 @pytest.mark.parametrize(
     ("mesh", "n_microbatches"),
     [

@@ -179,13 +179,13 @@ class _Search:
     def run(self) -> None:
         """Search until nothing that is left can be faster."""
         known = (self._model, self._graph, self._cluster, self._request)
-        shapes = [*allowed_shapes(*known), *allowed_tiles(*known, even=False)]
+        shapes = [*allowed_shapes(*known), *allowed_tiles(*known, tight=False)]
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
         self._search(shapes, bounds)
         if self._best is None:  # tiles hold less at once than rows of whole images
-            self._search([mesh for mesh in allowed_tiles(*known, even=True) if mesh not in shapes], bounds)
+            self._search([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
         self._prove()
 
     def _search(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:

@@ -47,18 +47,18 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
         yield mesh
 
 
-def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, *, even: bool) -> Iterator[Mesh]:
+def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, *, tight: bool) -> Iterator[Mesh]:
     """The meshes of tiles that fit the same, for a model that has space, on up to so many devices as all kinds are combined on.
 
     Args:
-        even: whether also where the batch could be cut into as many equal parts: for their memory.
+        tight: whether also those that are worth it for their memory alone.
     """
     constraints, n_devices = request.constraints, len(cluster.devices)
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(each is not None for each in (constraints.split_spec, constraints.pin, constraints.device_map))
     if wants_stages or not 1 < n_devices <= MANY or not model.has_space:
         return
-    for mesh in tile_shapes(n_devices, graph.batch_size, even=even):
+    for mesh in tile_shapes(n_devices, graph.batch_size, tight=tight):
         if named_dimensions(constraints) <= set(mesh.names):
             with contextlib.suppress(ConfigError):  # space is too small for so many
                 yield model.with_grid(mesh)

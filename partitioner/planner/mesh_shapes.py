@@ -47,18 +47,20 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     yield from sorted(found, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
 
 
-def tile_shapes(n_devices: int, batch_size: int, *, even: bool) -> Iterator[Mesh]:
-    """The meshes of tiles, rows outside of them: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``.
+def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mesh]:
+    """The meshes of tiles, rows and stages outside of them: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``, ``{"pipeline": 2, "tile": 2}``.
 
     Args:
         n_devices: ranks.
         batch_size: rows; the ranks that cut them must divide it.
-        even: whether also where the batch could be cut into as many equal parts: that is as little work for each rank, without halos.
+        tight: for their memory: also where the batch could be cut into as many equal parts over the ranks of a stage, which is as little
+            work for each, without halos.
     """
-    for rows, tiles in _factors(n_devices, 2):
-        if tiles > 1 and batch_size % rows == 0 and (even or batch_size % n_devices):
+    for rows, stages, tiles in _factors(n_devices, 3):
+        if tiles > 1 and batch_size % rows == 0 and (tight or batch_size % (rows * tiles)):
             for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
-                yield Mesh(tuple((name, size) for name, size in ((kind, rows), (TILE, tiles)) if size > 1))
+                outer = ((kind, rows), ("pipeline", stages), (TILE, tiles))
+                yield Mesh(tuple((name, size) for name, size in outer if size > 1))
 
 
 def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:

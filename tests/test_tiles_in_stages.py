@@ -1,0 +1,67 @@
+"""Tiles inside the stages of a pipeline: what the automatic plan takes where memory is short, and what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.hardware import Cluster
+from partitioner import PartitionedModel, partition
+from partitioner.planner.mesh_shapes import tile_shapes
+from partitioner.planner.plan_mesh import plan_mesh
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.tracing.trace import trace
+from passes.ir.mesh import Mesh
+
+MIB = 2**20
+
+
+def one_image() -> tuple[nn.Module, torch.Tensor]:
+    """An image whose first layers tiles alone divide, in front of weights that tiles hold whole."""
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 1, 3, padding=1), nn.Sigmoid(), nn.Conv2d(1, 128, 16, stride=16), nn.ReLU()]
+    model = nn.Sequential(*first, nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 8, 1))
+    return model.double(), torch.randn(1, 1, 640, 640, dtype=torch.float64)
+
+
+def planned(model: nn.Module, x: torch.Tensor, limit: float | None) -> PartitionedModel:
+    bytes_left = None if limit is None else int(limit * MIB)
+    return partition(model, 4, "auto", example_inputs=(x,), cluster="l4:1x4", memory_limit=bytes_left, recompute="none", progress=False)
+
+
+@pytest.mark.parametrize("limit", [8.0, 6.0])
+def test_auto_where_memory_forces_it(limit: float) -> None:
+    """Tiles throughout hold all weights, stages alone the whole image. Tiles end at some depth, and channels are cut, within a stage."""
+    model, x = one_image()
+    pm = planned(model, x, limit)
+    assert pm.plan.mesh == (("pipeline", 2), ("tile0", 2))
+    assert max(pm.plan.memory) <= limit * MIB
+    assert {name.partition("[")[0] for name, _ in pm.plan.axes} == {"height", "channels"}
+    target = torch.randn(1, 8, 40, 40, dtype=torch.float64)
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    expected = nn.functional.mse_loss(model(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+def test_auto_takes_no_slower_mesh() -> None:
+    """No mesh of tiles that fits, with or without stages, is faster than what is found."""
+    model, x = one_image()
+    found = planned(model, x, 8.0).plan
+    graph, cluster = trace(model, (x,), {}, training=True), Cluster.parse("l4:1x4")
+    request = PlanRequest("pipeline", tuple(f"cuda:{rank}" for rank in range(4)), recompute="none", n_microbatches=1)
+    for mesh in (Mesh((("pipeline", 2), ("tile0", 2))), Mesh((("tile0", 4),)), Mesh((("tile0", 2), ("tile1", 2)))):
+        plan = plan_mesh(graph, cluster, request, None, mesh)
+        assert found.step_time <= plan.step_time * (1 + 1e-9) or max(plan.memory) > 8.0 * MIB
+
+
+def test_stages_of_tiles_are_proposed_where_rows_run_out() -> None:
+    def words(n_devices: int, rows: int, *, tight: bool) -> list[str]:
+        return [" ".join(f"{name} {size}" for name, size in mesh.dimensions) for mesh in tile_shapes(n_devices, rows, tight=tight)]
+
+    assert words(4, 1, tight=False) == ["tile 4", "pipeline 2 tile 2"]
+    assert words(4, 4, tight=False) == []
+    assert "pipeline 2 tile 2" in words(4, 4, tight=True)
