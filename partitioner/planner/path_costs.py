@@ -21,6 +21,8 @@ so the dynamic programmes of ``stage_tables`` find the cuts for which it is leas
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
@@ -80,15 +82,14 @@ class PathCosts(RunCosts):
             own_b = own_i + own_w
             first = behind + (1 + after) * own_f + count * own_b
             last = behind + count * own_f + (1 + after) * own_b
-            paths = [count * time, first, last, self._trips(stages, time, time, behind, after)]
-            return np.asarray(enter + leave + np.maximum.reduce(paths))
+            return np.asarray(enter + leave + _longest(count * time, first, last, self._trips(stages, time, time, behind, after)))
         done = np.maximum(count - self._held[stages], 0)
         first = behind + (1 + after) * own_f + count * own_i + done * own_w
         last = behind + count * own_f + (1 + after) * own_i + done * own_w
         both = np.where(after > 0, 2 * behind + (1 + after) * (own_f + own_i) + done * own_w, 0.0)
         every = self._trips(stages, time, own_f + own_i, behind, done)
         ends_alone = np.maximum(count * time, behind + (1 + after) * own_f + count * (own_i + own_w))
-        ends_with = np.maximum.reduce([count * (own_f + own_i) + done * own_w, first, last, both, every])
+        ends_with = _longest(count * (own_f + own_i) + done * own_w, first, last, both, every)
         return np.asarray(enter + np.maximum(ends_alone, ends_with + np.maximum(leave, own_w)))
 
     def sends_longer(self, runs: Runs, stages: slice) -> Floats:
@@ -128,6 +129,11 @@ class PathCosts(RunCosts):
         both = 2 * behind + after * time + last
         every = count * behind + (count - 1 + rest) * time + last
         return np.where(after > 0, np.maximum(both, every), 0.0)
+
+
+def _longest(*paths: Floats) -> Floats:
+    """The longest of each; in place of one maximum over a stack of them, which would be copied first."""
+    return reduce(np.maximum, paths)
 
 
 def _least_messages(problem: StageProblem, *, forward: bool) -> Floats:

@@ -79,13 +79,11 @@ class RunCosts:
 
     def sending(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) seconds that what leaves a run is on its way to the next stage."""
-        seconds: Floats = np.tensordot(self._next[stages], runs.leaving, 1)
-        return seconds
+        return _seconds(self._next[stages], runs.leaving)
 
     def sending_back(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) the same of the gradients of what enters it."""
-        seconds: Floats = np.tensordot(self._previous[stages], runs.entering, 1)
-        return seconds
+        return _seconds(self._previous[stages], runs.entering)
 
     def memory(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) bytes that the stage holds."""
@@ -107,6 +105,13 @@ class RunCosts:
         sent = np.rint(runs.leaving[1] + runs.entering[1]).astype(np.int64)
         price: Integers = sent * (int(self.problem.units.depth.max(initial=0)) * self.problem.n_stages + 1) + depth
         return price
+
+
+def _seconds(links: Floats, messages: Floats) -> Floats:
+    """(stages, C, width) seconds of messages, counted and in bytes, over the link of each stage."""
+    latency, slope = links[:, :1, None], links[:, 1:, None]
+    seconds: Floats = latency * messages[0] + slope * messages[1]
+    return seconds
 
 
 def _reach(problem: StageProblem) -> Integers:

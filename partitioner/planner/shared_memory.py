@@ -59,6 +59,7 @@ class Search:
         self._possible = int(longest.sum()) <= _LARGEST_TABLE
         self._rows = [self._costs.affordable(runs) for runs in self._alone(longest)] if self._possible else []
         self._limit = np.array(problem.limit, dtype=float)
+        self._known: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self._visits = 0
 
     def _alone(self, longest: Integers) -> Iterator[Runs]:
@@ -129,14 +130,19 @@ class Search:
     def _runs(self, partial: _Partial, bound: float) -> tuple[Floats, Floats]:
         """Cost and memory of every run that the next stage can have; the cost is inf where it does not fit."""
         stage = len(partial.starts)
-        one = slice(stage, stage + 1)
         if partial.end == self._problem.n_units:
             return np.empty(0), np.empty(0)
-        row = self._rows[partial.end]
-        memory = self._costs.memory(row, one)[0, 0]
-        fits = (memory <= partial.left[self._problem.rank[stage]]) & self._costs.permitted(row, one)[0, 0]
-        cost = self._costs.cost(row, one)[0, 0]
-        return np.where(fits & (cost <= bound), cost, np.inf), memory
+        cost, memory = self._row(stage, partial.end)
+        fits = (memory <= partial.left[self._problem.rank[stage]]) & (cost <= bound)
+        return np.where(fits, cost, np.inf), memory
+
+    def _row(self, stage: int, unit: int) -> tuple[Floats, Floats]:
+        """The same whatever the stages before it hold, worked out when first asked for: the search comes to a unit on many ways."""
+        if (stage, unit) not in self._known:
+            row, one = self._rows[unit], slice(stage, stage + 1)
+            cost = np.where(self._costs.permitted(row, one)[0, 0], self._costs.cost(row, one)[0, 0], np.inf)
+            self._known[stage, unit] = cost, self._costs.memory(row, one)[0, 0]
+        return self._known[stage, unit]
 
     def _extended(self, partial: _Partial, length: int, memory: Floats) -> _Partial:
         """The partial solution with one more stage."""

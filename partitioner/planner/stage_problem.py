@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,7 @@ Integers = NDArray[np.int64]
 """An array of units, boundaries or prices."""
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """An amount that a stage needs once, however many of its units need it.
 
     Attributes:
@@ -72,10 +72,14 @@ def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], 
     Args:
         n_kinds: how many numbers an amount has; 0: it is one.
     """
-    found = [(before, unit, amount) for amount, users, first in items for before, unit in zip((first, *users), users, strict=False)]
-    before, unit, amount = zip(*found, strict=True) if found else ((), (), ())
-    shape = (len(found), n_kinds) if n_kinds else len(found)
-    return Uses(np.array(before, np.int64), np.array(unit, np.int64), np.array(amount, float).reshape(shape))
+    amounts, users, first = zip(*items, strict=True) if (items := list(items)) else ((), (), ())
+    counts = np.fromiter(map(len, users), np.int64, len(users))
+    unit = np.fromiter(chain.from_iterable(users), np.int64)
+    before = np.concatenate([[-1], unit[:-1]]) if len(unit) else unit
+    begins = np.cumsum(counts) - counts
+    before[begins[counts > 0]] = np.array(first, np.int64)[counts > 0]
+    amount = np.array(amounts, float).reshape((len(users), n_kinds) if n_kinds else len(users))
+    return Uses(before, unit, np.repeat(amount, counts, axis=0))
 
 
 def stages_of(starts: Sequence[int], n_units: int) -> Integers:
@@ -84,8 +88,7 @@ def stages_of(starts: Sequence[int], n_units: int) -> Integers:
     return stage_of
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A tensor that crosses between units.
 
     Attributes:

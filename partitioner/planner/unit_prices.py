@@ -148,6 +148,7 @@ class PriceList:
         self._known_times: dict[int, tuple[Floats, Floats]] = {}
         self._known_kept: dict[int, list[Shared]] = {}
         self._known_numbers: dict[int, Numbers] = {}
+        self._known_operations: dict[tuple[int, float], Floats] = {}
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         self._keeping = Keeping(graph, cost, frozenset(self._unit_of), recompute)
@@ -216,10 +217,18 @@ class PriceList:
         """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
         if microbatch_size not in self._known_times:
             numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
-            seconds = np.array([[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct])
+            seconds = self._operations(numbers, share)
             halves = self._halves(seconds) + self._exchanging(numbers, share)[:, :, None]
             self._known_times[microbatch_size] = seconds, halves
         return self._known_times[microbatch_size]
+
+    def _operations(self, numbers: Numbers, share: float) -> Floats:
+        """(C, K, 3) seconds of each distinct operation, worked out once for all links."""
+        key = (numbers.batch_size, share)
+        if key not in self._known_operations:
+            seconds = [[self._seconds(cost, kind, numbers, share) for kind in self.kinds] for cost in self._distinct]
+            self._known_operations[key] = np.array(seconds)
+        return self._known_operations[key]
 
     def _priced(self, microbatch_size: int) -> UnitPrices:
         numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
