@@ -11,6 +11,7 @@ import pytest
 
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
+from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.stage_problem import Floats, StageProblem, Units, Value
 from partitioner.planner.stage_tables import best_bottleneck
@@ -116,7 +117,8 @@ def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> No
         assert found.bound == found.seconds, seed
         whole = case.halves.sum(axis=0)[:, 0]
         share = case.halves[0, :, 0] / whole
-        shares = Shares((share.min(), share.max()), 1 - share.max(), float(case.halves[:2].sum() / whole.sum()))
+        through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
+        shares = Shares((share.min(), share.max()), 1 - share.max(), through, halves)
         loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
         candidate = Candidate(case.name, case.stages_per_rank, case.n_microbatches)
         assert least_step(candidate, case.n_ranks, float(whole.sum()), *loads, shares) <= best * (1 + 1e-6), seed
@@ -128,7 +130,35 @@ def test_equal_stages_take_what_the_bound_says(name: str) -> None:
     halves = np.ones((3, 12, 1))
     case = Case(name, 4, 9, 1, halves, np.zeros(3), ())
     assert best_bottleneck(case.costs()) == pytest.approx((9 + 4 - 1) * 9)
-    assert least_step(Candidate(name, 1, 9), 4, 36, 9, 9, Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3)) == pytest.approx((9 + 4 - 1) * 9)
+    shares = Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3, halves / halves.sum())
+    assert least_step(Candidate(name, 1, 9), 4, 36, 9, 9, shares) == pytest.approx((9 + 4 - 1) * 9)
+
+
+def on_a_v(name: str, n_ranks: int, count: int, halves: Floats) -> float:
+    """Seconds of a step on the clock; messages take no time."""
+    (forward, inputs, weights), nothing = halves.tolist(), [0.0] * (2 * n_ranks)
+    return step_clock(name, n_ranks, count, 2).makespan(forward, inputs, weights, nothing, nothing)
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV"])
+def test_no_stages_on_a_v_beat_the_mean_of_paths(name: str) -> None:
+    """Whatever their times: alike, at random, or most of them in few stages."""
+    draw = np.random.default_rng(0)
+    for number in range(200):
+        n_ranks, count = int(draw.integers(1, 7)), int(draw.integers(1, 20))
+        halves = draw.random((3, 2 * n_ranks)) ** 2 * (draw.integers(0, 2, (1, 2 * n_ranks)) if number % 3 == 0 else 1)
+        seconds = on_a_v(name, n_ranks, count, halves)
+        assert least_on_v(name, n_ranks, count, halves[:, :, None]) <= seconds * (1 + 1e-9), (name, n_ranks, count)
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV"])
+@pytest.mark.parametrize("n_ranks", [4, 8, 16])
+def test_few_microbatches_leave_a_v_idle(name: str, n_ranks: int) -> None:
+    """With as many microbatches as ranks, by more than half of what the last rank waits for to begin."""
+    halves = np.repeat([[0.3], [0.4], [0.3]], 2 * n_ranks, axis=1)
+    seconds = on_a_v(name, n_ranks, n_ranks, halves)
+    begins, busy = 0.3 * (n_ranks - 1), 2.0 * n_ranks
+    assert busy + begins / 2 < least_on_v(name, n_ranks, n_ranks, halves[:, :, None]) <= seconds
 
 
 def test_units_are_not_divided() -> None:

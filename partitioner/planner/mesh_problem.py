@@ -228,6 +228,8 @@ class MeshProblem:
         known: dict[tuple[int, ...], Solution] = {}
 
         def seconds(starts: tuple[int, ...]) -> float:
+            if starts in known:
+                return known[starts].step_time
             found = self.price(problems, stage_model(problems, candidate, starts))
             if any(held > limit for held, limit in zip(found.staged.memory, problems.limits(), strict=True)):
                 return math.inf
@@ -243,9 +245,9 @@ class MeshProblem:
             taken = math.inf if cuts is None else seconds(cuts.starts)
             return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
         tried = promising_cuts(promise.costs, promise.longest_path)
-        if candidate.stages_per_rank > 1 and seconds(tried) == math.inf:
-            cuts = problems.solve(candidate)
-            tried = tried if cuts is None else cuts.starts
+        if candidate.stages_per_rank > 1:  # paths know little of what ranks with several stages wait for
+            cuts = problems.solve(candidate) if seconds(tried) == math.inf else problems.unlimited(candidate)
+            tried = tried if cuts is None else min(tried, cuts.starts, key=seconds)
         found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most, within)
         bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
         return (None if found.starts is None else known[found.starts]), bound

@@ -11,20 +11,20 @@ With W the time of all units for one microbatch, M microbatches, R ranks, and L 
     backward whole   W + (M - 1) b L'                  path C; b: the least share that a backward has of its unit, L' the slowest stage
     ZB1P             f W / (1 - (1 - f/M)^R)           only forwards precede; f: the least share that a forward has
     in a loop        about (M + (R - 1) / 4) W / R     of two rounds: see ``_fill_of_loop``
-    on a V           about (M + f (R - 1) / 4) W / R   ranks begin one after the other: see ``_fill_of_v``
+    on a V           about (M + f (R - 1) / 4) W / R   ranks begin one after the other; more where M < 2 R: see ``fill_of_v``
 
 ``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
 from partitioner.planner.candidates import Candidate
+from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.stage_problem import Floats
 from partitioner.planner.unit_prices import Shares
 
@@ -107,36 +107,8 @@ def least_step(candidate: Candidate, n_ranks: int, whole: float, load: float, sl
     if alone and forward > 0:
         return max(step, whole * forward / (1 - (1 - forward / count) ** n_ranks))
     if candidate.schedule in _ON_A_V:
-        return max(
-            step, whole * _fill_of_v(n_ranks, count, math.floor(100 * shares.forward[0]) / 100, math.ceil(100 * shares.forward[1]) / 100)
-        )
+        return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves))
     return max(step, whole * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
-
-
-@lru_cache(maxsize=4096)
-def _fill_of_v(n_ranks: int, count: int, least: float, most: float) -> float:
-    """Seconds of a step on a V, at least, for each second that the units take for one microbatch.
-
-    Rank r runs stage r on the way down, which takes x forward, and stage 2R-1-r on the way up. It is not done before
-
-        (1)    forwards of the stages above it on the way down, then all that it computes
-        (2)    forwards of all stages up to its second one, then all that it computes but for the K = 2 (R - 1 - r) + 1 forwards of its
-               first stage that come in front of the first one of its second
-
-    No step is shorter than any mean of these over the ranks. What a second of any stage counts in it is made as equal as can be; what it
-    counts least is what is told.
-
-    Args:
-        least, most: the share that a forward has of its unit.
-    """
-    ahead = np.minimum(2 * np.arange(n_ranks)[::-1] + 1, count)
-
-    def counts(weights: Floats, second: Floats) -> Floats:
-        down = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
-        up = second * (np.cumsum(weights, axis=1) - weights)
-        return count * weights + np.minimum(*(np.where(each > 0, least, most) * each for each in (down, up)))
-
-    return _best_mean(counts, n_ranks, count)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ front, in the block and behind is shared by all copies.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,7 +159,10 @@ class RepeatedPrices:
 
     def least_shares(self, microbatch_size: int) -> Shares:
         """What parts forward and backward have of the time of the units that take time."""
-        return self._folded.least_shares(microbatch_size)
+        shares, of_folded = self._folded.least_shares(microbatch_size), self._folded.times(microbatch_size).min(axis=1)
+        numbers = np.bincount(self._unfolding.source, minlength=len(of_folded))
+        part = float(of_folded.sum()) / max(float((of_folded * numbers).sum()), 1e-300)
+        return dataclasses.replace(shares, halves=shares.halves * numbers[:, None] * part)
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""

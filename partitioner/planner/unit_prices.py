@@ -67,11 +67,13 @@ class Shares:
         forward: least and most.
         backward: least.
         through: of all units together, what the forward and the input half of the backward have at least.
+        halves: (3, A, K) of the same, what the forward and both halves of the backward of each unit have, or of units alike together.
     """
 
     forward: tuple[float, float]
     backward: float
     through: float
+    halves: Floats
 
 
 class Prices(Protocol):
@@ -190,7 +192,7 @@ class PriceList:
         shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
         least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
         through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
-        return Shares((min(least, most), most), 1 - most, min(through, 1.0))
+        return Shares((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
