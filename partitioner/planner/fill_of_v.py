@@ -49,7 +49,7 @@ _MIXTURES = np.array(
 _N_TO_THE_END = 3
 """How many of them have no backwards behind a rank."""
 
-_MOST_RANKS = 128
+_MOST_RANKS = 32
 """Ranks up to which what lies behind a rank is read off the schedule."""
 
 _ROUNDS = 12
@@ -71,7 +71,7 @@ def least_on_v(name: str, n_ranks: int, count: int, halves: Floats) -> float:
     if not shares.sum() > 0:
         return 0.0
     forward, inputs, _ = np.rint(shares / shares.sum() / _SHARE).astype(int).tolist()
-    means = _means(name, n_ranks, count, forward, inputs)
+    means = _means(name if n_ranks <= _MOST_RANKS else "", n_ranks, count, forward, inputs)
     each = np.tensordot(means, halves.reshape(3, -1), (1, 0)).min(axis=1)  # (T, N K), each where it counts least
     return float(each.reshape(len(each), *halves.shape[1:]).min(axis=2).sum(axis=1).max())
 
@@ -98,17 +98,16 @@ class _Paths:
     """The paths through each rank.
 
     Args:
-        name: of the schedule.
+        name: of the schedule; empty: of any on a V, of which what lies behind a rank is not asked.
         n_ranks: of a pipeline.
         count: microbatches.
     """
 
     def __init__(self, name: str, n_ranks: int, count: int) -> None:
-        reads = n_ranks <= _MOST_RANKS
-        self.mixtures = _MIXTURES if reads else _MIXTURES[:_N_TO_THE_END]
+        self.mixtures = _MIXTURES if name else _MIXTURES[:_N_TO_THE_END]
         left = np.zeros((3, 3, n_ranks, 2))
         self._whole = np.zeros(2 * n_ranks)
-        if reads:
+        if name:
             left[1:], self._whole = _ends(name, n_ranks, min(count, 2 * n_ranks))
         self._last = left[2, :, 0]
         on_it = np.full((2, 3, 3, n_ranks, 2), float(count)) - left
