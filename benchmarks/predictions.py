@@ -5,8 +5,9 @@
 
 A program is simulated with costs of this machine, and run. In one process of one thread ranks take turns: a step takes as long as all of
 them compute together, and is measured in processor seconds, of which other processes take none. Two processes compute at once, and
-messages take what was measured between them just before. The last lines tell the median error and the rank correlation (Spearman) over
-all placements.
+messages take what is measured between them. Each round measures every placement, times the operations and messages anew and predicts with
+them, since a shared machine is not equally fast all the time; the tables show medians over rounds. The last lines tell the median error and
+the rank correlation (Spearman) over all placements.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from cost_models.cost_model import CostModel
 from cost_models.devices import Device, Link
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts, fitted
+from cost_models.measurement.machine import gloo_link
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import PartitionedModel, partition
 
@@ -105,12 +108,13 @@ IN_ONE_PROCESS = tuple(
         ((("pipeline", 2),), 4, "none"),
         ((("pipeline", 4),), 8, "full"),
         ((("data", 2),), None, "none"),
+        ((("data", 2), ("tensor", 2)), None, "none"),
     )
 )
 
 IN_TWO_PROCESSES = tuple(
     Placement(model, mesh, microbatches)
-    for model in ("perceptron", "GPT 4 x 128", "GPT 4 x 256")
+    for model in ("perceptron", "convolutions", "GPT 4 x 128", "GPT 4 x 256")
     for mesh, microbatches in (
         ((("pipeline", 2),), 2),
         ((("pipeline", 2),), 4),
@@ -164,69 +168,82 @@ def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link
     return simulation.step_time * placement.ranks * (1 - simulation.bubble_fraction)
 
 
+@dataclass(frozen=True)
+class Contestant:
+    """A placement that is measured and predicted, round after round; the machine is not equally fast all the time."""
+
+    placement: Placement
+    pm: PartitionedModel
+    step: Callable[[], Tensor]
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)
+
+    @property
+    def prediction(self) -> Prediction:
+        """The medians of all rounds."""
+        return Prediction(self.placement, *(statistics.median(column) for column in zip(*self.rounds, strict=True)))
+
+
 def in_one_process(rounds: int) -> list[Prediction]:
     """Every placement of ``IN_ONE_PROCESS``."""
-    found = [(placement, *partitioned(placement)) for placement in IN_ONE_PROCESS]
-    seconds: dict[Placement, list[float]] = {placement: [] for placement in IN_ONE_PROCESS}
+    contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_ONE_PROCESS]
     for _ in range(rounds):
-        for placement, _, step in found:
-            start = time.process_time()
-            step()
-            seconds[placement].append(time.process_time() - start)
+        _round(contestants, _processor_seconds, None)
+    return [each.prediction for each in contestants]
+
+
+def in_two_processes(rounds: int) -> list[Prediction]:
+    """Every placement of ``IN_TWO_PROCESSES``; both processes time operations at once, as they compute at once."""
+    contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_TWO_PROCESSES]
+    for _ in range(rounds):
+        _round(contestants, _wall_seconds, swap_link())
+    return [each.prediction for each in contestants]
+
+
+def _round(contestants: Sequence[Contestant], seconds: Callable[[Callable[[], Tensor]], float], link: Link | None) -> None:
+    """Measure each placement, time the operations anew, and predict with both kinds of costs."""
+    measured = [seconds(each.step) for each in contestants]
     costs = MeasuredCosts()
-    timed = [simulated(pm, placement, costs, None) for placement, pm, _ in found]
+    timed = [simulated(each.pm, each.placement, costs, link) for each in contestants]
     calibrated = fitted(costs.samples)
-    return [
-        Prediction(placement, statistics.median(seconds[placement]), told, simulated(pm, placement, calibrated, None))
-        for (placement, pm, _), told in zip(found, timed, strict=True)
-    ]
+    for each, step, told in zip(contestants, measured, timed, strict=True):
+        each.rounds.append((step, told, simulated(each.pm, each.placement, calibrated, link)))
 
 
-def in_two_processes(rounds: int) -> Iterator[Prediction]:
-    """Every placement of ``IN_TWO_PROCESSES``; the first process predicts."""
-    costs = MeasuredCosts()
-    found = [(placement, *partitioned(placement)) for placement in IN_TWO_PROCESSES]
-    measured = {placement: measure({"step": step}, rounds, repeats=2)["step"].wall for placement, _, step in found}
-    links = {"message": message_link(), "collective": collective_link()}
-    chosen = [links["message" if placement.microbatches else "collective"] for placement, *_ in found]
-    if dist.get_rank() == 0:
-        timed = [simulated(pm, placement, costs, link) for (placement, pm, _), link in zip(found, chosen, strict=True)]
-        calibrated = fitted(costs.samples)
-        for (placement, pm, _), link, told in zip(found, chosen, timed, strict=True):
-            yield Prediction(placement, measured[placement], told, simulated(pm, placement, calibrated, link))
-    dist.barrier()
+def _processor_seconds(step: Callable[[], Tensor]) -> float:
+    step()
+    start = time.process_time()
+    step()
+    return time.process_time() - start
 
 
-def message_link() -> Link:
-    """Half a round trip of a small and of a large message."""
-
-    def trip(tensor: Tensor) -> None:
-        for sender in (0, 1):
-            if dist.get_rank() == sender:
-                dist.send(tensor, 1 - sender)
-            else:
-                dist.recv(tensor, sender)
-
-    return _fitted_link(trip, 2)
+def _wall_seconds(step: Callable[[], Tensor]) -> float:
+    return measure({"step": step}, 1, repeats=2)["step"].wall
 
 
-def collective_link() -> Link:
-    """What the ring of two ranks needs in an all-reduce: two steps of half the tensor."""
-    return _fitted_link(dist.all_reduce, 2, 1)
+def swap_link() -> Link:
+    """What two ranks wait that compute and swap a tensor, as stages do; without work between them, swaps are several times as fast."""
+    other, left = 1 - dist.get_rank(), torch.rand(256, 256)
+
+    def started(count: int) -> tuple[dist.Work | None, ...]:
+        return dist.isend(torch.zeros(count), other), dist.irecv(torch.empty(count), other)
+
+    def step(count: int, *, beside: bool) -> None:
+        works = started(count) if beside else ()
+        for _ in range(4):
+            torch.mm(left, left)
+        for work in started(count) if count and not beside else works:
+            assert work is not None  # both ranks are in the group
+            work.wait()
+
+    steps = {(0, False): partial(step, 0, beside=False)}
+    steps |= {(count, beside): partial(step, count, beside=beside) for count in _MESSAGE_FLOATS for beside in (False, True)}
+    found = {key: each.wall for key, each in measure(steps, 5, repeats=10).items()}
+    added = {key: max(seconds - found[0, False], 1e-6) for key, seconds in found.items() if key[0]}
+    share = min(added[_MESSAGE_FLOATS[-1], True] / added[_MESSAGE_FLOATS[-1], False], 1.0)
+    return gloo_link({4.0 * count: added[count, False] for count in _MESSAGE_FLOATS}, share)
 
 
-def _fitted_link(send: Callable[[Tensor], object], steps: int, passes: float = 2) -> Link:
-    """Latency of a step and bandwidth, from two sizes.
-
-    Args:
-        steps: messages one after the other.
-        passes: how often the whole tensor is sent in them.
-    """
-    seconds = {}
-    for count in (1, 2**18):
-        tensor = torch.zeros(count)
-        seconds[count] = measure({"send": lambda tensor=tensor: send(tensor)}, 9, repeats=5)["send"].wall  # type: ignore[misc]
-    return Link(seconds[1] / steps, passes * 4 * 2**18 / max(seconds[2**18] - seconds[1], 1e-9))
+_MESSAGE_FLOATS = (2**10, 2**14, 2**16, 2**18, 2**20)
 
 
 def show(title: str, found: Sequence[Prediction], say_line: Callable[[str], None]) -> None:
@@ -258,8 +275,8 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 def two_processes(rounds: int) -> None:
     """The second table."""
-    found = list(in_two_processes(rounds))
-    if found:
+    found = in_two_processes(rounds)
+    if dist.get_rank() == 0:
         show("Two processes of one thread, gloo", found, say)
 
 

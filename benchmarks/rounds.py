@@ -8,13 +8,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["Measured", "measure", "milliseconds", "ratio", "run_tables", "say", "table"]
+
+
+Name = TypeVar("Name", bound=Hashable)
+"""Of a contestant."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,10 @@ class Measured:
     processor: float
 
 
-def measure(steps: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, Measured]:
+def measure(steps: Mapping[Name, Callable[[], object]], rounds: int, repeats: int) -> dict[Name, Measured]:
     """Run the contestants in turn, round after round, and take medians."""
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    processor: dict[str, list[float]] = {name: [] for name in steps}
+    wall: dict[Name, list[float]] = {name: [] for name in steps}
+    processor: dict[Name, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
             dist.barrier()

@@ -5,6 +5,7 @@ reduce_scatter consumes; of an all_to_all, what one rank holds. With a the laten
 
     send_receive        a + s b
     ring                n - 1 steps of s/n: reduce_scatter, all_gather; both one after the other: all_reduce
+    gathered            n - 1 messages of s: each rank reduces all tensors itself, where these are small
     tree                2 log2(n) a + 2 s b: up and down two trees, each of which carries half of the message in many pieces
     hierarchical        reduce_scatter in each node, all_reduce of the parts between nodes, all_gather in each node
 
@@ -27,6 +28,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gathered_all_reduce",
     "halo_exchange",
     "hierarchical_all_reduce",
     "reduce_scatter",
@@ -53,6 +55,11 @@ def all_gather(size: Size, n_ranks: int, link: Link) -> Size:
 def all_reduce(size: Size, n_ranks: int, link: Link) -> Size:
     """A reduce_scatter, then an all_gather."""
     return reduce_scatter(size, n_ranks, link) + all_gather(size, n_ranks, link)
+
+
+def gathered_all_reduce(size: Size, n_ranks: int, link: Link) -> Size:
+    """Every rank sends every other one all that it has, and adds what it gets."""
+    return (n_ranks - 1) * send_receive(size, link)
 
 
 def tree_all_reduce(size: Size, n_ranks: int, link: Link) -> Size:

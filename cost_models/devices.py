@@ -98,15 +98,22 @@ class Link:
         latency: s.
         bandwidth: B/s one way that large messages reach.
         name: for reading: ``"NVLink"``.
+        host_share: the part of a message's time that both ends' processors are busy with it and compute nothing else: 0 where engines of
+            the devices move data, most of it where a CPU hands bytes to sockets. The overhead of LogP (Culler et al., "LogP: towards a
+            realistic model of parallel computation", 1993), as a part of the whole.
+        gathered_bytes: of all ranks' tensors up to which an all-reduce is one exchange, each rank reducing what it gathers.
     """
 
     latency: float
     bandwidth: float
     name: str = ""
+    host_share: float = 0.0
+    gathered_bytes: int = 0
 
     def __post_init__(self) -> None:
         check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")
         check(self.bandwidth > 0, f"a link's bandwidth must be positive, got {self.bandwidth}")
+        check(0 <= self.host_share <= 1, f"a link's host_share must lie in [0, 1], got {self.host_share}")
 
 
 SAME_DEVICE = Link(latency=0.0, bandwidth=math.inf)

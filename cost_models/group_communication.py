@@ -64,6 +64,8 @@ class GroupLinks:
         """Of a collective, by the fastest algorithm for it; ``size`` as ``collective_time`` has it."""
         if self.n_ranks < 2:
             return 0.0
+        if kind == "all_reduce" and size * self.n_ranks <= self.ring.gathered_bytes:
+            return float(communication.gathered_all_reduce(size, self.n_ranks, self.ring))
         formula = getattr(communication, kind)
         times = [float(formula(size, self.n_ranks, self.ring))]
         if kind == "all_reduce":

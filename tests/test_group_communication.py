@@ -17,6 +17,7 @@ from cost_models.communication import (
     all_gather,
     all_reduce,
     all_to_all,
+    gathered_all_reduce,
     halo_exchange,
     hierarchical_all_reduce,
     reduce_scatter,
@@ -61,6 +62,16 @@ def test_the_fastest_algorithm_is_taken() -> None:
     assert collective_time("all_reduce", 1e9, group, cluster) == pytest.approx(all_reduce(1e9, 8, NEAR))
     assert collective_time("all_reduce", 10, group, cluster) == pytest.approx(tree_all_reduce(10, 8, NEAR))
     assert collective_time("all_reduce", 10, (3,), cluster) == 0
+
+
+def test_small_tensors_are_gathered_where_the_link_says_so() -> None:
+    """Up to a kibibyte of all four ranks: three messages of the whole instead of six of a quarter."""
+    gathering = Link(1e-3, 1e6, gathered_bytes=1024)
+    cluster, group = Cluster([DEVICE] * 4, gathering), tuple(range(4))
+    assert gathered_all_reduce(256, 4, gathering) == pytest.approx(3 * (1e-3 + 256e-6))
+    assert collective_time("all_reduce", 256, group, cluster) == gathered_all_reduce(256, 4, gathering)
+    assert collective_time("all_reduce", 257, group, cluster) == tree_all_reduce(257, 4, gathering)
+    assert collective_time("all_gather", 256, group, cluster) == all_gather(256, 4, gathering)
 
 
 def test_a_ring_is_as_fast_as_its_slowest_step() -> None:

@@ -14,7 +14,7 @@ from cost_models.measured.costs import MeasuredCosts, Sample, fitted
 from cost_models.measured.operations import measure_call
 from cost_models.measured.store import MeasurementStore, key_of
 from cost_models.measurement import detect as detection
-from cost_models.measurement.machine import STEPS, measure_machine
+from cost_models.measurement.machine import STEPS, gloo_link, measure_machine
 from cost_models.node_work import call_work
 from cost_models.sizes import TensorShape
 from cost_models.work import Product, Work
@@ -112,15 +112,23 @@ def test_measured_costs_price_a_partitioned_model() -> None:
     assert {sample.work.family for sample in costs.samples} >= {"matrix product", "pointwise"}
 
 
+def test_a_link_is_the_line_through_its_times() -> None:
+    found = gloo_link({size: 2e-4 + size / 1e9 for size in (2**10, 2**16, 2**22)}, 0.75)
+    assert (found.latency, found.bandwidth, found.host_share) == pytest.approx((2e-4, 1e9, 0.75))
+    assert gloo_link({2**10: 1e-6, 2**20: 2e-3, 2**21: 3e-3}, 0.0).latency >= 0
+
+
 def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("cost_models.measurement.machine._SIZES", (32,))
     monkeypatch.setattr("cost_models.measurement.machine._COPIED_BYTES", 2**16)
-    monkeypatch.setattr("cost_models.measurement.machine._LARGE_MESSAGE", 2**12)
+    monkeypatch.setattr("cost_models.measurement.machine._MESSAGE_BYTES", (2**8, 2**12))
     device, link = measure_machine(torch.device("cpu"), told.append)
     assert len(told) == STEPS
     assert set(device.peak_flops) == {"float32", "float64", "bfloat16", "float16"}
-    assert min(*device.peak_flops.values(), device.memory_bandwidth, link.bandwidth, link.latency) > 0
+    assert min(*device.peak_flops.values(), device.memory_bandwidth, link.bandwidth) > 0
+    assert link.latency >= 0
+    assert 0 <= link.host_share <= 1
     assert device.memory_bytes > 2**28
     first = detection.detect(refresh=False, progress=False, folder=tmp_path)
     monkeypatch.setattr(detection, "measure_machine", None)

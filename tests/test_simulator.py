@@ -130,6 +130,30 @@ def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
     assert traffic == {(0, 1): {(0, 1): 100}, (0, 2): {(0, 2): 300}}
 
 
+@pytest.mark.parametrize(
+    ("share", "first", "then", "finish"),
+    [
+        (0.0, 3.0, 1.0, 4.0),  # 2 s on the way, all of them beside computing
+        (0.5, 3.0, 1.0, 5.0),  # half of 2 s are the processor's
+        (0.5, 1.0, 1.0, 3.5),  # 1 s of computing is held up by half, then 1 s of waiting
+        (1.0, 0.0, 1.0, 3.0),  # who only waits loses nothing more
+        (1.0, 9.0, 0.0, 11.0),
+    ],
+)
+def test_processors_that_move_messages_compute_less(share: float, first: float, then: float, finish: float) -> None:
+    cluster = Cluster([DEVICE] * 2, Link(0.0, 100.0, host_share=share))
+    to_one = Transfer("to_one", "message", (0, 1), "to_one", 200)
+
+    def work(rank: int) -> RankWork:
+        steps = [Step("start", "to_one", "", transfer=to_one)]
+        steps += [Step("compute", "while it travels", "", seconds=first), Step("wait", "to_one", "", transfer=to_one)]
+        return RankWork(rank, (*steps, Step("compute", "after", "", seconds=then)), (), ())
+
+    runs, _ = run_ranks([work(0), work(1)], Passages(cluster, Roofline()).of)
+    assert [run.finish for run in runs.values()] == pytest.approx([finish, finish])
+    assert [run.busy for run in runs.values()] == [first + then] * 2
+
+
 def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
     found = simulated("1F1B", 2, 4)
     for memory, peak in zip(found.memory, found.peak_memory, strict=True):

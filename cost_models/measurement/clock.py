@@ -12,8 +12,8 @@ import torch
 __all__ = ["median_seconds"]
 
 
-_CACHE_BYTES = 2**23
-"""More than the caches that a core has for itself."""
+_CACHE_BYTES = 2**24
+"""More than the caches that a core has for itself, and than its part of those that it shares."""
 
 
 def median_seconds(
@@ -26,7 +26,7 @@ def median_seconds(
         device: waited for before and after each call.
         repeats: how often, at most; at least three times.
         budget: seconds after which no further repeat starts.
-        among_others: whether a core's own caches hold other things when a call starts, as in a program of many operations.
+        among_others: whether caches hold other things when a call starts, as in a program of many operations.
     """
     others = torch.empty(_CACHE_BYTES if among_others and device.type == "cpu" else 0, dtype=torch.uint8)
     for _ in range(2):

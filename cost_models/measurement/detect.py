@@ -19,7 +19,7 @@ from cost_models.measurement.machine import STEPS, measure_machine
 
 __all__ = ["Machine", "cache_folder", "detect"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

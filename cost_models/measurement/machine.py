@@ -3,7 +3,7 @@
     matrix products of each dtype      the fastest of a few sizes                 -> peak_flops
     copies of memory                   larger than any cache                      -> memory_bandwidth
     an operation on one number         what starting one costs                    -> launch_overhead
-    messages, small and large          gloo between two ranks, copies on GPUs     -> links
+    messages, small to large           gloo between two ranks, copies on GPUs     -> links
 
 CPU ranks are processes, but two threads with a process group each send through the same sockets, so no process is started for this.
 """
@@ -15,16 +15,19 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cost_models.devices import Device, Link
 from cost_models.measurement.clock import median_seconds
+from passes.ir.backends import GATHERED_BYTES
 
-__all__ = ["Measuring", "measure_machine"]
+__all__ = ["Measuring", "gloo_link", "measure_machine"]
 
 Measuring = Callable[[str], None]
 """Is told what is measured next."""
@@ -36,6 +39,9 @@ _SIZES = (512, 1024, 2048)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COPIED_BYTES = 2**28
 _LARGE_MESSAGE = 2**24
+_MESSAGE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
+_SWAPS = 25
+"""How often a tensor of each size is swapped, for a median."""
 
 
 def measure_machine(device: torch.device, tell: Measuring) -> tuple[Device, Link]:
@@ -56,7 +62,7 @@ def measure_machine(device: torch.device, tell: Measuring) -> tuple[Device, Link
     one = torch.zeros(1, device=device)
     overhead = median_seconds(lambda: [one.add(1) for _ in range(100)], device) / 100
     tell("messages")
-    link = _gpu_link(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else _gloo_link()
+    link = _gpu_link(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else _measured_gloo_link()
     found = Device(
         name=_name(device),
         peak_flops=flops,
@@ -108,16 +114,32 @@ def _gpu_link(device: torch.device) -> Link:
     return Link(latency, _LARGE_MESSAGE * 8 / max(seconds - latency, 1e-9), "device to device")
 
 
-def _gloo_link() -> Link:
-    """Half a round trip of a small and of a large message between two ranks."""
+def gloo_link(seconds: Mapping[float, float], host_share: float) -> Link:
+    """The link whose ``latency + bytes / bandwidth`` is nearest to measured times: the least squares of relative errors.
+
+    Args:
+        seconds: bytes of a message -> how long it took; at least two sizes.
+        host_share: as ``Link`` has it.
+    """
+    times = np.array(list(seconds.values()))
+    rows = np.array([[1.0, size] for size in seconds]) / times[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+    return Link(max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15), "gloo", host_share, GATHERED_BYTES["gloo"])
+
+
+def _measured_gloo_link() -> Link:
+    """What two ranks wait that compute and swap a tensor, again and again.
+
+    Messages that follow each other without work find both ranks awake, and take a fraction of what they take in a program.
+    """
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # its stub lacks it
-    found: dict[int, float] = {}
+    found: dict[float, tuple[float, float]] = {}
     failures: list[RuntimeError] = []
 
     def rank(number: int) -> None:
         try:
             group: Any = dist.ProcessGroupGloo(store, number, 2, dt.timedelta(seconds=30))
-            found.update(_round_trips(group, number))
+            found.update(_swaps(group, number))
         except RuntimeError as failure:
             failures.append(failure)
 
@@ -128,17 +150,32 @@ def _gloo_link() -> Link:
         thread.join()
     if failures:
         raise failures[0]
-    latency = found[4]
-    return Link(latency, _LARGE_MESSAGE / max(found[_LARGE_MESSAGE] - latency, 1e-9), "gloo")
+    waited, held_up = found[_MESSAGE_BYTES[-1]]
+    return gloo_link({size: seconds for size, (seconds, _) in found.items()}, min(held_up / waited, 1.0))
 
 
-def _round_trips(group: Any, rank: int) -> Iterator[tuple[int, float]]:
-    for size, repeats in ((4, 200), (_LARGE_MESSAGE, 7)):
-        tensor = torch.zeros(size // 4)
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for sending in (rank == 0, rank == 1):
-                (group.send([tensor], 1 - rank, 0) if sending else group.recv([tensor], 1 - rank, 0)).wait()
-            times.append((time.perf_counter() - start) / 2)
-        yield size, sorted(times)[len(times) // 2]
+def _swaps(group: Any, rank: int) -> Iterator[tuple[float, tuple[float, float]]]:
+    """Bytes, and the seconds that a swap adds to the work before it, and to work that it runs beside."""
+    left = torch.rand(256, 256)
+    for size in _MESSAGE_BYTES:
+        tensor, arrived = torch.zeros(size // 4), torch.empty(size // 4)
+        added = []
+        for started, waited in ((False, False), (True, True), (True, False)):
+            times = []
+            for _ in range(_SWAPS):
+                start = time.perf_counter()
+                works = [] if waited or not started else _started(group, rank, tensor, arrived)
+                for _ in range(4):
+                    torch.mm(left, left)
+                works = _started(group, rank, tensor, arrived) if waited else works
+                for work in works:
+                    work.wait()
+                times.append(time.perf_counter() - start)
+            added.append(sorted(times)[len(times) // 2])
+        alone, after, beside = added
+        yield size, (max(after - alone, 1e-6), max(beside - alone, 0.0))
+
+
+def _started(group: Any, rank: int, tensor: Tensor, arrived: Tensor) -> list[Any]:
+    """A tensor on its way to the other rank, and one from there."""
+    return [group.send([tensor], 1 - rank, 0), group.recv([arrived], 1 - rank, 0)]

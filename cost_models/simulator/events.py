@@ -5,7 +5,10 @@
     rank 1   compute     wait            | 1F0     | 1B0 ...
 
 A transfer starts when all its ranks have come to it, and when the one before it between the same ranks is over; a rank goes on computing
-until it waits for it.
+until it waits for it. Where processors move data themselves (``Link.host_share``), what a rank computed meanwhile took that much longer:
+
+    rank 0   compute  | 0F0      | 0F1      :  moved | 0B0 ...
+             message             |=======|
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class RankRun:
 class _Underway:
     """A transfer of all its ranks."""
 
-    __slots__ = ("arrived", "begun", "end", "name", "parts", "passage", "rate", "remaining", "updated", "version", "waiting")
+    __slots__ = ("begun", "end", "parts", "passage", "rate", "remaining", "updated", "version", "waiting", "wanted")
 
     def __init__(self) -> None:
         self.parts: dict[int, Transfer] = {}
@@ -93,6 +96,7 @@ class _Underway:
         self.version = 0
         self.end: float | None = None
         self.waiting: list[int] = []
+        self.wanted: dict[int, float] = {}
 
 
 Traffic: TypeAlias = dict[tuple[int, ...], dict[tuple[int, int], float]]
@@ -176,9 +180,11 @@ class _Machine:
         assert step.transfer is not None
         underway = self._underway[step.transfer.key]
         if step.kind == "wait":
+            wanted = underway.wanted.setdefault(rank, time)
             if underway.end is None or underway.end > time:
                 underway.waiting.append(rank)
                 return
+            time += _moved(self.runs[rank], underway, wanted)
         else:
             self._post(underway, rank, step.transfer, time)
         _change(self.runs[rank], step, time)
@@ -244,6 +250,19 @@ class _Machine:
             self._begin(channel[0], time)
         for rank in underway.waiting:
             self._at(time, "rank", rank)
+
+
+def _moved(run: RankRun, underway: _Underway, wanted: float) -> float:
+    """Seconds by which a transfer held up what its rank computed before it waited: its processor did part of both."""
+    assert underway.passage is not None
+    if not underway.passage.host_share or underway.end is None:
+        return 0.0
+    begun, end, computed = underway.begun, min(underway.end, wanted), 0.0
+    for each in reversed(run.computed):
+        if each.end <= begun:
+            break
+        computed += max(0.0, min(each.end, end) - max(each.start, begun))
+    return underway.passage.host_share * computed
 
 
 def _compute(rank: int, run: RankRun, step: Step, time: float) -> float:

@@ -30,12 +30,14 @@ class Passage:
         seconds: that it uses links, if nothing else does.
         ports: the ways out of devices and into them that it uses.
         traffic: (source, destination) -> bytes that go there.
+        host_share: the part of its time that the ranks' own processors are busy with it.
     """
 
     latency: float
     seconds: float
     ports: tuple[Any, ...]
     traffic: Mapping[tuple[int, int], float]
+    host_share: float = 0.0
 
 
 class Passages:
@@ -64,13 +66,14 @@ class Passages:
             link = self._cluster.link(*group)
             latency = self._cost_model.transfer_time(0, link)
             seconds = self._cost_model.transfer_time(size, link) - latency
-            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), {(group[0], group[1]): size})
+            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), {(group[0], group[1]): size}, link.host_share)
         if len(group) == 1:
             return Passage(0.0, 0.0, (), {})
         kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
         links, ports = self._of_group(group)
         latency = links.seconds(kind, 0)
-        return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)))
+        share = max(self._cluster.link(*pair).host_share for pair in itertools.pairwise(group))
+        return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)), share)
 
     def _of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
         """Its links, and the ways that a ring of it uses."""

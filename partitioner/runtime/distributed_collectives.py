@@ -30,6 +30,7 @@ from torch import Tensor
 
 from partitioner.runtime.collectives import Collective
 from partitioner.runtime.exchange import Exchange, flatten, is_leading, reduce_pieces
+from passes.ir.backends import GATHERED_BYTES
 from passes.ir.communication import Operation
 
 __all__ = ["GLOO", "NCCL", "Calls", "Started", "as_bytes", "start_collective"]
@@ -52,10 +53,10 @@ class Calls:
     small_gather: int
 
 
-GLOO = Calls(frozenset({"sum"}), scatters=False, small_reduction=2**18, small_gather=2**20)
+GLOO = Calls(frozenset({"sum"}), scatters=False, small_reduction=GATHERED_BYTES["gloo"], small_gather=2**20)
 """Its rings take a turn for each rank, its reduce_scatter is an all_reduce, and its maximum may lose a NaN."""
 
-NCCL = Calls(frozenset({"sum", "max", "min"}), scatters=True, small_reduction=0, small_gather=0)
+NCCL = Calls(frozenset({"sum", "max", "min"}), scatters=True, small_reduction=GATHERED_BYTES["nccl"], small_gather=0)
 """It knows best."""
 
 _REDUCED_BY_BACKENDS = frozenset(

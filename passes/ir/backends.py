@@ -16,7 +16,7 @@ from typing import Literal
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["BACKENDS", "BackendOperation", "check_backend", "default_backend"]
+__all__ = ["BACKENDS", "GATHERED_BYTES", "BackendOperation", "check_backend", "default_backend"]
 
 BackendOperation = Literal["send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """What programs ask a backend for; a halo exchange is made of sends and receives."""
@@ -31,6 +31,10 @@ BACKENDS: Mapping[str, Mapping[str, frozenset[BackendOperation]]] = MappingProxy
     }
 )
 """Backend -> type of device -> operations."""
+
+
+GATHERED_BYTES: Mapping[str, int] = MappingProxyType({"gloo": 2**18, "nccl": 0})
+"""Backend -> bytes of all ranks' tensors up to which an all-reduce is one exchange: each rank gathers all, and reduces them itself."""
 
 
 def default_backend(device_type: str) -> str:
