@@ -138,14 +138,14 @@ class StageEmitter(Emitter):
     # -- gradients of parameters and inputs ----------------------------------------------------------------------------------------
 
     def _accumulate(self, action: Action, gradients: fx.Node) -> None:
-        """Sum over microbatches. The first sum takes new memory: a backward may return memory that is in use elsewhere."""
+        """Sum over microbatches, in the memory of the first; of what may be in use elsewhere the first sum takes new memory."""
         stage = action.stage
         count = self._n_added.get(stage, 0)
         self._n_added[stage] = count + 1
         if count:
-            function = add_gradients if count == 1 else add_gradients_in_place
-            name = f"accumulate_gradients_stage{stage}_mb{action.microbatch}"
-            gradients = self.call(function, (self.gradients[stage], gradients), name)
+            name, pair = f"accumulate_gradients_stage{stage}_mb{action.microbatch}", (self.gradients[stage], gradients)
+            new = self.lowered.training[stage].received if count == 1 else ()
+            gradients = self.call(add_gradients, (*pair, new), name) if new else self.call(add_gradients_in_place, pair, name)
         self.gradients[stage] = gradients
 
     def store_gradients(self) -> None:

@@ -21,7 +21,7 @@ from torch import fx
 from passes.aliasing import mutated_arguments
 from passes.differentiate import Joint
 from passes.ir.collectives import AGAIN
-from passes.joint_nodes import JointNodes, is_item
+from passes.joint_nodes import JointNodes, computed_by, is_item
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import draws
 from passes.recompute import Recompute, draw_again, kept_values
@@ -47,6 +47,7 @@ class DifferentiatedStage:
         parameters_with_gradient: parameters whose gradients it gives, in order.
         saved_values: the fake tensors (or ints) that the forward saves: their bytes are the activation memory.
         dependence: argument or parameter -> the outputs whose gradients its gradient is computed from.
+        received: which gradients of parameters may lie in memory that is in use elsewhere: what collectives and the like give.
     """
 
     forward: fx.GraphModule
@@ -60,6 +61,7 @@ class DifferentiatedStage:
     parameters_with_gradient: tuple[str, ...]
     saved_values: tuple[object, ...]
     dependence: Mapping[str, frozenset[str]]
+    received: tuple[int, ...] = ()
 
 
 def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
@@ -82,12 +84,13 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
     first = cut.with_items(cut.with_overwritten_readers(cut.backward_nodes(of_arguments, set()), whole), whole)
     second = whole - first
     kept = cut.read_by(second, of_parameters)
+    owned = cut.owned(of_parameters, of_arguments)
     weight_bound = cut.bound_read_by(second, of_parameters)
     return DifferentiatedStage(
         forward=cut.graph(cut.nodes.inputs, cut.forward_body([*joint.outputs, *saved]), joint.outputs, saved, f"{label}Forward"),
-        backward=cut.graph(given, whole, of_arguments, cut.owned(of_parameters), f"{label}Backward"),
+        backward=cut.graph(given, whole, of_arguments, owned, f"{label}Backward"),
         backward_input=cut.graph(given, first, of_arguments, kept, f"{label}BackwardInput"),
-        backward_weight=cut.graph([*weight_bound, *kept], second, (), cut.owned(of_parameters), f"{label}BackwardWeight"),
+        backward_weight=cut.graph([*weight_bound, *kept], second, (), owned, f"{label}BackwardWeight"),
         backward_bound=tuple(node.name for node in bound),
         weight_bound=tuple(node.name for node in weight_bound),
         outputs_with_gradient=joint.outputs_with_gradient,
@@ -95,6 +98,7 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
         parameters_with_gradient=parameters,
         saved_values=tuple(node.meta["val"] for node in saved),
         dependence=_dependence(joint),
+        received=tuple(index for index, result in enumerate(owned) if cut.is_received(result.node) and not result.shared),
     )
 
 
@@ -158,14 +162,20 @@ class _Cut:
         read = {source for node in nodes for source in node.all_input_nodes} | set(results)
         return [node for node in self.nodes.inputs if node in self.nodes.bound and node in read]
 
-    def owned(self, gradients: Sequence[fx.Node]) -> list[_Result]:
-        """The gradients, those marked that share memory with another value: ``.grad`` must be nobody else's memory."""
-        return [_Result(node, self._shares_memory(node, gradients)) for node in gradients]
+    def owned(self, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[_Result]:
+        """The gradients, those marked that share memory with another value: what is added up, and ``.grad``, is nobody else's memory."""
+        return [_Result(node, self._shares_memory(node, gradients, others) or _overlaps(node)) for node in gradients]
 
-    def _shares_memory(self, gradient: fx.Node, gradients: Sequence[fx.Node]) -> bool:
-        others = [node for node in gradients if node is not gradient]
-        placeholders = [*self.nodes.inputs, *self.nodes.tangents]
-        return gradients.count(gradient) > 1 or any(self.nodes.share_memory(gradient, other) for other in [*others, *placeholders])
+    def _shares_memory(self, gradient: fx.Node, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
+        elsewhere = [*(node for node in gradients if node is not gradient), *others, *self.nodes.inputs, *self.nodes.tangents]
+        return gradients.count(gradient) > 1 or any(self.nodes.share_memory(gradient, other) for other in elsewhere)
+
+    def is_received(self, gradient: fx.Node) -> bool:
+        """Whether a gradient is a view of what no ATen operator computes: nothing is known of the memory that this lies in."""
+        node = computed_by(gradient)
+        while self.nodes.is_view(node):
+            node = computed_by(node.all_input_nodes[0])
+        return getattr(node.target, "namespace", "") != "aten"
 
     def graph(
         self,
@@ -232,6 +242,11 @@ class _Result:
 
     node: fx.Node
     shared: bool
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """Whether elements of a value lie in one place, as those of an expanded one do."""
+    return any(stride == 0 for stride in node.meta["val"].stride())
 
 
 def _dense(target: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:

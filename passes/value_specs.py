@@ -312,7 +312,7 @@ _RULES: Mapping[Callable[..., Any], Callable[[_Call], Any]] = {
     microbatch.concatenate: lambda call: call.reader.concatenate(*call.args),
     microbatch.total: lambda call: call.reader.require_same(call.args[0]),
     microbatch.weighted_total: lambda call: call.reader.require_same(call.args[0]),
-    microbatch.add_gradients: lambda call: call.reader.add_lists(*call.args),
+    microbatch.add_gradients: lambda call: call.reader.add_lists(*call.args[:2]),
     microbatch.add_gradients_in_place: lambda call: call.reader.add_lists(*call.args),
     operator.getitem: lambda call: call.reader.item(*call.args),
     **dict.fromkeys(SIZE_OPERATORS, lambda call: call.reader.arithmetic(*call.args)),

@@ -61,7 +61,7 @@ class NodePrices:
         Args:
             made_bytes: of the storages that it makes.
         """
-        if target is microbatch.add_gradients_in_place:
+        if target in (microbatch.add_gradients, microbatch.add_gradients_in_place):
             written = sum(leaf.bytes for leaf in leaves_of(result))
         elif not made_bytes:
             return 0.0

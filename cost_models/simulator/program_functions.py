@@ -67,9 +67,9 @@ def _part(reader: _Reader, node: fx.Node, value: Held, dim: int, sizes: Any, ind
     return Held(value.storage, shape, value.dtype) if dim == 0 else reader.tensor(node, shape, value.dtype)
 
 
-def _added(reader: _Reader, node: fx.Node, gradients: Sequence[Held], _more: Sequence[Held]) -> list[Held]:
-    """Sums in new memory."""
-    return [reader.tensor(node, gradient.shape, gradient.dtype) for gradient in gradients]
+def _added(reader: _Reader, node: fx.Node, gradients: Sequence[Held], _more: Sequence[Held], new: Sequence[int]) -> list[Held]:
+    """Sums, some of them in new memory."""
+    return [reader.tensor(node, each.shape, each.dtype) if index in new else each for index, each in enumerate(gradients)]
 
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = {

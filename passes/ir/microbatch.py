@@ -90,13 +90,20 @@ def weighted_total(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return values[0] if len(values) == 1 else total([value * weight for value, weight in zip(values, weights, strict=True)])
 
 
-def add_gradients(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """Sums in new memory: what a backward returned may be in use elsewhere."""
-    return list(torch._foreach_add(list(gradients), list(more))) if gradients else []  # noqa: SLF001  documented under this name
+def add_gradients(gradients: Sequence[Tensor], more: Sequence[Tensor], new: Sequence[int]) -> list[Tensor]:
+    """Sums, some of them in new memory: what a backward returned may be in use elsewhere.
+
+    Args:
+        new: which; all others are added up in the memory of the first.
+    """
+    sums = [gradients[index] + more[index] if index in new else gradients[index] for index in range(len(gradients))]
+    own = [index for index in range(len(gradients)) if index not in new]
+    add_gradients_in_place([sums[index] for index in own], [more[index] for index in own])
+    return sums
 
 
-def add_gradients_in_place(gradients: list[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """Add to sums that ``add_gradients`` made."""
+def add_gradients_in_place(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Add to gradients that are nobody else's memory."""
     if gradients:
-        torch._foreach_add_(gradients, list(more))
+        torch._foreach_add_(list(gradients), list(more))
     return gradients

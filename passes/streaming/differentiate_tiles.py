@@ -168,6 +168,7 @@ class _Writer:
             parameters_with_gradient=tuple(node.name for node in bound if node in reached),
             saved_values=tuple(node.meta["val"] for node in saved),
             dependence={node.name: self.flow.dependence[node] for node in reached},
+            received=tuple(range(sum(node in reached for node in bound))),
         )
 
     # -- forward -------------------------------------------------------------------------------------------------------------------

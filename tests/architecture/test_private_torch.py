@@ -78,8 +78,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         "sees below autocast, where torch.overrides does not, what operations cast; and every storage that they make",
         ("passes/explicit_casts.py", "benchmarks/live_storages.py"),
     ),
-    "torch._foreach_add": ("sums many tensors in one call, as torch.optim does", ("passes/ir/microbatch.py",)),
-    "torch._foreach_add_": ("the same, in place", ("passes/ir/microbatch.py",)),
+    "torch._foreach_add_": ("adds to many tensors in one call, as torch.optim does", ("passes/ir/microbatch.py",)),
     "torch.utils._sympy.functions": ("how symbolic sizes spell floor division and modulo", ("passes/size_expression.py",)),
     "torch.fx.experimental.proxy_tensor.make_fx": (
         "records what autograd and vmap dispatch as a graph",
