@@ -5,7 +5,7 @@ Repeated layers are priced once: the price of a node depends on its operator and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -52,6 +52,9 @@ class GraphCost:
         bytes: node -> the size of the tensors that it gives, or that the rank holds of it.
         maker: allocation -> the node that makes it.
         part_of: allocation of a value as somebody reads it, gathered -> the allocation in which the rank has its part.
+        touched: computing node -> the allocations that it reads or makes, as it reads them, but for those that are there all the time.
+        returned: the allocations of what the model returns.
+        gathered_again: those that the backward reads, and gathers once more instead of keeping them.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -63,6 +66,9 @@ class GraphCost:
     bytes: Mapping[str, Size]
     maker: Mapping[int, str]
     part_of: Mapping[int, int]
+    touched: Mapping[str, tuple[int, ...]]
+    returned: frozenset[int]
+    gathered_again: frozenset[int]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -146,6 +152,8 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     priced = reading.priced
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
+    touched: dict[str, tuple[int, ...]] = {}
+    again: set[int] = set()
     for call in reading.calls:
         node, bound = call.node, call.bound
         read = shapes if parts is None else {**_sizes_of(node, shapes), **parts.operands(node)}
@@ -156,11 +164,16 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         nodes[node.name] = priced[key]
         leaves = [leaf for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(leaves, read)
+        again.update(kept.needed(leaves, read).difference(saved[node.name]))
+        touched[node.name] = kept.touched(node, read)
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
     flowing, named = reading.flowing, tuple(sorted(unknown))
-    return GraphCost(graph.batch, nodes, saved, kept.bytes, sizes, kept.maker, kept.part_of, flowing, named)
+    last = graph.graph.output_node().all_input_nodes
+    returned = frozenset(each for value in last for each in reading.memory.lies_in[value.name]) - reading.stationary
+    memory = (kept.bytes, sizes, kept.maker, kept.part_of, touched, returned, frozenset(again))
+    return GraphCost(graph.batch, nodes, saved, *memory, flowing, named)
 
 
 class _Kept:
@@ -192,16 +205,33 @@ class _Kept:
 
     def allocations(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
         """What is kept of these values, as a call reads them."""
+        again: Collection[str] = () if self._parts is None else self._parts.gathered_again
+        return tuple(self._as_read(leaves, read, without=again))
+
+    def needed(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> set[int]:
+        """What the backward needs of these values, as a call reads them."""
+        return set(self._as_read(leaves, read))
+
+    def touched(self, node: fx.Node, read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
+        """What a call reads, as it reads it, and makes."""
+        found = self._as_read(node.all_input_nodes, read)
+        found.update(dict.fromkeys(each for each in self._memory.lies_in[node.name] if each not in self._stationary))
+        return tuple(found)
+
+    def _as_read(
+        self, leaves: Iterable[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]], without: Collection[str] = ()
+    ) -> dict[int, None]:
+        """The allocations of values as a call reads them; none of those ``without`` that it reads in another shape than they lie in."""
         found: dict[int, None] = {}
         for leaf in leaves:
             shapes = read.get(leaf, self._shapes[leaf])
             for allocation in self._memory.lies_in[leaf.name]:
                 if self._parts is not None and shapes != self._shapes[leaf]:
-                    if leaf.name not in self._parts.gathered_again:
+                    if leaf.name not in without:
                         found[self._another(allocation, leaf, shapes)] = None
                 elif allocation not in self._stationary:
                     found[allocation] = None
-        return tuple(found)
+        return found
 
     def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorShape, ...]) -> int:
         """The allocation of a value in the shape that somebody reads it in."""

@@ -35,7 +35,7 @@ from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
 
-__all__ = ["Gradients", "place_on_mesh"]
+__all__ = ["BUCKET_BYTES", "Gradients", "place_on_mesh"]
 
 Gradients = Literal["sum", "keep", "add"]
 """What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -23,14 +24,16 @@ from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.stage_problem import Working
 from partitioner.planner.staged_model import StagedModel, stage_model
 from partitioner.planner.step_time import simulate_step
+from partitioner.planner.unit_prices import UnitPrices
 from partitioner.schedules.catalog import SCHEDULES
-from partitioner.schedules.in_flight import peak_activation
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
+from passes.ir.schedule import ActionKind, Schedule
 from passes.recompute import Recompute
 
 SIZES = (2, 2, 3, 4, 4, 6, 8)
@@ -164,17 +167,48 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
                 yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count)
 
 
+def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> list[float]:
+    """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed."""
+    held = [
+        [sum(item.amount for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
+        for items in (prices.fixed, prices.kept, prices.gradients)
+    ]
+    fixed, kept, gradients = held
+    peaks = list[float]()
+    for actions in schedule.actions:
+        stages = {action.stage for action in actions}
+        now, made, most = 0.0, dict[int, float](), 0.0
+        for action in actions:
+            now += kept[action.stage] if action.kind is ActionKind.FORWARD else 0.0
+            most = max(most, now + sum(made.values()) + needed(prices.working, runs[action.stage]))
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                now -= kept[action.stage]
+                made[action.stage] = gradients[action.stage]
+        summed = sum(made.values()) + min(sum(made.values()), prices.summed)
+        peaks.append(int(sum(fixed[stage] for stage in stages) + max(most, summed)))
+    return peaks
+
+
+@functools.lru_cache(maxsize=1024)
+def needed(working: Working, run: range) -> float:
+    """What a stage of these units holds at most while it computes."""
+    moments = [0.0]
+    for unit in run:
+        made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.made, working.trained))
+        moments.append(float(working.forward[unit]) - made)
+        again = sum(working.again[run.start : unit + 1].tolist())
+        moments.append(float(working.backward[unit]) + again + trained - (0.0 if working.called else made))
+    return max(moments) + min(float(working.bundled[run.start : run.stop].sum()), working.at_once)
+
+
 def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel) -> float:
     """Seconds of a step by the definition; inf where a rank holds more than fits."""
     units, stage_rank = len(problems.points.units), staged.schedule.stage_rank
     prices = problems.prices.at(problems.rows(staged.candidate))
     runs = [set(run) for run in staged.runs]
-    fixed = [sum(item.amount for item in prices.fixed if set(item.units) & run) for run in runs]
-    kept = [sum(item.amount for item in prices.kept if set(item.units) & run and item.producer not in run) for run in runs]
     assert sum(map(len, runs)) == units
-    for rank, peak in enumerate(peak_activation(staged.schedule, [int(size) for size in kept])):
-        if sum(int(size) for stage, size in enumerate(fixed) if stage_rank[stage] == rank) + peak > problems.limits()[rank]:
-            return math.inf
+    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices, staged.schedule, staged.runs))):
+        return math.inf
     sums = []
     for rank in range(problem.n_places):
         mine = set().union(*(run for stage, run in enumerate(runs) if stage_rank[stage] == rank))

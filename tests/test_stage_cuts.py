@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from partitioner.planner.stage_cuts import shortfall, solve
-from partitioner.planner.stage_problem import Shared, StageProblem, Units, Value
+from partitioner.planner.stage_problem import Shared, StageProblem, Units, Value, Working
 
 Starts = tuple[int, ...]
 ROOMINESS = (6, 8, 9, 10, 12, 40)
@@ -41,6 +42,16 @@ def some_kept(draw: random.Random, n_units: int) -> Shared:
     return Shared(draw.randint(1, 20), units, producer)
 
 
+def some_working(draw: random.Random, n_units: int) -> Working | None:
+    """What a unit adds to what is kept is never more than what its backward holds: else a longer run could need less."""
+    if draw.random() < 0.3:
+        return None
+    made, again, trained, bundled, forward, backward = (
+        np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 6, 4, 20, 30)
+    )
+    return Working(forward, backward, made, again, trained, bundled, float(draw.choice((0, 5, 100))), draw.random() < 0.5)
+
+
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
     """Whole numbers everywhere, so that sums are exact and ties are common."""
     draw = random.Random(seed)
@@ -62,7 +73,9 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         *(Shared(draw.randint(1, 20), some_units(draw, n_units)) for _ in range(draw.randint(0, 8))),
         *(Shared(draw.randint(1, 20), value.readers, value.producer) for value in some_values(draw, n_units) if draw.random() < 0.5),
     )
+    gradients = tuple(Shared(draw.randint(1, 20), some_units(draw, n_units)) for _ in range(draw.randint(0, 4)))
     in_flight = tuple(draw.randint(1, 4) for _ in range(n_stages))
+    later = tuple(draw.randint(0, held) for held in in_flight)
     share = int(sum(item.amount for item in fixed) + 2 * sum(item.amount for item in kept)) // n_ranks
     limit = tuple(float(share * draw.choice(ROOMINESS) // 4 + 1) for _ in range(n_ranks))
     units = Units(
@@ -74,6 +87,9 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         fixed=fixed,
         kept=kept,
         depth=np.array([draw.randint(0, 3) for _ in range(n_units)], dtype=np.int64),
+        gradients=gradients,
+        summed=float(draw.choice((0, 5, 1000))),
+        working=some_working(draw, n_units),
     )
     return StageProblem(
         units=units,
@@ -82,6 +98,7 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         latency=np.array([0.0 if same else float(draw.randint(0, 2)) for same in joined]),
         seconds_per_byte=np.array([0.0 if same else draw.choice((0.0, 0.125, 0.5)) for same in joined]),
         in_flight=in_flight,
+        later=later,
         limit=limit,
         forced=frozenset(unit for unit in range(1, n_units) if draw.random() < 0.05),
         allowed=allowed if draw.random() < 0.3 else None,
@@ -97,13 +114,37 @@ def runs(problem: StageProblem, starts: Starts) -> list[range]:
     return [range(start, end) for start, end in zip(starts, (*starts[1:], problem.n_units), strict=True)]
 
 
+def parts_of_memory(problem: StageProblem, starts: Starts) -> Iterator[tuple[float, float, float, float]]:
+    """Of each stage: what it holds all the time, for a microbatch, as gradients, and while it computes."""
+    for run in runs(problem, starts):
+        fixed, gradients = (
+            sum(item.amount for item in items if set(item.units) & set(run)) for items in (problem.units.fixed, problem.units.gradients)
+        )
+        kept = sum(item.amount for item in problem.units.kept if set(item.units) & set(run) and item.producer not in run)
+        yield fixed, kept, gradients, working_memory(problem.units.working, run)
+
+
+@functools.lru_cache(maxsize=256)
+def working_memory(working: Working | None, run: range) -> float:
+    if working is None:
+        return 0.0
+    moments = [0.0]
+    for unit in run:
+        behind = slice(unit + 1, run.stop)
+        given_back = 0.0 if working.called else working.made[behind].sum()
+        moments.append(working.forward[unit] - working.made[behind].sum())
+        moments.append(working.backward[unit] + working.again[run.start : unit + 1].sum() + working.trained[behind].sum() - given_back)
+    return float(max(moments) + min(working.bundled[run.start : run.stop].sum(), working.at_once))
+
+
 def stage_memory(problem: StageProblem, starts: Starts) -> list[float]:
-    return [
-        sum(item.amount for item in problem.units.fixed if set(item.units) & set(run))
-        + problem.in_flight[stage]
-        * sum(item.amount for item in problem.units.kept if set(item.units) & set(run) and item.producer not in run)
-        for stage, run in enumerate(runs(problem, starts))
-    ]
+    found = []
+    for stage, (fixed, kept, gradients, working) in enumerate(parts_of_memory(problem, starts)):
+        moments = [problem.in_flight[stage] * kept + working, gradients + min(gradients, problem.units.summed)]
+        if problem.later[stage]:
+            moments.append(problem.later[stage] * kept + gradients + working)
+        found.append(fixed + max(moments))
+    return found
 
 
 def permitted(problem: StageProblem, starts: Starts) -> bool:
@@ -113,10 +154,14 @@ def permitted(problem: StageProblem, starts: Starts) -> bool:
 
 
 def fits(problem: StageProblem, starts: Starts) -> bool:
-    held = [0.0] * len(problem.limit)
-    for stage, memory in enumerate(stage_memory(problem, starts)):
-        held[problem.rank[stage]] += memory
-    return all(each <= limit for each, limit in zip(held, problem.limit, strict=True))
+    """Stages that share a rank hold the most that they do between actions at once; on top comes what one of them needs."""
+    alone = stage_memory(problem, starts)
+    held, needed = [0.0] * len(problem.limit), [0.0] * len(problem.limit)
+    for stage, (fixed, kept, gradients, _) in enumerate(parts_of_memory(problem, starts)):
+        between, rank = fixed + max(problem.in_flight[stage] * kept, problem.later[stage] * kept + gradients), problem.rank[stage]
+        held[rank] += between
+        needed[rank] = max(needed[rank], alone[stage] - between)
+    return all(between + top <= limit for between, top, limit in zip(held, needed, problem.limit, strict=True))
 
 
 def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
@@ -224,6 +269,7 @@ def chain(n_units: int, n_stages: int) -> StageProblem:
         latency=np.full(n_stages - 1, 1e-5),
         seconds_per_byte=np.full(n_stages - 1, 1e-9),
         in_flight=tuple(n_stages - stage for stage in range(n_stages)),
+        later=tuple(n_stages - stage for stage in range(n_stages)),
         limit=(1e9,) * n_stages,
         forced=frozenset(),
         allowed=None,

@@ -22,6 +22,7 @@ from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.in_flight import peak_activation, peak_in_flight
 from partitioner.schedules.order import order_of
 from partitioner.schedules.step_clock import step_clock
+from passes.ir.schedule import ActionKind, Schedule
 
 NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.items())
 
@@ -56,6 +57,7 @@ class Case:
             latency=self.latency,
             seconds_per_byte=np.full(self.n_stages - 1, 0.01),
             in_flight=order.in_flight,
+            later=order.later,
             limit=(np.inf,) * self.n_ranks,
             forced=frozenset(),
             allowed=None,
@@ -192,8 +194,38 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_rank]
         columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
         assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
-        kept = [draw.randint(1, 9) for _ in schedule.stage_rank]
-        assert clock.peak_activation(kept) == peak_activation(schedule, kept)
+        kept, gradients, working = ([draw.randint(1, 9) for _ in schedule.stage_rank] for _ in range(3))
+        nothing = [0] * schedule.n_stages
+        assert clock.peak_memory(kept, nothing, nothing) == peak_activation(schedule, kept)
+        assert clock.peak_memory(kept, gradients, working, summed=20.0) == peak_memory(schedule, kept, gradients, working, 20.0)
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_rank, order.in_flight) == (schedule.stage_rank, peak_in_flight(schedule))
+        assert order.later == tuple(held_later(schedule, stage) for stage in range(schedule.n_stages))
         assert order.splits == SCHEDULES[name].splits_backward
+
+
+def peak_memory(schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float) -> tuple[float, ...]:
+    """By the definition: at every action of a rank what its stages hold, and what the one that acts needs; at the end the sums."""
+    peaks = []
+    for actions in schedule.actions:
+        held, made, moments = 0, dict[int, int](), [0.0]
+        for action in actions:
+            held += kept[action.stage] if action.kind is ActionKind.FORWARD else 0
+            moments.append(held + sum(made.values()) + working[action.stage])
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                held -= kept[action.stage]
+                made[action.stage] = gradients[action.stage]
+        moments.append(sum(made.values()) + min(sum(made.values()), summed))
+        peaks.append(max(moments))
+    return tuple(peaks)
+
+
+def held_later(schedule: Schedule, stage: int) -> int:
+    """The most microbatches that a stage holds when it acts while it has gradients."""
+    actions = [action for action in schedule.actions[schedule.stage_rank[stage]] if action.stage == stage]
+    ends = [place for place, action in enumerate(actions) if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)]
+    held = []
+    for place in range(ends[0] + 1, len(actions)):
+        before = [action.kind for action in actions[: place + 1]]
+        held.append(before.count(ActionKind.FORWARD) - sum(end < place for end in ends))
+    return max(held, default=0)

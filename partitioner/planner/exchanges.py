@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, fx
 
@@ -33,7 +34,7 @@ from passes.layouts import Layouts
 from passes.rules.loops import Size
 from passes.slide import fetch_of, held_for, slides_of
 
-__all__ = ["Exchange", "GradientSum", "collectives_between", "find_exchanges", "find_gradient_sums", "find_halos"]
+__all__ = ["Exchange", "GradientSum", "collectives_between", "find_exchanges", "find_gradient_sums", "find_halos", "reduced_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -171,16 +172,23 @@ def find_halos(
 
 def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
     """What a call sends that reduces over what is cut: statistics, one number for each element of the other loops, twice each way."""
-    for index, ((name, _), cut) in enumerate(zip(layouts.mesh, layouts.cuts.get(node.name, ()), strict=False)):
-        if cut is None or axes.loops[node.name].factors[cut.factor].reduction != "whole" or not isinstance(node.meta["val"], Tensor):
+    for index, factor in reduced_in_parts(node.name, axes, layouts):
+        if not isinstance(node.meta["val"], Tensor):
             continue
-        whole: Size = 1
-        for axis in axes.factors[node.name][cut.factor]:
+        name, whole = layouts.mesh[index][0], cast(Size, 1)
+        for axis in axes.factors[node.name][factor]:
             whole = whole * sizes.axis(axis, ())
         size = sizes.whole_along(node, layouts.results[node.name][0], index) / whole
         backward: Collective | None = "all_reduce" if node.name in flowing else None
         for place in range(_STATISTICS):
             yield (node.name, index, place), Exchange(node.name, size, name, "all_reduce", backward)
+
+
+def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:
+    """The mesh dimensions that cut what a call reduces over inside, by their places, with the loop."""
+    for index, cut in enumerate(layouts.cuts.get(node, ())):
+        if cut is not None and axes.loops[node].factors[cut.factor].reduction == "whole":
+            yield index, cut.factor
 
 
 _STATISTICS = 2

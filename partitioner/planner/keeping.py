@@ -38,6 +38,7 @@ class Keeping:
     Attributes:
         again: the nodes that the backward computes again.
         savers: allocation that is kept -> the nodes for whose sake.
+        needed: the same if all were kept.
     """
 
     def __init__(self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute) -> None:
@@ -48,7 +49,8 @@ class Keeping:
         for allocation, maker in cost.maker.items():
             self._own.setdefault(maker, allocation)
         self.again: frozenset[str] = frozenset()
-        self.savers: Mapping[int, Collection[str]] = self._savers(gathered=True)
+        self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
+        self.savers = self.needed
         if recompute == "full":
             self._choose(frozenset(name for name in within if self._may_repeat(self._nodes[name])))
         elif recompute == "selective":

@@ -121,7 +121,9 @@ def _tried(problems: PipelineProblems) -> list[StagedModel]:
             candidate = Candidate(name, stages_per_rank, count)
             cuts = problems.solve(candidate)
             if cuts is not None:
-                staged.append(stage_model(problems, candidate, cuts.starts, proven=cuts.proven))
+                found = stage_model(problems, candidate, cuts.starts, proven=cuts.proven)
+                if problems.hold(found.memory):  # the sums at the end of a step are those of all stages of a rank together
+                    staged.append(found)
         if staged:
             return staged
     return []

@@ -54,7 +54,7 @@ class MeshBounds:
         self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
-        self._fixed = prices.fixed_bytes
+        self._fixed = prices.fixed_bytes + prices.gradient_bytes
         self._limit = sum(memory_limits(cluster, request))
         axes = find_axes(whole.of.graph.graph)
         trained = [name for name in whole.of.graph.parameters if name in whole.cost.gradients]

@@ -167,7 +167,8 @@ class MeshProblem:
         """Whether a rank that holds as many microbatches as there are ranks, of an equal share of the model, holds more than fits."""
         problems = self.problems(policy)
         kept = problems.prices.least_kept(problems.rows(candidate)) * min(1.0, candidate.n_microbatches / self.n_places)
-        return bool(kept + problems.prices.fixed_bytes / self.n_places > max(problems.limits()))
+        fixed = problems.prices.fixed_bytes + problems.prices.gradient_bytes
+        return bool(kept + fixed / self.n_places > max(problems.limits()))
 
     def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
         """Whether the stages together could hold the model, each with the whole memory of its rank.
@@ -175,13 +176,18 @@ class MeshProblem:
         A stage that holds n microbatches at once fits if ``fixed + n kept <= limit``. Of all stages, with F fixed and K kept together:
 
             K <= sum of kept <= sum of (limit - fixed) / n <= limit sum of (1 / n) - F / max(n)
+
+        So it is before there are gradients, and with these among what is fixed, where all stages hold microbatches still.
         """
         fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
-        if candidate.stages_per_rank > 1 or fixed > limit * places:
-            return bool(fixed <= limit * places)
-        held = problems.order(candidate).in_flight
-        kept = problems.prices.least_kept(problems.rows(candidate))
-        return bool(kept <= (limit * sum(1 / number for number in held) - fixed / max(held)) * (1 + _ROUNDING))
+        with_gradients = fixed + problems.prices.gradient_bytes
+        if candidate.stages_per_rank > 1 or with_gradients > limit * places:
+            return bool(with_gradients <= limit * places)
+        order, kept = problems.order(candidate), problems.prices.least_kept(problems.rows(candidate))
+        for held, stays in ((order.in_flight, fixed), (order.later, with_gradients)):
+            if min(held) and kept > (limit * sum(1 / number for number in held) - stays / max(held)) * (1 + _ROUNDING):
+                return False
+        return True
 
     def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, Shares]:
         """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
@@ -231,7 +237,7 @@ class MeshProblem:
             if starts in known:
                 return known[starts].step_time
             found = self.price(problems, stage_model(problems, candidate, starts))
-            if any(held > limit for held, limit in zip(found.staged.memory, problems.limits(), strict=True)):
+            if not problems.hold(found.staged.memory):
                 return math.inf
             known[starts] = found
             return found.step_time

@@ -19,7 +19,7 @@ from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
+from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums, reduced_in_parts
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.unfold import RepeatedPrices
@@ -29,6 +29,7 @@ from passes.cut_axes import AxisCut, layouts_of_cut
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
+from passes.place_on_mesh import BUCKET_BYTES
 from passes.recompute import Recompute
 
 __all__ = ["ModelPart", "axis_cut", "cut_part", "whole_part"]
@@ -89,7 +90,8 @@ class ModelPart:
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
             known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
-            self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds)
+            is_cut = self.layouts is not None
+            self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds, summed=self._summed_at_once, is_cut=is_cut)
         prices = self.known_prices[key].on(graph, exchanges)
         return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
 
@@ -117,6 +119,12 @@ class ModelPart:
             totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size
         return totals
 
+    @property
+    def _summed_at_once(self) -> float:
+        """Bytes of gradients that are there twice at the end of a step: what a message is on its way with, and its sums."""
+        sizes = [each.size for each in self.sums]
+        return min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
+
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
         return sum(links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size)
@@ -139,6 +147,7 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differ
     layouts = layouts_of_cut(of.graph, axes, cut)
     sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
     cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes, reading=of.reading(differentiate=differentiate))
+    cost = _with_parts_of_norms(cost, axes, layouts)
     sums = tuple(
         dataclasses.replace(each, parameter=name)
         for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)
@@ -146,6 +155,13 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differ
     )
     part = ModelPart(of, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
     return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
+
+
+def _with_parts_of_norms(cost: GraphCost, axes: Axes, layouts: Layouts) -> GraphCost:
+    """A norm over what is cut is written out in the ranks' programs: what it keeps are the centred and the scaled values, not its input."""
+    norms = [name for name, each in cost.nodes.items() if "input" in each.saves and any(reduced_in_parts(name, axes, layouts))]
+    written = {name: dataclasses.replace(cost.nodes[name], keeps=cost.nodes[name].keeps + cost.bytes[name]) for name in norms}
+    return dataclasses.replace(cost, nodes={**cost.nodes, **written}) if written else cost
 
 
 def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str) -> AxisCut:

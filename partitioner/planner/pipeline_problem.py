@@ -80,6 +80,7 @@ class PipelineProblems:
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
             seconds_per_byte=np.array([self._slope(link) for link in links]),
             in_flight=order.in_flight,
+            later=order.later,
             limit=self.limits(),
             forced=limits.forced,
             allowed=limits.allowed,
@@ -99,6 +100,10 @@ class PipelineProblems:
     def limits(self) -> tuple[float, ...]:
         """Bytes of each rank."""
         return self._limits
+
+    def hold(self, memory: Sequence[float]) -> bool:
+        """Whether ranks can hold so many bytes each."""
+        return all(held <= limit for held, limit in zip(memory, self._limits, strict=True))
 
     def paths(self, candidate: Candidate) -> PathCosts:
         """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""

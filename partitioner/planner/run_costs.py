@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.planner.run_sums import Runs, run_table
-from partitioner.planner.stage_problem import Floats, Integers, StageProblem
+from partitioner.planner.stage_problem import Floats, Held, Integers, StageProblem
 
 __all__ = ["RunCosts"]
 
@@ -33,7 +33,7 @@ class RunCosts:
         self._kind = np.array(problem.kind)
         self._next = np.array([[*problem.latency, 0.0], [*problem.seconds_per_byte, 0.0]]).T
         self._previous = np.array([[0.0, *problem.latency], [0.0, *problem.seconds_per_byte]]).T
-        self._in_flight = np.array(problem.in_flight, dtype=float)
+        self._in_flight, self._later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
         self.stage_limit = np.array([problem.limit[rank] for rank in problem.rank]) if stage_limit is None else stage_limit
         self._reach = _reach(problem)
         fastest = problem.units.time.min(axis=1)
@@ -69,7 +69,8 @@ class RunCosts:
 
     def affordable(self, runs: Runs, excess: float = 0.0) -> Runs:
         """The lengths of which some run fits the roomiest stage, or exceeds it by no more than so many bytes."""
-        fits = runs.fixed + self._in_flight.min() * runs.kept <= self.stage_limit.max() + excess
+        least = np.maximum(self._in_flight.min() * runs.kept, self._later.min() * runs.kept + runs.gradients)
+        fits = runs.fixed + least <= self.stage_limit.max() + excess
         return runs.first(int(fits.sum(axis=1).max(initial=0)))
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
@@ -87,8 +88,12 @@ class RunCosts:
 
     def memory(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) bytes that the stage holds."""
-        held: Floats = runs.fixed + self._in_flight[stages, None, None] * runs.kept
-        return held
+        return runs.fixed + self.held(runs, stages).most
+
+    def held(self, runs: Runs, stages: slice) -> Held:
+        """(stages, C, width) what it holds beside what it holds all the time."""
+        in_flight, later = (held[stages, None, None] for held in (self._in_flight, self._later))
+        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, self.problem.units.summed)
 
     def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
         """(stages, C, width) whether the stage alone has the memory, and may hold the units."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.planner.stage_problem import Floats, Integers, Units, Uses
+from partitioner.planner.stage_problem import Floats, Integers, Units, Uses, Working
 
 __all__ = ["RunTable", "Runs", "run_table"]
 
@@ -27,7 +27,7 @@ _BLOCK = 128
 """Starts that are looked at together."""
 
 _MOST_KEPT_RUNS = 1_000_000
-"""Runs that a table keeps, about seven numbers each; of more, blocks are worked out again each time."""
+"""Runs that a table keeps, about nine numbers each; of more, blocks are worked out again each time."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Runs:
         entering: (2, C, width) messages and bytes of the gradients of what enters.
         fixed: (C, width) bytes.
         kept: (C, width) bytes for each microbatch in flight.
+        gradients: (C, width) bytes from the first backward on.
+        working: (C, width) bytes while the run computes.
         behind: (C, width) the unit behind each run; the number of units where a run would go beyond the last.
     """
 
@@ -50,6 +52,8 @@ class Runs:
     entering: Floats
     fixed: Floats
     kept: Floats
+    gradients: Floats
+    working: Floats
     behind: Integers
 
     @property
@@ -71,8 +75,9 @@ class Runs:
 
     def _part(self, starts: slice, lengths: slice) -> Runs:
         time, leaving, entering = (each[:, starts, lengths] for each in (self.time, self.leaving, self.entering))
-        fixed, kept = (each[starts, lengths] for each in (self.fixed, self.kept))
-        return Runs(self.start + (starts.start or 0), time, leaving, entering, fixed, kept, self.behind[starts, lengths])
+        fixed, kept, gradients, working = (each[starts, lengths] for each in (self.fixed, self.kept, self.gradients, self.working))
+        start, behind = self.start + (starts.start or 0), self.behind[starts, lengths]
+        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
 
 
 class RunTable:
@@ -87,7 +92,8 @@ class RunTable:
         self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses))
         self._of_leaving = _of_values(_counted(units.leaving))
         self._of_entering = _of_uses(_counted(units.entering))
-        self._of_fixed, self._of_kept = _of_uses(units.fixed_uses), _of_uses(units.kept_uses)
+        self._of_memory = [_of_uses(each) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses)]
+        self._working = Working.nothing(len(units)) if units.working is None else units.working
         self._known: dict[int, Runs] = {}
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -108,11 +114,11 @@ class RunTable:
             yield self._known[start].first(width)
 
     def _worked_out(self, start: int, stop: int, width: int) -> Runs:
-        time, leaving, entering, fixed, kept = (
-            each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering, self._of_fixed, self._of_kept)
-        )
+        time, leaving, entering = (each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering))
+        fixed, kept, gradients = (each.sums(start, stop, width)[0] for each in self._of_memory)
+        working = self._working.of_block(start, stop, width)
         behind = np.minimum(np.arange(start + 1, stop + 1)[:, None] + np.arange(width), self._n_units)
-        return Runs(start, time, leaving, entering, fixed[0], kept[0], behind)
+        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
 
 
 @lru_cache(maxsize=32)

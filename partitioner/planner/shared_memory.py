@@ -14,7 +14,7 @@ import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
 from partitioner.planner.run_sums import Runs
-from partitioner.planner.stage_problem import Floats, Integers, StageProblem, stages_of
+from partitioner.planner.stage_problem import Floats, Held, Integers, StageProblem, stages_of
 from partitioner.planner.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
@@ -27,10 +27,12 @@ _MOST_VISITS = 3_000
 
 
 def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
-    """Whether every rank holds all its stages."""
-    holds = np.zeros(len(problem.limit))
-    np.add.at(holds, list(problem.rank), _stage_memory(problem, starts))
-    return bool((holds <= np.array(problem.limit)).all())
+    """Whether every rank holds all its stages: those that share one are taken to hold most at the same time, and to compute in turn."""
+    between, computing = _held_together(problem, starts)
+    holds, most = np.zeros((2, len(problem.limit)))
+    np.add.at(holds, list(problem.rank), between)
+    np.maximum.at(most, list(problem.rank), computing)
+    return bool((holds + most <= np.array(problem.limit)).all())
 
 
 def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Floats]:
@@ -40,7 +42,7 @@ def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Float
     """
     rank = np.array(problem.rank)
     limit = np.array(problem.limit)
-    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), _stage_memory(problem, starts) + 1):
+    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), _held_alone(problem, starts) + 1):
         yield limit[rank] * weight / np.bincount(rank, weight, len(limit))[rank]
 
 
@@ -59,7 +61,7 @@ class Search:
         self._possible = int(longest.sum()) <= _LARGEST_TABLE
         self._rows = [self._costs.affordable(runs) for runs in self._alone(longest)] if self._possible else []
         self._limit = np.array(problem.limit, dtype=float)
-        self._known: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._known: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
         self._visits = 0
 
     def _alone(self, longest: Integers) -> Iterator[Runs]:
@@ -81,7 +83,7 @@ class Search:
             known: seconds of a solution at hand.
         """
         self._visits = 0
-        return self._fastest(_Partial((), 0, self._limit), table, -np.inf, known) if self._possible else known
+        return self._fastest(self._nothing(), table, -np.inf, known) if self._possible else known
 
     def cheapest(self, table: PriceTable, bottleneck: float) -> tuple[int, ...] | None:
         """The starts of the cheapest, then earliest cuts with no stage slower than the bottleneck; None when none were found.
@@ -92,20 +94,24 @@ class Search:
         """
         self._visits = 0
         nothing = (NOTHING, ())
-        best = self._cheapest(_Partial((), 0, self._limit), table, bottleneck, 0, nothing) if self._possible else nothing
+        best = self._cheapest(self._nothing(), table, bottleneck, 0, nothing) if self._possible else nothing
         return best[1] or None
+
+    def _nothing(self) -> _Partial:
+        """No stage yet."""
+        return _Partial((), 0, self._limit, np.zeros_like(self._limit))
 
     def _fastest(self, partial: _Partial, table: Floats, slowest: float, best: float) -> float:
         if len(partial.starts) == self._problem.n_stages:
             return slowest
-        cost, memory = self._runs(partial, best)
+        cost, memory, working = self._runs(partial, best)
         after = table[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
         promise = np.maximum(np.maximum(cost, after), slowest)
         for length in np.argsort(promise, kind="stable"):
             if promise[length] >= best or self._visits >= _MOST_VISITS:
                 break
             self._visits += 1
-            best = self._fastest(self._extended(partial, length, memory), table, max(slowest, cost[length]), best)
+            best = self._fastest(self._extended(partial, length, memory, working), table, max(slowest, cost[length]), best)
         return best
 
     def _cheapest(
@@ -113,12 +119,12 @@ class Search:
     ) -> tuple[int, tuple[int, ...]]:
         if len(partial.starts) == self._problem.n_stages:
             return min(best, (price, partial.starts))
-        cost, memory = self._runs(partial, bottleneck)
+        cost, memory, working = self._runs(partial, bottleneck)
         after = table.price[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
         prices = self._costs.price(self._rows[partial.end])[0]
         total = np.where(np.isfinite(cost) & (after < NOTHING), price + prices + after, NOTHING)
         for length in np.argsort(total, kind="stable"):
-            longer = self._extended(partial, length, memory)
+            longer = self._extended(partial, length, memory, working)
             if total[length] > best[0] or total[length] >= NOTHING or self._visits >= _MOST_VISITS:
                 break
             if total[length] == best[0] and longer.starts > best[1][: len(longer.starts)]:
@@ -127,42 +133,61 @@ class Search:
             best = self._cheapest(longer, table, bottleneck, price + int(prices[length]), best)
         return best
 
-    def _runs(self, partial: _Partial, bound: float) -> tuple[Floats, Floats]:
-        """Cost and memory of every run that the next stage can have; the cost is inf where it does not fit."""
+    def _runs(self, partial: _Partial, bound: float) -> tuple[Floats, Floats, Floats]:
+        """Cost of every run that the next stage can have, inf where it does not fit, and what it holds between computing, and for it."""
         stage = len(partial.starts)
         if partial.end == self._problem.n_units:
-            return np.empty(0), np.empty(0)
-        cost, memory = self._row(stage, partial.end)
-        fits = (memory <= partial.left[self._problem.rank[stage]]) & (cost <= bound)
-        return np.where(fits, cost, np.inf), memory
+            return np.empty(0), np.empty(0), np.empty(0)
+        cost, memory, working = self._row(stage, partial.end)
+        rank = self._problem.rank[stage]
+        fits = (memory + np.maximum(working, partial.computing[rank]) <= partial.left[rank]) & (cost <= bound)
+        return np.where(fits, cost, np.inf), memory, working
 
-    def _row(self, stage: int, unit: int) -> tuple[Floats, Floats]:
+    def _row(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
         """The same whatever the stages before it hold, worked out when first asked for: the search comes to a unit on many ways."""
         if (stage, unit) not in self._known:
             row, one = self._rows[unit], slice(stage, stage + 1)
             cost = np.where(self._costs.permitted(row, one)[0, 0], self._costs.cost(row, one)[0, 0], np.inf)
-            self._known[stage, unit] = cost, self._costs.memory(row, one)[0, 0]
+            held = self._costs.held(row, one)
+            self._known[stage, unit] = cost, (row.fixed + held.between)[0, 0], held.computing[0, 0]
         return self._known[stage, unit]
 
-    def _extended(self, partial: _Partial, length: int, memory: Floats) -> _Partial:
+    def _extended(self, partial: _Partial, length: int, memory: Floats, working: Floats) -> _Partial:
         """The partial solution with one more stage."""
-        left = partial.left.copy()
-        left[self._problem.rank[len(partial.starts)]] -= memory[length]
-        return _Partial((*partial.starts, partial.end), partial.end + int(length) + 1, left)
+        left, computing = partial.left.copy(), partial.computing.copy()
+        rank = self._problem.rank[len(partial.starts)]
+        left[rank] -= memory[length]
+        computing[rank] = max(computing[rank], working[length])
+        return _Partial((*partial.starts, partial.end), partial.end + int(length) + 1, left, computing)
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """The first stages: where they start, where the last of them ends, and what memory the ranks have left."""
+    """The first stages: where they start, where the last of them ends, what memory the ranks have left, and what they need to compute."""
 
     starts: tuple[int, ...]
     end: int
     left: Floats
+    computing: Floats
 
 
-def _stage_memory(problem: StageProblem, starts: Sequence[int]) -> Floats:
-    """(S,) bytes that each stage holds."""
+def _of_stages(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Held]:
+    """(S,) what each stage holds all the time, and what else."""
     units = problem.units
     stage_of, n_stages = stages_of(starts, len(units)), problem.n_stages
-    holds: Floats = units.fixed_uses.held(stage_of, n_stages) + np.array(problem.in_flight) * units.kept_uses.held(stage_of, n_stages)
-    return holds
+    fixed, kept, gradients = (each.held(stage_of, n_stages) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses))
+    working = np.zeros(n_stages) if units.working is None else units.working.of_stages(starts)
+    in_flight, later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
+    return fixed, Held(in_flight, later, kept, gradients, working, units.summed)
+
+
+def _held_alone(problem: StageProblem, starts: Sequence[int]) -> Floats:
+    """(S,) bytes that each stage holds."""
+    fixed, held = _of_stages(problem, starts)
+    return fixed + held.most
+
+
+def _held_together(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Floats]:
+    """(S,) bytes that each stage holds while others of its rank compute, and that it needs to compute with."""
+    fixed, held = _of_stages(problem, starts)
+    return fixed + held.between, held.computing

@@ -72,7 +72,10 @@ def shortfall(problem: StageProblem) -> float:
     if problem.n_units < problem.n_stages:
         return np.inf
     costs = RunCosts(problem)
-    everything = sum(item.amount for item in problem.units.fixed) + max(problem.in_flight) * sum(item.amount for item in problem.units.kept)
+    units = problem.units
+    everything = sum(item.amount for item in (*units.fixed, *units.gradients, *units.gradients))
+    everything += max(problem.in_flight) * sum(item.amount for item in units.kept)
+    everything += 0.0 if units.working is None else float(units.working.of_stages((0,))[0])
     excess = max(problem.limit) / 8
     while True:
         found = float(shortfall_table(costs, excess)[0, 0])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Integers", "Shared", "StageProblem", "Units", "Uses", "Value", "stage_runs", "stages_of", "uses"]
+__all__ = ["Floats", "Held", "Integers", "Shared", "StageProblem", "Units", "Uses", "Value", "Working", "stage_runs", "stages_of", "uses"]
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -105,6 +105,77 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Working:
+    """What a stage holds while it computes, beside what it holds all the time and for each microbatch in flight, its own among them.
+
+    Of a stage of units ``i..j`` at unit u, the most of all u counts:
+
+        forward    forward(u) - made(u+1..j)
+        backward   backward(u) + again(i..u) + trained(u+1..j) - made(u+1..j)
+
+    and beside either as much of ``bundled(i..j)`` as is there at once. A backward that is a call of the program gives nothing back on its
+    way: who calls it holds what it was given.
+
+    Attributes:
+        forward, backward: (N,) bytes of what a unit computes with, beyond what is kept of it and of units in front of it.
+        made: (N,) bytes that each unit adds to what is kept.
+        again: (N,) bytes that the backward computes again before it begins, and drops behind the backward of the unit.
+        trained: (N,) bytes of the gradients that are there behind the backward of the unit.
+        bundled: (N,) bytes of the small weights that are gathered for each unit, many together.
+        at_once: how much of these is there at once.
+        called: whether backwards are calls.
+    """
+
+    forward: Floats
+    backward: Floats
+    made: Floats
+    again: Floats
+    trained: Floats
+    bundled: Floats
+    at_once: float
+    called: bool = False
+
+    @staticmethod
+    def nothing(n_units: int) -> Working:
+        """Of units that need nothing to compute with."""
+        nothing = np.zeros(n_units)
+        return Working(nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
+
+    def repeated(self, source: Integers) -> Working:
+        """Of units in another order, or several times."""
+        peaks = (self.forward[source], self.backward[source])
+        return Working(*peaks, self.made[source], self.again[source], self.trained[source], self.bundled[source], self.at_once, self.called)
+
+    @cached_property
+    def _sums(self) -> Floats:
+        """(4, N + 1) of made, again, trained and bundled over all units in front."""
+        return np.pad(np.cumsum([self.made, self.again, self.trained, self.bundled], axis=1), ((0, 0), (1, 0)))
+
+    @cached_property
+    def _peaks(self) -> Floats:
+        """(2, N) forward and backward, but for what depends on where the stage starts and ends."""
+        made, again, trained, _ = self._sums[:, 1:]
+        return np.stack([self.forward + made, self.backward + again - trained + (0.0 if self.called else made)])
+
+    def of_block(self, start: int, stop: int, width: int) -> Floats:
+        """(stop - start, width) of every run that starts there; of none beyond the end."""
+        last = np.minimum(np.arange(start, stop)[:, None] + np.arange(width), len(self.made) - 1)
+        return self._peak(np.maximum.accumulate(self._peaks[:, last], axis=2), np.arange(start, stop)[:, None], last + 1)
+
+    def of_stages(self, starts: Sequence[int]) -> Floats:
+        """(S,) of the stages that start there."""
+        ends = np.array([*starts[1:], len(self.made)])
+        return self._peak(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
+
+    def _peak(self, peaks: Floats, start: Integers, end: Integers) -> Floats:
+        made, again, trained, bundled = self._sums
+        backward = peaks[1] - again[start] + trained[end] - (0.0 if self.called else made[end])
+        peak: Floats = np.maximum(np.maximum(peaks[0] - made[end], backward), 0.0)
+        gathered: Floats = np.minimum(bundled[end] - bundled[start], self.at_once)
+        return peak + gathered
+
+
+@dataclass(frozen=True, eq=False)
 class Units:
     """What is known of N units whatever the stages are.
 
@@ -112,9 +183,12 @@ class Units:
         time: (N, K) seconds of each unit on each kind of device.
         values: what crosses.
         replicated: (seconds on each kind, units): computed again in every stage that needs it.
-        fixed: bytes that a stage holds all the time: parameters, their gradients, optimizer state.
+        fixed: bytes that a stage holds all the time: parameters, optimizer state.
         kept: bytes that a stage holds for every microbatch in flight.
         depth: (N,) how bad a cut in front of each unit reads: how many modules it cuts through. Breaks ties.
+        gradients: bytes that a stage holds from its first backward on.
+        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
+        working: what is held besides by a stage that computes; None: nothing.
     """
 
     time: Floats
@@ -123,6 +197,9 @@ class Units:
     fixed: tuple[Shared, ...]
     kept: tuple[Shared, ...]
     depth: Integers
+    gradients: tuple[Shared, ...] = ()
+    summed: float = 0.0
+    working: Working | None = None
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
@@ -136,6 +213,11 @@ class Units:
     def kept_uses(self) -> Uses:
         """Of what stages hold for every microbatch in flight."""
         return uses((item.amount, item.units, item.producer) for item in self.kept)
+
+    @cached_property
+    def gradient_uses(self) -> Uses:
+        """Of what stages hold from their first backward on."""
+        return uses((item.amount, item.units, item.producer) for item in self.gradients)
 
     @cached_property
     def replicated_uses(self) -> Uses:
@@ -164,6 +246,7 @@ class StageProblem:
         latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.
         seconds_per_byte: (S-1,) of that link.
         in_flight: (S,) microbatches that each stage holds at once.
+        later: (S,) the same from its first gradients on; 0: it computes nothing any more.
         limit: (R,) bytes of each rank; the stages of a rank share them.
         forced: boundaries that must be cuts: b is the boundary in front of unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.
@@ -175,6 +258,7 @@ class StageProblem:
     latency: Floats
     seconds_per_byte: Floats
     in_flight: tuple[int, ...]
+    later: tuple[int, ...]
     limit: tuple[float, ...]
     forced: frozenset[int]
     allowed: NDArray[np.bool_] | None
@@ -186,6 +270,46 @@ class StageProblem:
     @property
     def n_stages(self) -> int:
         return len(self.kind)
+
+
+class Held(NamedTuple):
+    """What stages hold beside what they hold all the time; arrays of one shape.
+
+    Until its first gradients a stage holds n microbatches at once, from then on n' of them and the gradients; what it computes with comes
+    on top. At the end of the step the gradients are left, some of them twice while they are summed.
+
+    Attributes:
+        in_flight, later: n, n'; where n' is 0, no gradients are there while the stage computes.
+        kept: bytes of each microbatch.
+        gradients: bytes of them.
+        working: bytes that the stage computes with.
+        summed: bytes of gradients that are there twice, at most.
+    """
+
+    in_flight: Floats
+    later: Floats
+    kept: Floats
+    gradients: Floats
+    working: Floats
+    summed: float
+
+    @property
+    def most(self) -> Floats:
+        """Bytes at the fullest moment."""
+        computing = np.maximum(self.in_flight * self.kept, np.where(self.later > 0, self.later * self.kept + self.gradients, 0.0))
+        most: Floats = np.maximum(computing + self.working, self.gradients + np.minimum(self.gradients, self.summed))
+        return most
+
+    @property
+    def between(self) -> Floats:
+        """Bytes at the fullest moment at which another stage computes."""
+        most: Floats = np.maximum(self.in_flight * self.kept, self.later * self.kept + self.gradients)
+        return most
+
+    @property
+    def computing(self) -> Floats:
+        """Bytes that come on top of these when the stage itself computes."""
+        return self.most - self.between
 
 
 def stage_runs(starts: Sequence[int], n_units: int) -> tuple[range, ...]:

@@ -150,6 +150,9 @@ class RepeatedPrices:
                 kept=tuple(unfolding.shared(prices.kept)),
                 flops=prices.flops[unfolding.source],
                 depth=prices.depth[unfolding.source],
+                gradients=tuple(unfolding.shared(prices.gradients)),
+                summed=prices.summed,
+                working=prices.working.repeated(unfolding.source),
             )
         return self._known[microbatch_size]
 
@@ -175,6 +178,11 @@ class RepeatedPrices:
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
         return float(sum(item.amount * self._unfolding.n_places(item.units) for item in self._folded.fixed))
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
+        return float(sum(item.amount * self._unfolding.n_places(item.units) for item in self._folded.gradients))
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,13 +15,12 @@ from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
-from cost_models.memory import optimizer_states
 from cost_models.operations import OperationCost
 from cost_models.work import Work
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange
-from partitioner.planner.keeping import Keeping
-from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value
+from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value, Working
+from partitioner.planner.unit_memory import UnitMemory
 from passes.ir.graph import ModelGraph
 from passes.recompute import Recompute
 
@@ -43,6 +42,9 @@ class UnitPrices:
         kept: bytes held for each microbatch in flight.
         flops: (N,) of the forward.
         depth: (N,) how many modules a cut in front of each unit goes through.
+        gradients: bytes held from the first backward on.
+        summed: bytes of gradients that are there twice at once, at most.
+        working: what units hold while they compute.
     """
 
     halves: Floats
@@ -52,11 +54,15 @@ class UnitPrices:
     kept: tuple[Shared, ...]
     flops: Floats
     depth: Integers
+    gradients: tuple[Shared, ...]
+    summed: float
+    working: Working
 
     @cached_property
     def units(self) -> Units:
         """The same for the stage cutter."""
-        return Units(self.halves.sum(axis=0), self.values, self.replicated, self.fixed, self.kept, self.depth)
+        of_memory = (self.fixed, self.kept, self.depth, self.gradients, self.summed, self.working)
+        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,10 @@ class Prices(Protocol):
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
 
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
+
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit."""
 
@@ -129,6 +139,8 @@ class PriceList:
         recompute: what the backward computes again instead of keeping it.
         exchanges: communication between the ranks that share a stage, of each microbatch, and the links between them.
         known_seconds: of operations on a kind of device, by microbatch size: shared with other lists of the same cost model.
+        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
+        is_cut: whether it is the part of one of several ranks that share a stage.
     """
 
     def __init__(
@@ -142,6 +154,8 @@ class PriceList:
         recompute: Recompute = "none",
         exchanges: Sequence[tuple[Exchange, GroupLinks]] = (),
         known_seconds: dict[Hashable, Triple] | None = None,
+        summed: float = 0.0,
+        is_cut: bool = False,
     ) -> None:
         self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
         self.recompute: Recompute = recompute
@@ -151,17 +165,15 @@ class PriceList:
         self._known_kept: dict[int, list[Shared]] = {}
         self._known_numbers: dict[int, Numbers] = {}
         self._known_operations: dict[tuple[int, float], Floats] = {}
-        self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
-        self._keeping = Keeping(graph, cost, frozenset(self._unit_of), recompute)
-        self._again = self._keeping.again
+        self._memory = UnitMemory(graph, cost, points, optimizer, recompute)
+        self._again = self._memory.again
         self._exchanges = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
         self._known_seconds = {} if known_seconds is None else known_seconds
-        self._savers = self._find_savers()
         self._value_sizes = {value.node: cost.bytes[value.node] for value in points.values}
         self._distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self._calls = self._count_calls()
-        self._fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
+        self._summed, self._is_cut = summed, is_cut
 
     def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]]) -> PriceList:
         """The same for a rank's part of another batch, on other links."""
@@ -202,18 +214,28 @@ class PriceList:
         """What is kept for a microbatch of so many rows, whether or not it is received."""
         if microbatch_size not in self._known_kept:
             numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
-            self._known_kept[microbatch_size] = [item for item in self._kept(numbers, share) if item.producer < 0]
+            self._known_kept[microbatch_size] = [item for item in self._memory.kept(numbers, share) if item.producer < 0]
         return self._known_kept[microbatch_size]
 
     @property
     def fixed(self) -> tuple[Shared, ...]:
         """What stages hold all the time."""
-        return self._fixed
+        return self._memory.fixed
 
     @property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.amount for item in self._fixed))
+        return float(sum(item.amount for item in self._memory.fixed))
+
+    @property
+    def gradients(self) -> tuple[Shared, ...]:
+        """What stages hold from their first backward on."""
+        return self._memory.gradients
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
+        return float(sum(item.amount for item in self._memory.gradients))
 
     def _timed(self, microbatch_size: int) -> tuple[Floats, Floats]:
         """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
@@ -237,14 +259,20 @@ class PriceList:
         seconds, halves = self._timed(microbatch_size)
         flops = np.array([numbers[cost.forward.flops] * share for cost in self._distinct])
         forward = dict(zip(self._distinct, seconds[:, :, 0].tolist(), strict=True))
+        kept, alone = self._memory.kept(numbers, share), microbatch_size >= self._graph.batch_size
+        # Stages that communicate are written out in their programs, and so are the last backwards of those whose gradients are summed.
+        called = not self._is_cut or not (alone or self._exchanges)
         return UnitPrices(
             halves=halves,
             replicated=tuple((tuple(forward[self._cost.nodes[name]]), units) for name, units in self._points.replicated.items() if units),
             values=self._values(numbers, share),
-            fixed=self._fixed,
-            kept=self._kept(numbers, share),
+            fixed=self._memory.fixed,
+            kept=kept,
             flops=self._calls @ flops,
             depth=np.array(self._points.depth, dtype=np.int64),
+            gradients=self._memory.gradients,
+            summed=self._summed,
+            working=self._memory.working(numbers, share, kept, alone=alone, called=called),
         )
 
     def _halves(self, seconds: Floats) -> Floats:
@@ -286,7 +314,7 @@ class PriceList:
 
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
-        return tuple(sorted({self._unit_of[user.name] for user in self._nodes[placeholder].users if user.name in self._unit_of}))
+        return self._memory.users(placeholder)
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit, forward and backward, whatever their work."""
@@ -300,7 +328,7 @@ class PriceList:
 
     def held_bytes(self, placeholder: str) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
-        return int(self._cost.bytes[placeholder])
+        return self._memory.held_bytes(placeholder)
 
     def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
         """What most of the time of some units goes into."""
@@ -341,35 +369,3 @@ class PriceList:
             gradient = size if value.node in self._cost.gradients else 0
             crossing.append(Value(value.producer, value.readers, size, gradient))
         return tuple(crossing)
-
-    def _kept(self, values: Numbers, share: float) -> tuple[Shared, ...]:
-        kept = [Shared(round(values[self._cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]
-        besides: dict[int, float] = {}
-        for name, cost in self._cost.nodes.items():
-            if name in self._unit_of and name not in self._again:
-                besides[self._unit_of[name]] = besides.get(self._unit_of[name], 0.0) + values[cost.keeps] * share
-        if self.recompute != "none":
-            # What a stage receives is kept whether or not some operation of its own would keep it: everything starts from it.
-            sizes = ((value, round(values[self._value_sizes[value.node]] * share)) for value in self._points.values)
-            kept += [Shared(size, value.readers, value.producer) for value, size in sizes]
-        return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(besides.items()) if amount))
-
-    def _find_savers(self) -> Mapping[int, tuple[int, ...]]:
-        """Allocation -> the units whose backward keeps it."""
-        return {
-            allocation: tuple(sorted({self._unit_of[reader] for reader in readers})) for allocation, readers in self._keeping.savers.items()
-        }
-
-    def _find_fixed(self, states: int) -> Iterable[Shared]:
-        for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
-            size = self.held_bytes(name)
-            trains = name in self._graph.parameters and name in self._cost.gradients
-            units = self._holders(name)
-            if units and size:
-                yield Shared(size * (2 + states if trains else 1), units)
-
-    def _holders(self, placeholder: str) -> tuple[int, ...]:
-        """The units that need a placeholder, directly or through replicated nodes."""
-        again = [user.name for user in self._nodes[placeholder].users if user.name in self._points.replicated]
-        through = {unit for name in again for unit in self._points.replicated[name]}
-        return tuple(sorted({*self.users(placeholder), *through}))

@@ -23,6 +23,7 @@ class Order:
         fills: whether all forwards come in front of all backwards.
         ahead: for each stage, how many forwards begin at most before the backward of the first of them, or its input half, has ended.
         in_flight: the same for the weight half: microbatches whose activations the stage holds at once. Equal where backwards are whole.
+        later: as many while it computes behind its first whole backward, or weight half.
     """
 
     n_microbatches: int
@@ -31,6 +32,7 @@ class Order:
     fills: bool
     ahead: tuple[int, ...]
     in_flight: tuple[int, ...]
+    later: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
@@ -45,10 +47,12 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int)
         behind = tuple(min(n_microbatches, n_ranks - rank) for rank in ranks)
         all_of_them, most = (n_microbatches,) * n_ranks, (min(n_microbatches, n_ranks),) * n_ranks
         ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
-        return Order(n_microbatches, ranks, name == "ZB1P", name == "GPipe", ahead, in_flight)
+        later = tuple(min(held, n_microbatches - 1) for held in in_flight)
+        return Order(n_microbatches, ranks, name == "ZB1P", name == "GPipe", ahead, in_flight, later)
     schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
     ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
-    return Order(n_microbatches, schedule.stage_rank, SCHEDULES[name].splits_backward, False, ahead, peak_in_flight(schedule))
+    in_flight, later = peak_in_flight(schedule), peak_in_flight(schedule, later=True)
+    return Order(n_microbatches, schedule.stage_rank, SCHEDULES[name].splits_backward, False, ahead, in_flight, later)
 
 
 _ALONE = ("GPipe", "1F1B", "ZB1P")

@@ -43,16 +43,26 @@ class StepClock:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._rows = tuple(_rows(schedule))
-        self._held = tuple(_held(actions) for actions in schedule.actions)
+        self._states = tuple(_states(actions) for actions in schedule.actions)
 
-    def peak_activation(self, stage_activation: Sequence[int]) -> tuple[int, ...]:
-        """For each rank, the most that all its stages together hold at once (``in_flight.peak_activation``).
+    def peak_memory(
+        self, kept: Sequence[float], gradients: Sequence[float], working: Sequence[float], summed: float = 0.0
+    ) -> tuple[float, ...]:
+        """For each rank, the most that all its stages together hold at once, but for what they hold all the time.
 
         Args:
-            stage_activation: for each stage, what one microbatch keeps.
+            kept: for each stage, bytes of one microbatch.
+            gradients: that a stage holds behind its first whole backward, or weight half.
+            working: that a stage holds while it acts.
+            summed: bytes of gradients that are there twice at the end, at most.
         """
-        sizes = np.array(stage_activation)
-        return tuple(int((counts @ sizes[stages]).max()) for stages, counts in self._held)
+        sizes = np.array([kept, gradients, working], dtype=float)
+        peaks = []
+        for stages, states in self._states:
+            moments = np.einsum("nks,ks->n", states, sizes[:, stages])
+            made = float(sizes[1, stages].sum())
+            peaks.append(max(float(moments.max(initial=0.0)), made + min(made, summed)))
+        return tuple(peaks)
 
     def makespan(
         self,
@@ -84,17 +94,19 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
     return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank))
 
 
-def _held(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """The stages of a rank, and (cases, stages) all numbers of microbatches that they hold at some time, where one begins to be held."""
+def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
+    """The stages of a rank, and (moments, 3, stages) how many microbatches each holds, whether it has gradients, whether it acts."""
     stages = sorted({action.stage for action in actions})
-    counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+    held, has_gradients = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    found = dict[tuple[int, ...], None]()
     for action in actions:
         if action.kind is ActionKind.FORWARD:
-            counts[action.stage] += 1
-            found.add(tuple(counts.values()))
-        elif action.kind is not ActionKind.BACKWARD_INPUT:
-            counts[action.stage] -= 1
-    return stages, np.array(sorted(found), dtype=np.int64)
+            held[action.stage] += 1
+        found[*held.values(), *has_gradients.values(), *(int(stage == action.stage) for stage in stages)] = None
+        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            held[action.stage] -= 1
+            has_gradients[action.stage] = 1
+    return stages, np.array(list(found), dtype=np.int64).reshape(-1, 3, len(stages))
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
