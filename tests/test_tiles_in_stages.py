@@ -30,7 +30,7 @@ def planned(model: nn.Module, x: torch.Tensor, limit: float | None) -> Partition
     return partition(model, 4, "auto", example_inputs=(x,), cluster="l4:1x4", memory_limit=bytes_left, recompute="none", progress=False)
 
 
-@pytest.mark.parametrize("limit", [8.0, 6.0])
+@pytest.mark.parametrize("limit", [9.5, 9.0])
 def test_auto_where_memory_forces_it(limit: float) -> None:
     """Tiles throughout hold all weights, stages alone the whole image. Tiles end at some depth, and channels are cut, within a stage."""
     model, x = one_image()
@@ -50,12 +50,12 @@ def test_auto_where_memory_forces_it(limit: float) -> None:
 def test_auto_takes_no_slower_mesh() -> None:
     """No mesh of tiles that fits, with or without stages, is faster than what is found."""
     model, x = one_image()
-    found = planned(model, x, 8.0).plan
+    found = planned(model, x, 9.5).plan
     graph, cluster = trace(model, (x,), {}, training=True), Cluster.parse("l4:1x4")
     request = PlanRequest("pipeline", tuple(f"cuda:{rank}" for rank in range(4)), recompute="none", n_microbatches=1)
     for mesh in (Mesh((("pipeline", 2), ("tile0", 2))), Mesh((("tile0", 4),)), Mesh((("tile0", 2), ("tile1", 2)))):
         plan = plan_mesh(graph, cluster, request, None, mesh)
-        assert found.step_time <= plan.step_time * (1 + 1e-9) or max(plan.memory) > 8.0 * MIB
+        assert found.step_time <= plan.step_time * (1 + 1e-9) or max(plan.memory) > 9.5 * MIB
 
 
 def test_stages_of_tiles_are_proposed_where_rows_run_out() -> None:
