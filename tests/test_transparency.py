@@ -18,6 +18,7 @@ from tests.models.case import Case, Instance
 from tests.models.zoo import ZOO, case_named
 from tests.transparency import (
     N_MICROBATCHES,
+    Steps,
     backward_steps,
     compare,
     compare_gradients,
@@ -162,3 +163,19 @@ def test_dropout_draws_the_mask_of_the_model_in_one_piece() -> None:
     expected = model(x)
     torch.manual_seed(7)
     assert compare_values(expected.detach(), pm(x).detach(), 1e-12) is None
+
+
+@pytest.mark.parametrize(
+    ("gradient", "apart", "alike"), [(1e-18, 5e-12, True), (1e-18, 1e-9, False), (1e-2, 5e-12, False)], ids=["rounding", "more", "not zero"]
+)
+def test_what_rounding_moves_is_no_difference(gradient: float, apart: float, *, alike: bool) -> None:
+    """AdamW moves a weight by what is left of a gradient that is zero; beside one whose gradient is not, nothing is allowed for it."""
+
+    def steps(sign: int) -> Steps:
+        bias, weight = torch.full((2,), sign * gradient, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        if gradient > 1e-9:
+            bias = bias.abs()
+        state = {"bias": torch.full((2,), sign * apart / 2, dtype=torch.float64), "weight": weight}
+        return Steps((torch.ones(()),) * 3, ({"bias": bias, "weight": weight},) * 3, state)
+
+    assert (compare(steps(1), steps(-1), 1e-9) is None) == alike

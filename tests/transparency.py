@@ -49,6 +49,9 @@ N_MICROBATCHES = 4
 LEARNING_RATE = 1e-2
 """So large that a wrong gradient of the first step is plain to see in the weights after the last."""
 
+ADAM_EPSILON = 1e-8
+"""What AdamW adds to the root of the mean of squares: torch's own."""
+
 UNITS = 8
 """Rounding units of the largest gradient of a step that any gradient of that step may differ by.
 
@@ -212,15 +215,40 @@ def compare(reference: Steps, other: Steps, tolerance: float) -> Difference | No
         difference = difference or compare_gradients(gradients, other.gradients[index - 1], tolerance, f"step {index}, gradient of ")
         if difference is not None:
             return difference
-    return _compare_named("after the last step, ", reference.state, other.state, tolerance, MOVED_BY_NOISE * tolerance)
+    moved = _moved_by_rounding(reference, other)
+    return _compare_named("after the last step, ", reference.state, other.state, tolerance, MOVED_BY_NOISE * tolerance, moved)
+
+
+def _moved_by_rounding(reference: Steps, other: Steps) -> dict[str, float]:
+    """Parameters whose gradients are what rounding leaves of zero, in every step of both runs -> how far AdamW may move them apart.
+
+    A step moves a weight by the rate times a mean of its gradients over ``epsilon`` and the root of a mean of their squares, which is
+    nothing beside ``epsilon``: so steps differ by no more than the rate times the largest difference of gradients over ``epsilon``.
+    """
+    found: dict[str, float] = {}
+    for name in reference.gradients[0] if reference.gradients else ():
+        differences = []
+        for one, two in zip(reference.gradients, other.gradients, strict=True):
+            rounding = UNITS * _unit(one) * max((_largest(value) for value in one.values() if value is not None), default=0.0)
+            pair = [value for value in (one[name], two[name]) if value is not None]
+            if len(pair) < 2 or max(map(_largest, pair)) > rounding:
+                break
+            differences.append(_largest(pair[0] - pair[1]))
+        else:
+            found[name] = len(differences) * LEARNING_RATE / ADAM_EPSILON * max(differences)
+    return found
 
 
 def compare_gradients(
     reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float, prefix: str = "gradient of "
 ) -> Difference | None:
     """The first difference between the gradients of one step, each beside the largest of them all: see ``UNITS``."""
-    unit = max((torch.finfo(value.dtype).eps for value in reference.values() if value is not None), default=0.0)
-    return _compare_named(prefix, reference, other, tolerance, UNITS * unit)
+    return _compare_named(prefix, reference, other, tolerance, UNITS * _unit(reference))
+
+
+def _unit(gradients: Mapping[str, Tensor | None]) -> float:
+    """The rounding unit of their type."""
+    return max((torch.finfo(value.dtype).eps for value in gradients.values() if value is not None), default=0.0)
 
 
 def compare_values(reference: Any, other: Any, tolerance: float) -> Difference | None:
@@ -287,9 +315,19 @@ def _cut_leaf(leaf: Any, grown: Any, sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _compare_named(
-    prefix: str, reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float, noise: float
+    prefix: str,
+    reference: Mapping[str, Tensor | None],
+    other: Mapping[str, Tensor | None],
+    tolerance: float,
+    noise: float,
+    moved: Mapping[str, float] | None = None,
 ) -> Difference | None:
-    """The first difference between tensors of one kind; ``noise``: what rounding may leave, relative to the largest of them all."""
+    """The first difference between tensors of one kind.
+
+    Args:
+        noise: what rounding may leave, relative to the largest of them all.
+        moved: how much more each tensor may differ by.
+    """
     if reference.keys() != other.keys():
         names = sorted(reference.keys() ^ other.keys())
         return Difference(prefix + names[0], "missing" if names[0] in reference else "unknown to the model")
@@ -300,7 +338,7 @@ def _compare_named(
             if value is not None or other_value is not None:
                 return Difference(prefix + name, f"{_presence(other_value)} instead of {_presence(value)}")
             continue
-        difference = _compare_tensor(prefix + name, value, other_value, tolerance, noise * largest)
+        difference = _compare_tensor(prefix + name, value, other_value, tolerance, noise * largest + (moved or {}).get(name, 0.0))
         if difference is not None:
             return difference
     return None
