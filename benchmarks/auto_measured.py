@@ -1,0 +1,153 @@
+"""The plan that ``mode="auto"`` finds for two processes beside all others that were enumerated, each measured.
+
+    python -m benchmarks.auto_measured              # every model; starts two processes with one thread each, gloo
+    python -m benchmarks.auto_measured --rounds 15  # on a noisy machine
+
+Operations of each model are timed, and what two processes wait that swap tensors between pieces of work; the planner chooses with these
+costs. The others are each mode alone, the pipeline under two schedules with 2, 4 and 8 microbatches; ``data``, ``tensor`` and a pipeline
+are what one chooses without a planner. All plans of a model take turns; plans that decide alike are measured once. The last column is the
+time of the automatic plan in parts of the best of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.predictions import MACHINE, given, squares, swap_link
+from benchmarks.rounds import measure, milliseconds, run_tables, say, table
+from benchmarks.tile import UNet
+from cost_models.hardware import Cluster
+from cost_models.measured.costs import MeasuredCosts
+from partitioner import partition
+from partitioner.experiments.subject import trace_subject
+from partitioner.planner.auto import plan_auto
+from partitioner.planner.describe import words_of
+from partitioner.planner.plan_request import PlanRequest
+from passes.ir.plan import Plan
+
+Problem = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
+"""A model, a batch, its target and its loss."""
+
+_PIPELINES: dict[str, dict[str, object]] = {
+    f"pipeline, {schedule}, {count} microbatches": {"mode": "pipeline", "schedule": schedule, "n_microbatches": count}
+    for schedule in ("1F1B", "ZB1P")
+    for count in (2, 4, 8)
+}
+
+OTHERS: dict[str, dict[str, object]] = {
+    "data": {"mode": "data"},
+    "tensor": {"mode": "tensor"},
+    "tile": {"mode": {"tile": 2}},
+    "fsdp": {"mode": "fsdp"},
+    **_PIPELINES,
+}
+"""What is enumerated: a name, and what ``partition`` is asked for."""
+
+
+def few_rows() -> Problem:
+    """Wide layers and eight rows: weights are most of what would be sent."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())]
+    return nn.Sequential(*layers), torch.rand(8, 1024), torch.zeros(8, 1024), squares
+
+
+def one_image() -> Problem:
+    """A U-Net with nothing to cut but space."""
+    torch.manual_seed(0)
+    return UNet(), torch.rand(1, 3, 384, 384), torch.zeros(1, 2, 384, 384), squares
+
+
+def alexnet() -> Problem:
+    """Convolutions that compute most, and linear layers that weigh most."""
+    torch.manual_seed(0)
+    channels, layers = (3, 32, 64, 64), []
+    for before, after in itertools.pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return model, torch.rand(16, 3, 32, 32), torch.zeros(16, 10), squares
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "perceptron": lambda: given("perceptron"),
+    "convolutions": lambda: given("convolutions"),
+    "GPT 4 x 128": lambda: given("GPT 4 x 128"),
+    "GPT 4 x 256": lambda: given("GPT 4 x 256"),
+    "few rows": few_rows,
+    "one image": one_image,
+    "AlexNet": alexnet,
+}
+
+
+def automatic(problem: Problem) -> Plan:
+    """The plan of the first process, on all processes: their measurements differ."""
+    model, batch, _, _ = problem
+    cluster = Cluster([MACHINE] * dist.get_world_size(), swap_link())
+    text: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        subject = trace_subject("the model", (model, (batch,)), training=True)
+        request = PlanRequest(mode="auto", devices=("cpu",) * len(cluster.devices), modules=subject.modules)
+        text = [plan_auto(subject.graph, cluster, request, MeasuredCosts()).to_json()]
+    dist.broadcast_object_list(text)
+    assert text[0] is not None
+    return Plan.from_json(text[0])
+
+
+def step_of(problem: Problem, **asked: object) -> tuple[Plan, Callable[[], Tensor]]:
+    """A placement, and a training step of it, which has run once."""
+    model, batch, target, loss = problem
+    pm = partition(model, ["cpu"] * dist.get_world_size(), example_inputs=(batch,), progress=False, **asked)  # type: ignore[arg-type]
+
+    def step() -> Tensor:
+        pm.zero_grad()
+        return pm.train_step(batch, target=target, loss_fn=loss)
+
+    step()
+    return pm.plan, step
+
+
+def models(rounds: int) -> None:
+    """A table for each model, and one of all."""
+    ratios, summary = [], []
+    for name, make in PROBLEMS.items():
+        problem = make()
+        plan = automatic(problem)
+        placed = {"automatic": step_of(problem, plan=plan)}
+        for other, asked in OTHERS.items():
+            if _suits(other, problem[1]):
+                other_plan, step = step_of(problem, **asked)
+                placed[f"automatic, as {other}" if _decided(other_plan) == _decided(plan) else other] = other_plan, step
+        same = [each for each in placed if each.startswith("automatic, ")]
+        for each in same:  # the same programs: measured once
+            placed["automatic"] = placed.pop(each)
+        found = measure({each: step for each, (_, step) in placed.items()}, rounds, repeats=3)
+        order = sorted(found, key=lambda each: found[each].wall)
+        table(
+            f"{name}, {same[0] if same else 'automatic'}: {words_of(plan)}",
+            ("plan", "ms"),
+            [(each, milliseconds(found[each])) for each in order],
+        )
+        ratios.append(found["automatic"].wall / found[order[0]].wall)
+        summary.append((name, milliseconds(found["automatic"]), order[0], milliseconds(found[order[0]]), f"{ratios[-1]:.2f}x"))
+    table("The automatic plan beside the best of all", ("model", "automatic ms", "best", "best ms", "ratio"), summary)
+    say(f"within 5 % of the best: {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} models")
+
+
+def _decided(plan: Plan) -> object:
+    """What plans of the same programs have in common."""
+    return plan.mesh, plan.schedule, plan.n_microbatches, plan.recompute, plan.axes, tuple(stage.first_node for stage in plan.stages)
+
+
+def _suits(name: str, batch: Tensor) -> bool:
+    """Whether there is something to cut: space, or rows."""
+    if name == "tile":
+        return batch.dim() == 4
+    return name == "tensor" or len(batch) > 1
+
+
+if __name__ == "__main__":
+    run_tables("benchmarks.auto_measured", __doc__, {"models": models}, None)
