@@ -86,7 +86,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 def automatic(problem: Problem) -> Plan:
     """The plan of the first process, on all processes: their measurements differ."""
     model, batch, _, _ = problem
-    cluster = Cluster([MACHINE] * dist.get_world_size(), swap_link())
+    cluster = Cluster([MACHINE] * dist.get_world_size(), swap_link(15))
     text: list[str | None] = [None]
     if dist.get_rank() == 0:
         subject = trace_subject("the model", (model, (batch,)), training=True)
@@ -139,7 +139,8 @@ def models(rounds: int) -> None:
 
 def _decided(plan: Plan) -> object:
     """What plans of the same programs have in common."""
-    return plan.mesh, plan.schedule, plan.n_microbatches, plan.recompute, plan.axes, tuple(stage.first_node for stage in plan.stages)
+    in_time = plan.schedule, plan.n_microbatches, tuple(stage.first_node for stage in plan.stages)
+    return plan.mesh, plan.recompute, plan.axes, plan.halos, in_time if len(plan.stages) > 1 else ()
 
 
 def _suits(name: str, batch: Tensor) -> bool:

@@ -220,7 +220,7 @@ def _wall_seconds(step: Callable[[], Tensor]) -> float:
     return measure({"step": step}, 1, repeats=2)["step"].wall
 
 
-def swap_link() -> Link:
+def swap_link(rounds: int = 5) -> Link:
     """What two ranks wait that compute and swap a tensor, as stages do; without work between them, swaps are several times as fast."""
     other, left = 1 - dist.get_rank(), torch.rand(256, 256)
 
@@ -237,7 +237,7 @@ def swap_link() -> Link:
 
     steps = {(0, False): partial(step, 0, beside=False)}
     steps |= {(count, beside): partial(step, count, beside=beside) for count in _MESSAGE_FLOATS for beside in (False, True)}
-    found = {key: each.wall for key, each in measure(steps, 5, repeats=10).items()}
+    found = {key: each.wall for key, each in measure(steps, rounds, repeats=10).items()}
     added = {key: max(seconds - found[0, False], 1e-6) for key, seconds in found.items() if key[0]}
     share = min(added[_MESSAGE_FLOATS[-1], True] / added[_MESSAGE_FLOATS[-1], False], 1.0)
     return gloo_link({4.0 * count: added[count, False] for count in _MESSAGE_FLOATS}, share)
