@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
 from tests.tile_operations import OPERATIONS, drawn
 from tests.tiles import first_difference_of_tiles
@@ -24,3 +26,9 @@ def test_operations(name: str, seed: int) -> None:
     model, x, grid = drawn(name, seed)
     devices = grid if isinstance(grid, int) else math.prod(grid)
     assert first_difference_of_tiles(model, x, devices, {"tile": grid}) == ""
+
+
+def test_groups_of_one_channel() -> None:
+    """A size of one is no factor; statistics run over space alone."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(4, 4)).double()
+    assert first_difference_of_tiles(model, torch.rand(2, 3, 8, 8, dtype=torch.float64), 2, {"tile": (2, 1)}) == ""

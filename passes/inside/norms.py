@@ -52,7 +52,7 @@ def rms_norm(write: InsideWriter) -> fx.Node:
 def group_norm(write: InsideWriter) -> fx.Node:
     """Statistics over the channels of a group and all of space; another mesh dimension may leave this rank some of the groups."""
     x = write["input"]
-    channels = next((cut.own for cut in reversed(write.cuts) if cut.factor == "channels"), write.factors["channels"])
+    channels = next((cut.own for cut in reversed(write.cuts) if cut.factor == "channels"), write.factors.get("channels", 1))
     unfolded = write.call(aten.unflatten.int, x, 1, [-1, channels])
     dims = list(range(2, write.rank("input") + 1))
     names = [name for name in write.factors if name not in ("batch", "groups")]
