@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.transformer import gpt as large_gpt
 from partitioner import InfeasiblePlanError, partition
 from tests.models.gpt import VOCABULARY
-from tests.test_planned_times import SETTINGS
-from tests.test_simulated_memory import LENGTH, ROWS, gpt, measured
+from tests.test_planned_times import SETTINGS, on_a100s
+from tests.test_simulated_memory import LENGTH, ROWS, gpt, measured_step
 
 BELOW, ABOVE = 0.02, 0.06
 """How far a prediction may be below what is measured, and above it."""
@@ -56,14 +54,7 @@ def test_a_plan_holds_what_a_run_holds(name: str, monkeypatch: pytest.MonkeyPatc
     devices, mode, options = CASES[name]
     x, target = (torch.randint(VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
     pm = partition(gpt(), devices, mode, example_inputs=(x,), progress=False, **{"optimizer": "adamw", **options})
-
-    def step() -> None:
-        pm.train_step(x, target=target, loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()))
-
-    step()
-    for parameter in pm.parameters():
-        parameter.grad = None
-    found = measured(step, monkeypatch)
+    found = measured_step(pm, x, target, monkeypatch)
     for rank, there in enumerate(pm.simulate().memory):
         peak = found[rank] + there.parameters + there.optimizer
         above = AHEAD if name == "pipeline and gathered parameters" else ABOVE
@@ -86,10 +77,7 @@ LARGE: Mapping[str, tuple[Any, int, Mapping[str, Any]]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_a_plan_holds_what_the_simulation_of_its_programs_holds(name: str) -> None:
     """Of weights and messages so large that they are gathered, and summed, one by one."""
-    mode, devices, options = LARGE[name]
-    with torch.device("meta"):
-        model, tokens = large_gpt(4, 2048), torch.zeros(16, 512, dtype=torch.int64)
-    pm = partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
+    pm = on_a100s(LARGE[name])
     for planned, simulated in zip(pm.plan.memory, pm.simulate().peak_memory, strict=True):
         assert 0.98 * simulated <= planned <= 1.1 * simulated
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.transformer import gpt
-from partitioner import partition
+from partitioner import PartitionedModel, partition
 
 TOLERANCE = 0.05
 """Plans count what overlaps by formula, the simulation by events; a plan does not know which message waits for which."""
@@ -35,11 +35,16 @@ SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
 }
 
 
+def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
+    """A wide GPT, on paper."""
+    mode, devices, options = setting
+    with torch.device("meta"):
+        model, tokens = gpt(4, 2048), torch.zeros(16, 512, dtype=torch.int64)
+    return partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_and_simulation_agree(name: str) -> None:
-    mode, devices, options = SETTINGS[name]
-    with torch.device("meta"):
-        model, tokens = gpt(4, 2048), torch.zeros(16, 512, dtype=torch.int64)
-    pm = partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
+    pm = on_a100s(SETTINGS[name])
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
