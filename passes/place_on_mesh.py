@@ -25,6 +25,7 @@ from typing import Any, Literal
 from torch import fx
 
 from passes.bundle import bundle_collectives
+from passes.gradient_buckets import gradient_buckets
 from passes.inline_stages import inline_stages
 from passes.ir.communication import all_gather, all_reduce, receive, send, wait
 from passes.ir.graph import ModelGraph
@@ -35,7 +36,7 @@ from passes.overlap import overlap_communication
 from passes.program_module import ProgramModule
 from passes.size_expression import bytes_of
 
-__all__ = ["BUCKET_BYTES", "Gradients", "place_on_mesh"]
+__all__ = ["Gradients", "place_on_mesh"]
 
 Gradients = Literal["sum", "keep", "add"]
 """What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum
@@ -160,16 +161,8 @@ class _Writer:
         node.args = (parts,)
 
     def _buckets(self, store: StoreGradients, indices: Sequence[int]) -> list[list[int]]:
-        """Consecutive gradients, from the last parameter (whose gradient is there first), in messages of at least so many bytes."""
-        buckets: list[list[int]] = [[]]
-        size = 0
-        for index in reversed(indices):
-            if size >= (BUCKET_BYTES if len(buckets) > 1 else FIRST_BUCKET_BYTES):
-                buckets.append([])
-                size = 0
-            buckets[-1].append(index)
-            size += self._bytes(store.names[index])
-        return buckets
+        found = gradient_buckets([self._bytes(store.names[index]) for index in indices])
+        return [[indices[place] for place in bucket] for bucket in found]
 
     def _bytes(self, name: str | None) -> int:
         value = self.fakes[name or ""]
@@ -257,10 +250,3 @@ class _Writer:
         node = self.nodes.create_node("call_function", function, arguments, keywords, name=name)
         node.meta["section"] = like.meta.get("section", "results" if like.op == "output" else "gradients of parameters")
         return node
-
-
-BUCKET_BYTES = 8 * 2**20
-"""How large a message of gradients is at least. Measured on gloo: 25 MiB, as DistributedDataParallel has, leave too much for the end."""
-
-FIRST_BUCKET_BYTES = 2**20
-"""The first message is small, so that communication begins early."""

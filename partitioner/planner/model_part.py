@@ -26,10 +26,10 @@ from partitioner.planner.unfold import RepeatedPrices
 from partitioner.planner.unit_prices import PriceList, Prices
 from passes.axes import Axes
 from passes.cut_axes import AxisCut, layouts_of_cut
+from passes.gradient_buckets import BUCKET_BYTES
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
-from passes.place_on_mesh import BUCKET_BYTES
 from passes.recompute import Recompute
 
 __all__ = ["ModelPart", "axis_cut", "cut_part", "whole_part"]
