@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [("stage", "ranks", "devices", "modules", "parameters", "forward", "memory")]
     places = pipelines(Mesh(plan.mesh))
     for index, stage in enumerate(plan.stages):
-        ranks = [ranks[stage.rank] for ranks in places]
+        ranks = [ranks[place] for ranks in places for place in stage.ranks]
         kinds = dict.fromkeys(cluster.devices[rank].name for rank in ranks)
         memory = format_bytes(max(plan.memory[rank] for rank in ranks))
         size, forward = f"{stage.parameter_count:,}", format_seconds(stage.forward_time)

@@ -14,7 +14,7 @@ from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings, Variant, first_variant
-from partitioner.meshes import dimensions_of_one, resolve_mode, tiles_in_turn
+from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.plan_cuts import PlanCuts
 from partitioner.planner.plan_problem import PlanProblem
@@ -25,6 +25,7 @@ from partitioner.rows import Inputs
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
+from partitioner.shared_stages import check_shared_stages
 from partitioner.simulate import Assumptions
 from partitioner.state import materialize
 from partitioner.tracing.example_inputs import find_example_inputs
@@ -69,7 +70,8 @@ def partition(
         devices: how many ranks, or where each runs; None takes all visible accelerators.
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
-            several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``;
+            several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
+            pipeline as a number of ranks or, for each stage, how many take its microbatches in turn, ``{"pipeline": (2, 1)}``;
             with ``devices=1`` the tiles are computed in turn, for less memory; or ``"auto"``: the fastest of all, by predicted step time.
         example_inputs: positional inputs of one call, the whole batch. None: taken from the model where it tells them.
         example_kwargs: keyword inputs of one call.
@@ -102,8 +104,7 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    world_size = torchrun.world_size() if torchrun.is_launched() else None
-    placement = resolve_devices(devices, world_size)
+    placement = resolve_devices(devices, world_size := torchrun.world_size() if torchrun.is_launched() else None)
     hardware = _hardware(cluster, placement)
     in_turn = tiles_in_turn(mode, len(placement.devices)) if plan is None else None
     mesh = Mesh(plan.mesh) if plan is not None else resolve_mode("model" if in_turn is not None else mode, len(placement.devices))
@@ -122,6 +123,7 @@ def partition(
             n_microbatches=n_microbatches,
             schedule=schedule,
             stages_per_rank=stages_per_device,
+            replicas=ranks_of_stages(mode),
             recompute=recompute,
             memory_limit=memory_limit,
             optimizer=optimizer,
@@ -136,9 +138,9 @@ def partition(
     check_scaler(precision, Mesh(plan.mesh), world_size)
     runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     runtime.agree("plan", plan.hash)
+    assumed = Assumptions(hardware, cost_model, optimizer, problem)
     with steps.step("lowering"):
-        of = (model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs)
-        return _lower(*of, Assumptions(hardware, cost_model, optimizer, problem))
+        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
 
 
 def _lower(
@@ -188,6 +190,7 @@ def _check_fits(plan: Plan, graph: ModelGraph, n_devices: int) -> None:
         )
     if plan.n_ranks != n_devices:
         raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
+    check_shared_stages(graph, plan)
 
 
 def _check_batchnorm(batchnorm: str) -> None:

@@ -20,6 +20,7 @@ from partitioner.reports.explained import Explained
 from partitioner.schedules.catalog import make_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from partitioner.simulate import Assumptions
+from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.schedule import Schedule
@@ -52,7 +53,15 @@ def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
         model: the model, its plan and its programs.
         cluster: whose rates are the defaults of the symbols.
         optimizer: whose state is held.
+
+    Raises:
+        ConfigError: ranks take turns at a stage: how long the step is depends on which microbatches meet, and no formula says it.
     """
+    if model.plan.replicas:
+        raise ConfigError(
+            f"there is no formula for stages on {' + '.join(map(str, model.plan.replicas))} ranks, which take microbatches in turn",
+            remedy="pm.simulate() gives the numbers of this plan",
+        )
     plan, mesh = model.plan, model.mesh
     replicas = {name for name in mesh.names if name in ROWS}
     count = Mesh(tuple((name, size) for name, size in mesh.dimensions if name in replicas)).size

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partitioner.rows import Inputs, RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
-from partitioner.schedules.catalog import make_schedule
+from partitioner.schedules.catalog import schedule_of
 from passes.cut_axes import CutModel
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.inline_stages import inline_stages
@@ -30,6 +30,9 @@ __all__ = ["Lowering"]
 
 Value = TypeVar("Value")
 """What is lowered."""
+
+Emit = Callable[[ModelGraph, int, int], Sequence[Program]]
+"""Writes the programs of one pipeline, of a part of the model; the last number says which ranks of stages it is written for."""
 
 
 class Lowering:
@@ -75,8 +78,8 @@ class Lowering:
 
     @property
     def collectors(self) -> frozenset[int]:
-        """The ranks that have the model's results, and compute the loss: one of each pipeline."""
-        return frozenset(pipeline[self.stages.collector] for pipeline in self._pipelines)
+        """The ranks that have the model's results, and compute the loss: of each pipeline those of the last stage."""
+        return frozenset(pipeline[place] for pipeline in self._pipelines for place in self.plan.stage_ranks[-1])
 
     @property
     def stages(self) -> LoweredStages:
@@ -88,16 +91,17 @@ class Lowering:
         """The stages of every pipeline, without autograd."""
         return tuple(self._stages(part, number) for number, part in enumerate(self._parts))
 
-    def _stages(self, part: ModelGraph, pipeline: int) -> LoweredStages:
-        devices = self._devices(pipeline)
+    def _stages(self, part: ModelGraph, pipeline: int, replica: int = 0) -> LoweredStages:
+        devices = self._stage_devices(pipeline, replica)
         return self._keep(("stages", id(part), devices), lambda: cut_stages(part, self.plan, devices))
+
+    def _stage_devices(self, pipeline: int, replica: int) -> tuple[torch.device, ...]:
+        """For each stage, where one of its ranks runs: graphs name the device that they create tensors on."""
+        ranks = self._pipelines[pipeline]
+        return tuple(self.devices[ranks[places[replica % len(places)]]] for places in self.plan.stage_ranks)
 
     def _devices(self, pipeline: int) -> tuple[torch.device, ...]:
         return tuple(self.devices[rank] for rank in self._pipelines[pipeline])
-
-    @property
-    def stages_per_rank(self) -> int:
-        return len(self.plan.stages) // len(self._pipelines[0])
 
     def differentiation(self, outputs: frozenset[str], inputs: frozenset[str]) -> Differentiation:
         return Differentiation(outputs, inputs, self.trainable)
@@ -114,23 +118,23 @@ class Lowering:
         """The stages of the first pipeline with their training graphs."""
         return self._training(differentiation, self.graph, 0)
 
-    def _training(self, differentiation: Differentiation, part: ModelGraph, pipeline: int) -> LoweredStages:
+    def _training(self, differentiation: Differentiation, part: ModelGraph, pipeline: int, replica: int = 0) -> LoweredStages:
         recompute = cast(Recompute, self.plan.recompute)
-        devices = self._devices(pipeline)
+        devices = self._stage_devices(pipeline, replica)
         return self._keep(
             ("training", differentiation, id(part), devices),
-            lambda: differentiate_stages(self._stages(part, pipeline), differentiation, recompute),
+            lambda: differentiate_stages(self._stages(part, pipeline, replica), differentiation, recompute),
         )
 
     def schedule(self, n_microbatches: int) -> Schedule:
         """The plan's schedule of a step."""
-        return make_schedule(self.plan.schedule, len(self._pipelines[0]), n_microbatches, self.stages_per_rank)
+        return schedule_of(self.plan, n_microbatches)
 
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
 
-        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, part, pipeline)
+        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, part, pipeline, replica)
             return emit_train_step(lowered, self.schedule(n_microbatches), loss, self._devices(pipeline))
 
         return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
@@ -171,16 +175,16 @@ class Lowering:
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
 
-        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
-            return emit_forward(self._stages(part, pipeline), n_microbatches, self._devices(pipeline), training=False)
+        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
+            return emit_forward(self._stages(part, pipeline, replica), n_microbatches, self._devices(pipeline), training=False)
 
         return self._keep(("forward", n_microbatches), lambda: self._ready(emit))
 
     def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
         """A forward that also returns what ``backward`` takes."""
 
-        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, part, pipeline)
+        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, part, pipeline, replica)
             return emit_forward(lowered, n_microbatches, self._devices(pipeline), training=True)
 
         return self._keep(("training_forward", differentiation, n_microbatches), lambda: self._ready(emit))
@@ -190,16 +194,17 @@ class Lowering:
     ) -> ProgramSet:
         """The backward of ``training_forward``."""
 
-        def emit(part: ModelGraph, pipeline: int) -> Sequence[Program]:
-            return emit_backward(self._training(differentiation, part, pipeline), n_microbatches, given, self._devices(pipeline))
+        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, part, pipeline, replica)
+            return emit_backward(lowered, n_microbatches, given, self._devices(pipeline))
 
         return self._keep(("backward", differentiation, n_microbatches, given, gradients), lambda: self._ready(emit, gradients))
 
-    def _ready(self, emit: Callable[[ModelGraph, int], Sequence[Program]], gradients: Gradients = "sum") -> ProgramSet:
+    def _ready(self, emit: Emit, gradients: Gradients = "sum") -> ProgramSet:
         """The programs of all pipelines, each rank's in its place. Nothing runs that is not proved to fit together."""
         found: dict[int, Program] = {}
         for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
-            for program in emit(part, number):
+            for program in self._emitted(emit, part, number):
                 if self.plan.tiles:
                     assert isinstance(program.module, ProgramModule)
                     placed = replace(program, module=inline_stages(program.module, self._mesh, program.rank))
@@ -213,6 +218,14 @@ class Lowering:
         for rank in self._local_ranks:
             programs[rank].bind(self._state[rank])
         return ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
+
+    def _emitted(self, emit: Emit, part: ModelGraph, pipeline: int) -> Sequence[Program]:
+        """The programs of one pipeline: those of ranks that share a stage from graphs of their own devices, where these differ."""
+        numbers = {place: number for places in self.plan.stage_ranks for number, place in enumerate(places)}
+        first: dict[tuple[torch.device, ...], int] = {}
+        alike = [first.setdefault(self._stage_devices(pipeline, number), number) for number in range(max(numbers.values()) + 1)]
+        emitted = {number: emit(part, pipeline, number) for number in first.values()}
+        return [emitted[alike[number]][place] for place, number in sorted(numbers.items())]
 
     def _keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
         if key not in self._kept:

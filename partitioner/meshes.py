@@ -5,7 +5,7 @@
 "tensor"      axes of the parameters: heads, ffn, vocab, channels, experts
 "sequence"    the sequence
 "tile"        height, width, depth: how many tiles, or a grid of them, (2, 2)
-"pipeline"    the graph itself, into stages with microbatches
+"pipeline"    the graph itself, into stages with microbatches: one on each rank, or, as (4, 2, 2), on so many each
 "model"       the graph itself, without microbatches
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
 
-__all__ = ["dimension_named", "dimensions_of_one", "resolve_mode", "tiles_in_turn"]
+__all__ = ["dimension_named", "dimensions_of_one", "ranks_of_stages", "resolve_mode", "tiles_in_turn"]
 
 MODES = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
 """Every mode that stands for one mesh dimension."""
@@ -40,13 +40,13 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
             problem = f"names {name!r} twice" if name != "auto" else 'names "auto", which is no dimension'
             raise ConfigError(f"the mesh {dict(mode)} {problem}", remedy='name each dimension once: {"data": 2, "tensor": 2}')
     lengths = [_lengths(name, size) for name, size in zip(names, mode.values(), strict=True)]
-    size = math.prod(length for each in lengths for length in each)
+    size = math.prod(_ranks(name, each) for name, each in zip(names, lengths, strict=True))
     if size != n_devices:
         raise ConfigError(f"the mesh {dict(mode)} has {size} devices and {n_devices} were given", remedy=f"pass devices={size}")
     dimensions = tuple(
         (of_grid, length)
         for name, each in zip(names, lengths, strict=True)
-        for of_grid, length in zip(TILES if len(each) > 1 else (name,), each, strict=False)
+        for of_grid, length in (zip(TILES, each, strict=False) if name == TILE and len(each) > 1 else ((name, _ranks(name, each)),))
         if length > 1
     )
     mesh = Mesh(dimensions or ((names[0] if names else "pipeline", 1),))
@@ -59,7 +59,15 @@ def dimensions_of_one(mode: str | Mapping[str, int | Sequence[int]]) -> frozense
     """The dimensions of a mesh that have one rank, which the mesh leaves out: ``{"data": 2, "tensor": 1}``."""
     if isinstance(mode, str):
         return frozenset()
-    return frozenset(known for name, size in mode.items() if math.prod(_lengths(known := _known(name), size)) == 1)
+    return frozenset(known for name, size in mode.items() if _ranks(known := _known(name), _lengths(known, size)) == 1)
+
+
+def ranks_of_stages(mode: str | Mapping[str, int | Sequence[int]]) -> tuple[int, ...]:
+    """How many ranks each stage is given, ``{"pipeline": (2, 1)}``; empty where each has one, or the planner is to choose."""
+    if isinstance(mode, str):
+        return ()
+    each = next((_lengths("pipeline", size) for name, size in mode.items() if _known(name) == "pipeline"), ())
+    return each if len(each) > 1 and max(each) > 1 else ()
 
 
 def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> int | tuple[int, ...] | None:
@@ -71,22 +79,30 @@ def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int)
     if isinstance(mode, str) or n_devices != 1 or TILE not in map(_known, mode):
         return None
     lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
-    if any(math.prod(each) > 1 for name, each in lengths.items() if name != TILE):
+    if any(_ranks(name, each) > 1 for name, each in lengths.items() if name != TILE):
         raise ConfigError(f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles in turn, and nothing else")
     tiles = lengths[TILE]
     return None if math.prod(tiles) == 1 else tiles[0] if len(tiles) == 1 else tiles
 
 
 def _lengths(name: str, size: int | Sequence[int]) -> tuple[int, ...]:
-    """The size of a mesh dimension; of tiles in a grid, one for each dimension of space."""
+    """The size of a mesh dimension; of tiles in a grid, one for each dimension of space, and of stages on several ranks, one for each."""
     lengths = (size,) if isinstance(size, int) else tuple(size)
     if not lengths or any(not isinstance(length, int) or length < 1 for length in lengths):  # type: ignore[redundant-expr]  # what a caller passes is not checked
         raise ConfigError(f"the mesh dimension {name!r} has size {size!r}", remedy="a size is a number of ranks: 1 or more")
-    if len(lengths) > 1 and name != TILE:
-        raise ConfigError(f"the mesh dimension {name!r} has size {size!r}", remedy='only tiles make a grid: {"tile": (2, 2)}')
-    if len(lengths) > len(TILES):
+    if len(lengths) > 1 and name not in (TILE, "pipeline"):
+        raise ConfigError(
+            f"the mesh dimension {name!r} has size {size!r}",
+            remedy='only tiles make a grid, {"tile": (2, 2)}, and only stages have unlike numbers of ranks, {"pipeline": (2, 1)}',
+        )
+    if name == TILE and len(lengths) > len(TILES):
         raise ConfigError(f"a grid of tiles has {len(lengths)} dimensions: {size!r}", remedy="space has three dimensions at most")
     return lengths
+
+
+def _ranks(name: str, lengths: Sequence[int]) -> int:
+    """How many ranks stand along a mesh dimension."""
+    return sum(lengths) if name == "pipeline" else math.prod(lengths)
 
 
 def _known(name: str) -> str:

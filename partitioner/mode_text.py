@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partitioner.meshes import dimension_named
 from passes.ir.errors import ConfigError
 
 __all__ = ["REST", "mode_text", "parse_mode", "without_rest"]
@@ -13,22 +14,31 @@ __all__ = ["REST", "mode_text", "parse_mode", "without_rest"]
 REST = -1
 """The size of the one mesh dimension that takes what the others leave, as in ``tensor.reshape``."""
 
-_GRID = "x"
+_GRID, _STAGES = "x", "+"
+
+
+def _is_pipeline(name: str) -> bool:
+    return dimension_named(name) == "pipeline"
 
 
 def mode_text(mode: str | Mapping[str, Any]) -> str:
     """A mode as text that ``parse_mode`` reads.
 
-    >>> mode_text({"data": 2, "tile": (2, 2)})
-    'data=2,tile=2x2'
+    >>> mode_text({"data": 2, "tile": (2, 2)}), mode_text({"pipeline": (2, 1)})
+    ('data=2,tile=2x2', 'pipeline=2+1')
     """
     if isinstance(mode, str):
         return mode
-    return ",".join(f"{name}={_GRID.join(map(str, size)) if isinstance(size, tuple | list) else size}" for name, size in mode.items())
+    joined = {name: _STAGES if _is_pipeline(name) else _GRID for name in mode}
+    return ",".join(
+        f"{name}={joined[name].join(map(str, size)) if isinstance(size, tuple | list) else size}" for name, size in mode.items()
+    )
 
 
 def parse_mode(text: str) -> str | dict[str, Any]:
     """``"tensor"`` as it is; ``"data=2,tensor=2"`` as a mesh, ``"tile=2x2"`` with a grid, ``"data=-1,tensor=2"`` with the rest.
+
+    ``"pipeline=2+1"`` has stages on unlike numbers of ranks.
 
     Raises:
         ConfigError: the mesh cannot be read.
@@ -38,7 +48,7 @@ def parse_mode(text: str) -> str | dict[str, Any]:
     mesh: dict[str, Any] = {}
     for dimension in text.split(","):
         name, _, written = dimension.partition("=")
-        sizes = written.split(_GRID)
+        sizes = written.split(_STAGES if _is_pipeline(name) else _GRID)
         if not name or name in mesh or not (written == str(REST) or all(size.isdecimal() for size in sizes)):
             raise ConfigError(f"--mode {text} is no mesh", remedy="name each dimension once with its size: --mode data=2,tensor=2")
         mesh[name] = int(written) if len(sizes) == 1 else tuple(map(int, sizes))
@@ -53,7 +63,7 @@ def without_rest(mode: str | Mapping[str, Any], n_devices: int) -> str | dict[st
     """
     if isinstance(mode, str):
         return mode
-    sizes = {name: math.prod(size) if isinstance(size, tuple | list) else size for name, size in mode.items()}
+    sizes = {name: _ranks(name, size) if isinstance(size, tuple | list) else size for name, size in mode.items()}
     open_names = [name for name, size in sizes.items() if size == REST]
     if len(open_names) > 1:
         raise ConfigError(f"the mesh {mode_text(mode)} leaves two sizes open", remedy="write -1 for one dimension alone")
@@ -61,3 +71,7 @@ def without_rest(mode: str | Mapping[str, Any], n_devices: int) -> str | dict[st
     if not open_names:
         return dict(mode) if known == n_devices else None
     return {name: n_devices // known if size == REST else size for name, size in mode.items()} if known and n_devices % known == 0 else None
+
+
+def _ranks(name: str, sizes: Sequence[int]) -> int:
+    return sum(sizes) if _is_pipeline(name) else math.prod(sizes)

@@ -349,7 +349,8 @@ class PartitionedModel(nn.Module):
         """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.
 
         What is held in parts (``"fsdp"``, ``"zero1"``, ``"zero2"``) is summed in every step: no rank has room for the whole. So are
-        gradients of weights that stages share (tied embeddings), over these stages: each has a part of every row's.
+        gradients of weights that stages share (tied embeddings), over these stages: each has a part of every row's; and those of stages
+        that several ranks take turns at (``{"pipeline": (2, 1)}``).
         """
         return self._accumulation.no_sync()
 

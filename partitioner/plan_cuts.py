@@ -56,11 +56,11 @@ class PlanCuts:
         graph, plan, decided = self._graph, self._plan, self._decided
         ranks = pipelines(Mesh(plan.mesh))
         places = {rank: (number, place) for number, pipeline in enumerate(ranks) for place, rank in enumerate(pipeline)}
-        firsts, of_stages = [stage.first_node for stage in plan.stages], [devices[ranks[0][stage.rank]] for stage in plan.stages]
+        firsts, of_stages = [stage.first_node for stage in plan.stages], [devices[ranks[0][stage.ranks[0]]] for stage in plan.stages]
         stages = split_stages(self.at(variant).parts[0], firsts, of_stages)
         shared = read_by_replicable(decided.graph) if decided.cut.rows and len(plan.stages) > 1 else frozenset[str]()
         needed = {
-            rank: shared.union(*(stage.bound for stage in stages if plan.stage_rank[stage.index] == place))
+            rank: shared.union(*(stage.bound for stage in stages if place in plan.stage_ranks[stage.index]))
             for rank, (_, place) in places.items()
         }
         held = (*graph.parameters, *graph.buffers, *graph.constants)

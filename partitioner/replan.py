@@ -20,7 +20,7 @@ from cost_models.memory import training_bytes
 from partitioner.constraints import Constraints
 from partitioner.devices import hardware_of, resolve_devices
 from partitioner.lowerings import first_variant
-from partitioner.meshes import dimensions_of_one, resolve_mode
+from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode
 from partitioner.moves import Moves, TensorBytes, moves_between
 from partitioner.plan_cuts import PlanCuts
 from partitioner.planner.describe import words_of
@@ -69,7 +69,7 @@ class _Planned(Protocol):
 def replan(
     self: _Planned,
     devices: int | Sequence[str | torch.device] | Cluster | None = None,
-    mode: str | Mapping[str, int] = "auto",
+    mode: str | Mapping[str, int | Sequence[int]] = "auto",
     *,
     cluster: Cluster | str | None = None,
     memory_limit: int | str | None = None,
@@ -100,6 +100,7 @@ def replan(
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=tuple(map(str, places)),
+        replicas=ranks_of_stages(mode),
         memory_limit=memory_limit,
         optimizer=self._assumed.optimizer,
         constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from passes.emit_stages import StageEmitter
+from passes.ir.communication import all_reduce, wait
 from passes.ir.microbatch import concatenate, microbatch_weights, split_batch, split_target, total, weighted_total
 from passes.ir.program import LossCall, Program, ProgramKind
 from passes.ir.schedule import Action, ActionKind, Schedule
@@ -52,14 +53,14 @@ class LossForm:
 def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """One training step by a schedule.
 
-    Programs take ``batch``, model inputs, and on the collector ``target`` and ``loss_fn``; they return
+    Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
     ``(loss, (gradients of inputs...))``.
     """
     scripts = step_scripts(lowered, schedule)
     tags = number_messages(scripts)
     programs = []
     for rank, script in enumerate(scripts):
-        extra = ("target", "loss_fn") if rank == lowered.collector else ()
+        extra = ("target", "loss_fn") if rank in lowered.collectors else ()
         emitter = StageEmitter(lowered, rank, schedule.n_microbatches, tags, extra, loss.dtype)
         emitter.prepare(devices[rank])
         losses: list[fx.Node] = []
@@ -73,7 +74,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
             _send_all(emitter, item)
         emitter.store_gradients()
         emitter.section = "results"
-        result = (_loss_of_batch(emitter, script, losses), emitter.input_gradients())
+        result = (_loss_of_batch(emitter, script, loss), emitter.input_gradients())
         programs.append(_program("train_step", lowered, rank, emitter.finish(result, f"Rank{rank}TrainStep")))
     return tuple(programs)
 
@@ -104,7 +105,7 @@ def emit_backward(
 ) -> tuple[Program, ...]:
     """The backward of a forward.
 
-    Programs take ``batch``, ``saved`` and on the collector ``output_gradients``, for each of ``differentiated_outputs``; they return the
+    Programs take ``batch``, ``saved`` and on collectors ``output_gradients``, for each of ``differentiated_outputs``; they return the
     gradients of inputs.
 
     Args:
@@ -115,12 +116,12 @@ def emit_backward(
     tags = number_messages(scripts)
     programs = []
     for rank, script in enumerate(scripts):
-        extra = ("saved", "output_gradients") if rank == lowered.collector else ("saved",)
+        extra = ("saved", "output_gradients") if rank in lowered.collectors else ("saved",)
         emitter = StageEmitter(lowered, rank, n_microbatches, tags, extra)
         emitter.prepare(devices[rank], stored)
         for index, key in enumerate(_saved_keys(lowered, rank, n_microbatches)):
             emitter.saved[key] = emitter.item(emitter.inputs["saved"], index, f"stage{key[0]}_saved_mb{key[1]}")
-        if rank == lowered.collector:
+        if rank in lowered.collectors:
             emitter.section = "gradients of the results, by microbatch"
             _cut_output_gradients(emitter)
         for position, item in enumerate(script):
@@ -146,8 +147,7 @@ def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
 
 
 def _program(kind: ProgramKind, lowered: LoweredStages, rank: int, module: fx.GraphModule) -> Program:
-    stages = tuple(stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == rank)
-    return Program(kind, rank, module, stages)
+    return Program(kind, rank, module, tuple(stage.index for stage in lowered.stages_of(rank)))
 
 
 def _run(emitter: StageEmitter, action: Action, *, training: bool) -> None:
@@ -167,8 +167,10 @@ def _send_all(emitter: StageEmitter, item: Item) -> None:
             emitter.send(message, emitter.values[message.value, _microbatch(message)])
         elif message.kind == "gradient":
             emitter.send(message, emitter.value_gradients[message.value, _microbatch(message), message.consumer])
-        else:
+        elif message.microbatch is None:
             emitter.send(message, emitter.values[message.value, None])
+        else:
+            emitter.send(message, emitter.value(message.value, message.microbatch))
 
 
 def _microbatch(message: Message) -> int:
@@ -209,24 +211,36 @@ def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[f
         name = returned[index]
         node = emitter.item(call, 1 + position, f"{name}_gradient_of_loss_mb{microbatch}")
         emitter.value_gradients[name, microbatch, -1] = node
-    if len(losses) == emitter.n_microbatches:
+    if len(losses) == len(emitter.collected):
         emitter.values["loss", None] = emitter.call(total, (list(losses),), "loss_of_batch")
         emitter.values["loss", None].meta["dtype"] = form.dtype
 
 
-def _loss_of_batch(emitter: StageEmitter, script: Script, losses: list[fx.Node]) -> fx.Node:
-    if losses:
-        return emitter.values["loss", None]
-    (message,) = script[-1].needs
-    return emitter.arrive(message)
+def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.Node:
+    """The loss, on every rank: told by the one that collects; or the sum over all ranks, of which those that collect have parts."""
+    own = emitter.values.get(("loss", None))
+    if len(emitter.lowered.collectors) == 1:
+        return emitter.arrive(script[-1].needs[0]) if own is None else own
+    if own is None:
+        own = emitter.call(torch.zeros, ((),), "no_loss", dtype=form.dtype, device=emitter.device)
+    pending = emitter.call(all_reduce, ([own],), "all_reduce_loss_of_microbatches", group=tuple(range(emitter.lowered.n_ranks)))
+    pending.meta["reduces"], pending.meta["bytes"] = ("loss",), form.dtype.itemsize
+    return emitter.item(emitter.call(wait, (pending,), "loss_parts"), 0, "loss_of_all_microbatches")
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------------------
 
 
 def _outputs(emitter: StageEmitter, end: Item) -> tuple[fx.Node, ...]:
-    """The model's results over the batch: put together where they are collected, received everywhere else."""
-    if emitter.rank == emitter.lowered.collector:
+    """The model's results over the batch: put together where they are collected, received everywhere else.
+
+    Where several ranks collect, each has some microbatches, and all ranks put them together.
+    """
+    if len(emitter.lowered.collectors) > 1:
+        emitter.post((end,))
+        _send_all(emitter, end)
+        return tuple(_over_batch(emitter, name) for name in emitter.lowered.returned)
+    if emitter.rank in emitter.lowered.collectors:
         for name in emitter.lowered.returned:
             emitter.values[name, None] = _over_batch(emitter, name)
         _send_all(emitter, end)
@@ -238,7 +252,7 @@ def _outputs(emitter: StageEmitter, end: Item) -> tuple[fx.Node, ...]:
 
 def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
-    parts = [emitter.value(name, microbatch) for microbatch in range(emitter.n_microbatches)]
+    parts = [_result(emitter, name, microbatch) for microbatch in range(emitter.n_microbatches)]
     if len(parts) == 1 or output.combine == "same":
         return parts[0]
     if output.combine == "concatenate":
@@ -249,14 +263,21 @@ def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
     return emitter.call(total, (parts,), f"{name}_batch")
 
 
+def _result(emitter: StageEmitter, name: str, microbatch: int) -> fx.Node:
+    """What the model returns of one microbatch: collected here, or told by the rank that has it."""
+    if microbatch in emitter.collected:
+        return emitter.value(name, microbatch)
+    return emitter.arrive(Message("output", name, microbatch, -1, emitter.lowered.rank_of(-1, microbatch), emitter.rank))
+
+
 def _mean_weights(emitter: StageEmitter) -> fx.Node:
     return emitter.call(microbatch_weights, (emitter.sizes(), "mean"), "weights")
 
 
 def _saved_keys(lowered: LoweredStages, rank: int, n_microbatches: int) -> list[tuple[int, int]]:
     """The order in which a forward program returns what it saved."""
-    stages = [stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == rank]
-    return [(stage, microbatch) for stage in stages for microbatch in range(n_microbatches)]
+    stages = [stage.index for stage in lowered.stages_of(rank)]
+    return [(stage, number) for stage in stages for number in range(n_microbatches) if lowered.rank_of(stage, number) == rank]
 
 
 def _cut_output_gradients(emitter: StageEmitter) -> None:
@@ -269,7 +290,7 @@ def _cut_output_gradients(emitter: StageEmitter) -> None:
         parts = None
         if output.combine == "concatenate" and emitter.n_microbatches > 1:
             parts = emitter.call(split_batch, (gradient, emitter.sizes(), output.batch_dim), f"{name}_gradient_parts")
-        for microbatch in range(emitter.n_microbatches):
+        for microbatch in emitter.collected:
             label = f"{name}_gradient_of_loss_mb{microbatch}"
             part = gradient if parts is None else emitter.item(parts, microbatch, label)
             if output.combine == "mean" and emitter.n_microbatches > 1:

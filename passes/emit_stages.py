@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from passes.emitter import Emitter
+from passes.gradient_buckets import gradient_buckets
 from passes.ir.communication import all_reduce, wait
 from passes.ir.microbatch import add_gradients, add_gradients_in_place, concatenate, total
 from passes.ir.program import StageCall, StoreGradients
@@ -55,7 +56,7 @@ class StageEmitter(Emitter):
         """A value between stages: computed by this rank or received."""
         if (name, microbatch) in self.values:
             return self.values[name, microbatch]
-        source = self.lowered.stage_rank[self.lowered.producer(name)]
+        source = self.lowered.rank_of(self.lowered.producer(name), microbatch)
         return self.arrive(Message("activation", name, microbatch, -1, source, self.rank))
 
     def forward(self, action: Action, *, training: bool) -> None:
@@ -122,7 +123,7 @@ class StageEmitter(Emitter):
         """The gradient of one of the rank's values: the sum of what its readers give."""
         parts = []
         for consumer in gradient_sources(self.lowered, name):
-            source = self.lowered.collector if consumer == -1 else self.lowered.stage_rank[consumer]
+            source = self.lowered.rank_of(consumer, microbatch)
             if source == self.rank:
                 parts.append(self.value_gradients[name, microbatch, consumer])
             else:
@@ -161,20 +162,26 @@ class StageEmitter(Emitter):
                 self.call_module(target, functools.partial(StoreGradients, names), (self.gradients[index],), target)
         reduced = self.lowered.graph.part.reduced
         for group, over in sorted({(ranks, reduced.get(name, ())) for name, ranks in shared.items()}):
-            if self.rank in group:
-                self._store_shared([name for name in shared if (shared[name], reduced.get(name, ())) == (group, over)], group, over)
+            if self.rank not in group:
+                continue
+            together = [name for name in shared if (shared[name], reduced.get(name, ())) == (group, over)]
+            kind = "replicated" if group in self.lowered.stage_ranks else "tied"
+            label = "_".join(["ranks", *map(str, group), *over])
+            owns = {name: self._own_gradient(name) for name in together}  # all at once: then each is let go of when it is summed
+            for number, bucket in enumerate(gradient_buckets([self.bytes_over_batch(name, None) for name in together])):
+                gradients = {together[index]: owns[together[index]] for index in sorted(bucket)}
+                self._store_shared(gradients, group, kind, f"{label}_{number}" if number else label)
 
     def _is_stored(self, name: str) -> bool:
         return self._stored is None or name in self._stored
 
-    def _store_shared(self, names: list[str], group: tuple[int, ...], over: tuple[str, ...]) -> None:
-        owns = [self._own_gradient(name) for name in names]
-        label = "_".join([*(str(rank) for rank in group), *over])
-        pending = self.call(all_reduce, (owns,), f"all_reduce_tied_ranks_{label}", group=group)
-        pending.meta["reduces"] = tuple(names)
+    def _store_shared(self, gradients: Mapping[str, fx.Node], group: tuple[int, ...], kind: str, label: str) -> None:
+        names = tuple(gradients)
+        pending = self.call(all_reduce, (list(gradients.values()),), f"all_reduce_{kind}_{label}", group=group)
+        pending.meta["reduces"] = names
         pending.meta["bytes"] = sum(self.bytes_over_batch(name, None) for name in names)
-        sums = self.call(wait, (pending,), f"tied_gradients_ranks_{label}")
-        target = f"store_tied_gradients_ranks_{label}"
+        sums = self.call(wait, (pending,), f"{kind}_gradients_{label}")
+        target = f"store_{kind}_gradients_{label}"
         self.call_module(target, lambda: StoreGradients(names), (sums,), target).meta["is_summed"] = True
 
     def _own_gradient(self, name: str) -> fx.Node:
@@ -209,27 +216,34 @@ class StageEmitter(Emitter):
         return tuple(results)
 
     def _own_input_gradient(self, name: str, batch_dim: int | None) -> fx.Node:
-        parts = [
-            self._sum(self._input_gradients[name, microbatch], f"{name}_gradient_mb{microbatch}")
+        found = {
+            microbatch: self._sum(self._input_gradients[name, microbatch], f"{name}_gradient_mb{microbatch}")
             for microbatch in range(self.n_microbatches)
             if (name, microbatch) in self._input_gradients
-        ]
-        if not parts:
+        }
+        if not found:
             fake = self.fake(name)
             shape = self.shape(fake, None)
             if self.lowered.graph.batch is None and batch_dim is not None:
                 shape = tuple(self.batch if dim == batch_dim else size for dim, size in enumerate(shape))
             return self.call(torch.zeros, (shape,), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
         if batch_dim is None:
-            return self.call(total, (parts,), f"{name}_gradient_here")
+            return self.call(total, (list(found.values()),), f"{name}_gradient_here")
+        parts = [found[number] if number in found else self._no_gradient(name, number) for number in range(self.n_microbatches)]
         return self.call(concatenate, (parts, batch_dim), f"{name}_gradient_here")
+
+    def _no_gradient(self, name: str, microbatch: int) -> fx.Node:
+        """Zeros for the rows of a microbatch that another rank computes."""
+        fake = self.fake(name)
+        keywords = {"dtype": fake.dtype, "device": self.device}
+        return self.call(torch.zeros, (self.shape(fake, microbatch),), f"{name}_no_gradient_mb{microbatch}", **keywords)
 
 
 def shared_parameters(lowered: LoweredStages) -> dict[str, tuple[int, ...]]:
     """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
     shared = {}
     for name in lowered.graph.parameters:
-        ranks = {lowered.stage_rank[stage.index] for stage in lowered.stages if name in stage.parameters}
+        ranks = {rank for stage in lowered.stages if name in stage.parameters for rank in lowered.stage_ranks[stage.index]}
         if len(ranks) > 1 and any(name in stage.parameters_with_gradient for stage in lowered.training):
             shared[name] = tuple(sorted(ranks))
     return shared

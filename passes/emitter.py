@@ -109,6 +109,11 @@ class Emitter:
         return self.call(operator.getitem, (value, index), name)
 
     @property
+    def collected(self) -> tuple[int, ...]:
+        """The microbatches whose results the rank collects."""
+        return tuple(number for number in range(self.n_microbatches) if self.lowered.rank_of(-1, number) == self.rank)
+
+    @property
     def traced_batch(self) -> int:
         """The size of the batch that was traced: of all microbatches where the graph is fixed to the size of one."""
         size = self.lowered.graph.batch_size
@@ -197,7 +202,7 @@ class Emitter:
         else:
             fake = self.fake(message.value)
             shape, dtype = self.shape(fake, message.microbatch), fake.dtype
-            if message.kind == "output":
+            if message.kind == "output" and message.microbatch is None:
                 output = next(output for output in self.lowered.graph.outputs if output.node == message.value)
                 shape = self._over_batch(shape, output.batch_dim)
         node = self.call(receive, (shape, dtype), f"receive_{_label(message)}", source=message.source, tag=self.tags[message])
@@ -243,7 +248,7 @@ class Emitter:
 
 def _model_inputs(lowered: LoweredStages, rank: int) -> list[str]:
     """The inputs of the model that a rank's stages read, in the model's order, and those that it counts over."""
-    read = {name for stage in lowered.stages if lowered.stage_rank[stage.index] == rank for name in stage.model_inputs}
+    read = {name for stage in lowered.stages_of(rank) for name in stage.model_inputs}
     totals = {total.placeholder: total for total in lowered.graph.totals}
     read |= {argument for name in read if name in totals for argument in totals[name].arguments}
     wanted = (leaf.placeholder for leaf in lowered.graph.inputs if leaf.placeholder is not None)

@@ -47,7 +47,7 @@ class LoweredStages:
     Attributes:
         graph: the model.
         stages: their forward graphs (without autograd).
-        stage_rank: for each stage, the rank that runs it.
+        stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
         training: for each stage, its training graphs; empty when nothing is differentiated.
         differentiation: what the training graphs differentiate; None when there are none.
         requiring: the values between stages, and those returned, that autograd would track.
@@ -56,20 +56,29 @@ class LoweredStages:
 
     graph: ModelGraph
     stages: tuple[StageGraph, ...]
-    stage_rank: tuple[int, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     training: tuple[DifferentiatedStage, ...] = ()
     differentiation: Differentiation | None = None
     requiring: frozenset[str] = frozenset()
     templates: RegionTemplates = field(default_factory=RegionTemplates, compare=False, repr=False)
 
     @property
-    def collector(self) -> int:
-        """The rank that collects what the model returns and computes the loss: the last stage's."""
-        return self.stage_rank[-1]
+    def collectors(self) -> tuple[int, ...]:
+        """The ranks that collect what the model returns and compute the loss, each of its microbatches: the last stage's."""
+        return self.stage_ranks[-1]
 
     @property
     def n_ranks(self) -> int:
-        return max(self.stage_rank) + 1
+        return max(map(max, self.stage_ranks)) + 1
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a stage on a microbatch; stage -1: the last, which the loss belongs to."""
+        ranks = self.stage_ranks[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def stages_of(self, rank: int) -> tuple[StageGraph, ...]:
+        """The stages that a rank runs."""
+        return tuple(stage for stage in self.stages if rank in self.stage_ranks[stage.index])
 
     def producer(self, value: str) -> int:
         """The stage that computes a value."""
@@ -93,10 +102,9 @@ def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozen
 
 
 def cut_stages(graph: ModelGraph, plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
-    """Cut the graph into the plan's stages. ``devices``: for each rank, where it runs."""
-    of_stages = [devices[stage.rank] for stage in plan.stages]
-    stages = split_stages(graph, [stage.first_node for stage in plan.stages], of_stages)
-    return LoweredStages(graph, stages, plan.stage_rank)
+    """Cut the graph into the plan's stages. ``devices``: for each stage, where it runs."""
+    stages = split_stages(graph, [stage.first_node for stage in plan.stages], devices)
+    return LoweredStages(graph, stages, plan.stage_ranks)
 
 
 def differentiate_stages(

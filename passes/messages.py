@@ -9,7 +9,7 @@ which they are sent, and receives are posted in that same order: a transport wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,9 +57,9 @@ Script = tuple[Item, ...]
 def step_scripts(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
     """A training step: every rank's items, the loss told to every rank."""
     last = Action(lowered.stages[-1].index, ActionKind.FORWARD, schedule.n_microbatches - 1)
-    loss = {
-        rank: Message("loss", "loss", None, -1, lowered.collector, rank) for rank in range(lowered.n_ranks) if rank != lowered.collector
-    }
+    (collector, *more) = lowered.collectors  # several sum their losses over all ranks: nothing is told
+    told = [rank for rank in range(lowered.n_ranks) if rank != collector] if not more else []
+    loss = {rank: Message("loss", "loss", None, -1, collector, rank) for rank in told}
     scripts = []
     for rank, actions in enumerate(schedule.actions):
         items = [_item(lowered, action, tuple(loss.values()) if action == last else (), with_loss=True) for action in actions]
@@ -73,13 +73,8 @@ def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind,
     actions: list[list[Item]] = [[] for _ in range(lowered.n_ranks)]
     for stage in stages:
         for microbatch in range(n_microbatches):
-            actions[lowered.stage_rank[stage]].append(_item(lowered, Action(stage, kind, microbatch)))
-    outputs = [
-        Message("output", value, None, -1, lowered.collector, rank)
-        for rank in range(lowered.n_ranks)
-        for value in lowered.returned
-        if share_outputs and rank != lowered.collector
-    ]
+            actions[lowered.rank_of(stage, microbatch)].append(_item(lowered, Action(stage, kind, microbatch)))
+    outputs = list(_outputs(lowered, n_microbatches)) if share_outputs else []
     scripts = []
     for rank, items in enumerate(actions):
         here = tuple(message for message in outputs if message.destination == rank)
@@ -88,12 +83,23 @@ def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind,
     return tuple(scripts)
 
 
+def _outputs(lowered: LoweredStages, n_microbatches: int) -> Iterator[Message]:
+    """What each rank is told of the results: the batch, or, where several ranks collect, each microbatch by itself."""
+    alone = len(lowered.collectors) == 1
+    for rank in range(lowered.n_ranks):
+        for microbatch in (None,) if alone else range(n_microbatches):
+            source = lowered.rank_of(-1, microbatch or 0)
+            if rank != source:
+                yield from (Message("output", value, microbatch, -1, source, rank) for value in lowered.returned)
+
+
 def _start(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, rank: int) -> Script:
-    """Before all backwards the collector sends the gradients of results that other ranks computed."""
-    if kind is ActionKind.FORWARD or rank != lowered.collector:
+    """Before all backwards the collectors send the gradients of results that other ranks computed."""
+    if kind is ActionKind.FORWARD or rank not in lowered.collectors:
         return ()
     last = lowered.stages[-1].index
-    forwards = (Action(last, ActionKind.FORWARD, microbatch) for microbatch in range(n_microbatches))
+    collected = (microbatch for microbatch in range(n_microbatches) if lowered.rank_of(-1, microbatch) == rank)
+    forwards = (Action(last, ActionKind.FORWARD, microbatch) for microbatch in collected)
     return (Item(None, (), tuple(message for action in forwards for message in _loss_gradients(lowered, action))),)
 
 
@@ -119,31 +125,30 @@ def _item(lowered: LoweredStages, action: Action, also: tuple[Message, ...] = ()
     return Item(action, _gradients_needed(lowered, action), _gradients_sent(lowered, action))
 
 
-def _consumer_ranks(lowered: LoweredStages, value: str) -> list[int]:
-    ranks = {lowered.stage_rank[stage.index] for stage in lowered.stages if value in stage.values}
+def _consumer_ranks(lowered: LoweredStages, value: str, microbatch: int) -> list[int]:
+    ranks = {lowered.rank_of(stage.index, microbatch) for stage in lowered.stages if value in stage.values}
     if value in lowered.returned:
-        ranks.add(lowered.collector)
-    return sorted(ranks - {lowered.stage_rank[lowered.producer(value)]})
+        ranks.add(lowered.rank_of(-1, microbatch))
+    return sorted(ranks - {lowered.rank_of(lowered.producer(value), microbatch)})
 
 
 def _activation(lowered: LoweredStages, value: str, microbatch: int, destination: int) -> Message:
-    return Message("activation", value, microbatch, -1, lowered.stage_rank[lowered.producer(value)], destination)
+    return Message("activation", value, microbatch, -1, lowered.rank_of(lowered.producer(value), microbatch), destination)
 
 
 def _activations_sent(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
-    outputs = lowered.stages[action.stage].outputs
-    return tuple(_activation(lowered, value, action.microbatch, rank) for value in outputs for rank in _consumer_ranks(lowered, value))
+    outputs, microbatch = lowered.stages[action.stage].outputs, action.microbatch
+    return tuple(_activation(lowered, value, microbatch, rank) for value in outputs for rank in _consumer_ranks(lowered, value, microbatch))
 
 
 def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
     """What the stage reads, and for the last stage what the model returns; values of the same rank need no message."""
-    rank = lowered.stage_rank[action.stage]
+    rank = lowered.rank_of(action.stage, action.microbatch)
     values = list(lowered.stages[action.stage].values)
     if action.stage == len(lowered.stages) - 1:
         values += [value for value in lowered.returned if value not in values and value not in lowered.stages[action.stage].outputs]
-    return tuple(
-        _activation(lowered, value, action.microbatch, rank) for value in values if lowered.stage_rank[lowered.producer(value)] != rank
-    )
+    messages = (_activation(lowered, value, action.microbatch, rank) for value in values)
+    return tuple(message for message in messages if message.source != rank)
 
 
 def gradient_sources(lowered: LoweredStages, value: str) -> list[int]:
@@ -154,8 +159,8 @@ def gradient_sources(lowered: LoweredStages, value: str) -> list[int]:
 
 
 def _gradient(lowered: LoweredStages, value: str, microbatch: int, consumer: int) -> Message:
-    source = lowered.collector if consumer == -1 else lowered.stage_rank[consumer]
-    return Message("gradient", value, microbatch, consumer, source, lowered.stage_rank[lowered.producer(value)])
+    source, destination = (lowered.rank_of(stage, microbatch) for stage in (consumer, lowered.producer(value)))
+    return Message("gradient", value, microbatch, consumer, source, destination)
 
 
 def _gradients_needed(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:

@@ -43,11 +43,11 @@ def traced(case: Case, batch_size: int, input_gradients: bool) -> tuple[ModelGra
 
 def even_plan(graph: ModelGraph, schedule: str, n_ranks: int, n_microbatches: int, recompute: Recompute = "none") -> Plan:
     """Equally many nodes a stage; what a planner would predict is zero."""
-    stage_rank = make_schedule(schedule, n_ranks, n_microbatches).stage_rank
+    stage_ranks = make_schedule(schedule, n_ranks, n_microbatches).stage_ranks
     replicable = replicable_nodes(graph)
     names = [node.name for node in graph.computing_nodes() if node.name not in replicable and not node.name.startswith("getitem")]
-    first_nodes = [names[index * len(names) // len(stage_rank)] for index in range(len(stage_rank))]
-    stages = tuple(Stage(rank, name, (), 0, 0, 0.0, 0.0, 0.0, 0, 0) for rank, name in zip(stage_rank, first_nodes, strict=True))
+    first_nodes = [names[index * len(names) // len(stage_ranks)] for index in range(len(stage_ranks))]
+    stages = tuple(Stage(ranks, name, (), 0, 0, 0.0, 0.0, 0.0, 0, 0) for ranks, name in zip(stage_ranks, first_nodes, strict=True))
     return Plan(
         mesh=(("pipeline", n_ranks),),
         devices=("cpu",) * n_ranks,
@@ -76,8 +76,8 @@ def lowered_stages(
 ) -> LoweredStages:
     """The stages with their training graphs."""
     graph, everything = traced(case, batch_size, input_gradients)
-    devices = [torch.device("cpu")] * n_ranks
-    stages = cut_stages(graph, even_plan(graph, schedule, n_ranks, n_microbatches, recompute), devices)
+    plan = even_plan(graph, schedule, n_ranks, n_microbatches, recompute)
+    stages = cut_stages(graph, plan, [torch.device("cpu")] * len(plan.stages))
     requiring = values_requiring_gradient(stages, everything.parameters | everything.inputs)
     wanted = Differentiation(everything.outputs & requiring, everything.inputs, everything.parameters)
     return differentiate_stages(stages, wanted, recompute)

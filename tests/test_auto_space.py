@@ -203,7 +203,7 @@ def needed(working: Working, run: range) -> float:
 
 def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel) -> float:
     """Seconds of a step by the definition; inf where a rank holds more than fits."""
-    units, stage_rank = len(problems.points.units), staged.schedule.stage_rank
+    units, stage_ranks = len(problems.points.units), staged.schedule.stage_ranks
     prices = problems.prices.at(problems.rows(staged.candidate))
     runs = [set(run) for run in staged.runs]
     assert sum(map(len, runs)) == units
@@ -211,7 +211,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
         return math.inf
     sums = []
     for rank in range(problem.n_places):
-        mine = set().union(*(run for stage, run in enumerate(runs) if stage_rank[stage] == rank))
+        mine = set().union(*(run for stage, run in enumerate(runs) if rank in stage_ranks[stage]))
         summed: dict[str, float] = {}
         for each in problem.part.sums:
             if set(problems.prices.users(each.parameter)) & mine:

@@ -87,7 +87,7 @@ def test_with_several_stages_on_a_rank_device_map_may_return() -> None:
     with pytest.raises(ConfigError, match="device_map goes back: 'head' is on rank 0"):
         planned(2, going_back)
     plan = planned(2, going_back, schedule="ZBV")
-    assert plan.stage_rank == (0, 1, 1, 0)
+    assert plan.stage_ranks == ((0,), (1,), (1,), (0,))
     assert firsts(plan)[0] == "linear"
     assert firsts(plan)[1] == "linear_1"
     assert firsts(plan)[3] == "linear_4"

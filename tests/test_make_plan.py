@@ -160,7 +160,7 @@ def test_equal_inputs_give_equal_plans_that_survive_json() -> None:
 def test_every_schedule_places_its_stages(name: str) -> None:
     plan = make_plan(stack(), equal_devices(3), request(3, schedule=name))
     assert plan.schedule == name
-    assert plan.stage_rank == SCHEDULES[name].stage_rank(3)
+    assert plan.stage_ranks == SCHEDULES[name].stage_ranks(3)
     firsts = [stage.first_node for stage in plan.stages]
     nodes = [node.name for node in stack().computing_nodes()]
     assert sorted(firsts, key=nodes.index) == firsts
@@ -171,7 +171,7 @@ def test_every_schedule_places_its_stages(name: str) -> None:
 def test_mode_model_cuts_no_batch() -> None:
     plan = make_plan(stack(), equal_devices(4), request(4, mode="model"))
     assert (plan.schedule, plan.n_microbatches, len(plan.stages)) == ("GPipe", 1, 4)
-    assert plan.stage_rank == (0, 1, 2, 3)
+    assert plan.stage_ranks == ((0,), (1,), (2,), (3,))
 
 
 def test_mode_auto_is_the_faster_of_the_two() -> None:
@@ -317,7 +317,7 @@ def test_a_step_that_takes_no_time_has_no_bubble() -> None:
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     ranks = tuple(tuple(Action.parse(text) for text in texts.split()) for texts in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     with pytest.raises(VerificationError, match="rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0"):
-        simulate_step(Schedule("hand-made", 2, (0, 1), ranks), [StageTimes(1, 1, 1, 0, 0)] * 2)
+        simulate_step(Schedule("hand-made", 2, ((0,), (1,)), ranks), [StageTimes(1, 1, 1, 0, 0)] * 2)
 
 
 def test_the_default_prices_are_the_roofline() -> None:

@@ -140,7 +140,7 @@ def _actions(*texts: str) -> tuple[Action, ...]:
 def test_a_wait_cycle_names_the_actions_in_it() -> None:
     ranks = (_actions("0F0", "0B0", "0F1", "0B1"), _actions("1F1", "1B1", "1F0", "1B0"))
     with pytest.raises(VerificationError) as error:
-        simulate(Schedule("hand-made", 2, (0, 1), ranks))
+        simulate(Schedule("hand-made", 2, ((0,), (1,)), ranks))
     assert error.value.problem == (
         "schedule hand-made cannot run: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0"
     )
@@ -148,15 +148,15 @@ def test_a_wait_cycle_names_the_actions_in_it() -> None:
 
 def test_a_rank_that_waits_for_itself_is_a_cycle() -> None:
     with pytest.raises(VerificationError, match="cannot run: rank 0 at 0W0 waits for 0I0 of rank 0\n"):
-        simulate(Schedule("hand-made", 1, (0,), (_actions("0F0", "0W0", "0I0"),)))
+        simulate(Schedule("hand-made", 1, ((0,),), (_actions("0F0", "0W0", "0I0"),)))
 
 
 def test_a_result_that_nobody_computes_is_named() -> None:
     with pytest.raises(VerificationError, match="1F0 of rank 1 needs 0F0, which no rank computes"):
-        simulate(Schedule("hand-made", 1, (0, 1), ((), _actions("1F0", "1B0"))))
+        simulate(Schedule("hand-made", 1, ((0,), (1,)), ((), _actions("1F0", "1B0"))))
 
 
 @pytest.mark.parametrize("ranks", [("0F0", "0F0"), ("0F0", "0B0", "0W0"), ("0F0", "0I0", "0B0")])
 def test_an_action_done_twice_is_named(ranks: tuple[str, ...]) -> None:
     with pytest.raises(VerificationError, match=r"computes 0[FIW]0 twice"):
-        simulate(Schedule("hand-made", 1, (0,), (_actions(*ranks),)))
+        simulate(Schedule("hand-made", 1, ((0,),), (_actions(*ranks),)))

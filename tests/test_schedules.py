@@ -55,7 +55,7 @@ def _check_every_action_once(schedule: Schedule, name: str, v: int) -> None:
     seen: dict[tuple[int, ActionKind], list[int]] = {}
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            assert _rank_of(name, schedule.n_ranks, v, action.stage) == schedule.stage_rank[action.stage] == rank
+            assert _rank_of(name, schedule.n_ranks, v, action.stage) == schedule.stage_ranks[action.stage][0] == rank
             seen.setdefault((action.stage, action.kind), []).append(action.microbatch)
     for stage in range(schedule.n_stages):
         forwards, wholes, inputs, weights = (seen.get((stage, ActionKind(letter)), []) for letter in "FBIW")
@@ -123,7 +123,7 @@ IN_PAPER: dict[str, Callable[[int, int], bool]] = {
 def _check_in_flight(timeline: Timeline, name: str, v: int) -> None:
     schedule = timeline.schedule
     n_ranks, m = schedule.n_ranks, schedule.n_microbatches
-    by_rank = _held(timeline, lambda stage: schedule.stage_rank[stage])
+    by_rank = _held(timeline, lambda stage: schedule.stage_ranks[stage][0])
     bounds = {rank: IN_FLIGHT_BOUND[name](rank, n_ranks, m, v) for rank in range(n_ranks)}
     if IN_PAPER[name](n_ranks, m):
         assert by_rank == bounds
@@ -189,7 +189,7 @@ def test_text_round_trip(name: str, v: int) -> None:
     for n_ranks, m in [(1, 1), (2, 3), (4, 8), (8, 5)]:
         schedule = make_schedule(name, n_ranks, m, v)
         text = schedule.to_text()
-        assert Schedule.parse(text, name=name, stage_rank=schedule.stage_rank, n_microbatches=m) == schedule
+        assert Schedule.parse(text, name=name, stage_ranks=schedule.stage_ranks, n_microbatches=m) == schedule
         assert len(text.splitlines()) == n_ranks
 
 
@@ -197,13 +197,13 @@ def test_text_round_trip(name: str, v: int) -> None:
 def test_in_flight_of_the_kind_is_that_of_the_schedule(name: str, v: int) -> None:
     kind = SCHEDULES[name]
     assert kind.in_flight(3, 7, v) == peak_in_flight(make_schedule(name, 3, 7, v))
-    assert kind.stage_rank(3, v) == make_schedule(name, 3, 7, v).stage_rank
+    assert kind.stage_ranks(3, v) == make_schedule(name, 3, 7, v).stage_ranks
 
 
 def test_peak_activation_is_weighted_by_stage() -> None:
     """The rank holds at most two of stage 0 and one of stage 1 at once."""
     text = "0F0,0F1,1F0,1B0,0B0,1F1,1B1,0B1"
-    schedule = Schedule.parse(text, name="hand-made", stage_rank=(0, 0), n_microbatches=2)
+    schedule = Schedule.parse(text, name="hand-made", stage_ranks=((0,), (0,)), n_microbatches=2)
     assert peak_in_flight(schedule) == (2, 1)
     assert peak_activation(schedule, [10, 1]) == (21,)
     assert peak_activation(schedule, [1, 10]) == (12,)

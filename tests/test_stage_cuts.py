@@ -78,6 +78,8 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
     later = tuple(draw.randint(0, held) for held in in_flight)
     share = int(sum(item.amount for item in fixed) + 2 * sum(item.amount for item in kept)) // n_ranks
     limit = tuple(float(share * draw.choice(ROOMINESS) // 4 + 1) for _ in range(n_ranks))
+    taking_turns = not shared_ranks and draw.random() < 0.4
+    replicas = tuple(draw.choice((1, 2, 4)) for _ in range(n_stages)) if taking_turns else ()  # halves of whole numbers are exact
     units = Units(
         time=np.array([[float(draw.randint(0, 9)) for _ in range(n_kinds)] for _ in range(n_units)]),
         values=some_values(draw, n_units),
@@ -102,6 +104,7 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         limit=limit,
         forced=frozenset(unit for unit in range(1, n_units) if draw.random() < 0.05),
         allowed=allowed if draw.random() < 0.3 else None,
+        replicas=replicas,
     )
 
 
@@ -183,7 +186,7 @@ def slowest_stage(problem: StageProblem, starts: Starts) -> float:
             seconds += problem.latency[stage] + value.size * problem.seconds_per_byte[stage]
         for value in backward:
             seconds += problem.latency[stage - 1] + value.gradient_size * problem.seconds_per_byte[stage - 1]
-        slowest = max(slowest, seconds)
+        slowest = max(slowest, seconds / (problem.replicas[stage] if problem.replicas else 1))
     return slowest
 
 

@@ -53,7 +53,7 @@ class Case:
         return StageProblem(
             units=units,
             kind=(0,) * self.n_stages,
-            rank=order.stage_rank,
+            rank=tuple(ranks[0] for ranks in order.stage_ranks),
             latency=self.latency,
             seconds_per_byte=np.full(self.n_stages - 1, 0.01),
             in_flight=order.in_flight,
@@ -191,15 +191,15 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
     for n_ranks, count in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
         schedule, clock = make_schedule(name, n_ranks, count, each), step_clock(name, n_ranks, count, each)
         draw = random.Random(count)
-        times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_rank]
+        times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_ranks]
         columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
         assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
-        kept, gradients, working = ([draw.randint(1, 9) for _ in schedule.stage_rank] for _ in range(3))
+        kept, gradients, working = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(3))
         nothing = [0] * schedule.n_stages
         assert clock.peak_memory(kept, nothing, nothing) == peak_activation(schedule, kept)
         assert clock.peak_memory(kept, gradients, working, summed=20.0) == peak_memory(schedule, kept, gradients, working, 20.0)
         order = order_of(name, n_ranks, count, each)
-        assert (order.stage_rank, order.in_flight) == (schedule.stage_rank, peak_in_flight(schedule))
+        assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
         assert order.later == tuple(held_later(schedule, stage) for stage in range(schedule.n_stages))
         assert order.splits == SCHEDULES[name].splits_backward
 
@@ -222,7 +222,7 @@ def peak_memory(schedule: Schedule, kept: list[int], gradients: list[int], worki
 
 def held_later(schedule: Schedule, stage: int) -> int:
     """The most microbatches that a stage holds when it acts while it has gradients."""
-    actions = [action for action in schedule.actions[schedule.stage_rank[stage]] if action.stage == stage]
+    actions = [action for action in schedule.actions[schedule.stage_ranks[stage][0]] if action.stage == stage]
     ends = [place for place, action in enumerate(actions) if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)]
     held = []
     for place in range(ends[0] + 1, len(actions)):

@@ -124,6 +124,8 @@ def test_tokens_go_to_their_experts(workers: Callable[[int], Workers], way: str,
         ("shared_layer", "pipeline", "tensor", 2),
         ("batch_norm_convolution", "fsdp", "data", 2),
         ("gpt", {"fsdp": 2, "pipeline": 2}, {"data": 2, "tensor": 2}, 4),
+        ("gpt", {"pipeline": (2, 1)}, "fsdp", 3),
+        ("shared_layer", "tensor", {"pipeline": (1, 2)}, 3),
     ],
 )
 def test_checkpoints_of_blocks(workers: Callable[[int], Workers], name: str, saved: Any, loaded: Any, size: int, tmp_path: Path) -> None:
@@ -132,6 +134,20 @@ def test_checkpoints_of_blocks(workers: Callable[[int], Workers], name: str, sav
 
 def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.forward_difference, "nested_outputs") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "size"),
+    [
+        pytest.param("gpt", {"pipeline": (2, 1)}, 3, id="tied_weights"),
+        pytest.param("nested_outputs", {"pipeline": (1, 2)}, 3, id="two_ranks_with_the_loss"),
+        pytest.param("unet", {"pipeline": (1, 2, 1)}, 4, id="in_the_middle", marks=pytest.mark.slow),
+        pytest.param("gpt", {"pipeline": (3, 1)}, 4, id="three_and_one", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_that_ranks_take_turns_at(workers: Callable[[int], Workers], name: str, mode: Any, size: int) -> None:
+    assert workers(size).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * size
+    assert workers(size).values(cases.forward_difference, name, mode, timeout=170) == [None] * size
 
 
 def test_state(workers: Callable[[int], Workers]) -> None:

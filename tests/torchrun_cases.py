@@ -70,12 +70,12 @@ def training_difference(name: str, schedule: str, batch_size: int = BATCH_SIZE) 
     return None if difference is None else str(difference)
 
 
-def forward_difference(name: str) -> str | None:
+def forward_difference(name: str, mode: Any = "pipeline") -> str | None:
     """Outputs in evaluation, for the batch of the trace and another one."""
     case = named(name)
     instance = case.build()
     instance.model.eval()
-    pm = make_partitioned(instance, devices=int(os.environ["WORLD_SIZE"]), mode="pipeline", n_microbatches=N_MICROBATCHES)
+    pm = make_partitioned(instance, devices=int(os.environ["WORLD_SIZE"]), mode=mode, n_microbatches=N_MICROBATCHES)
     for batch_size in (BATCH_SIZE, 3):
         inputs = case.build(batch_size=batch_size)
         with torch.no_grad():

@@ -259,6 +259,6 @@ class _Check:
                 if readers:
                     stages = stage_of_nodes(self.graph, [stage.first_node for stage in self.partitioned.plan.stages])
                     stage = stages.get(readers[-1].name, 0)
-                    rank = self.partitioned.plan.stage_rank[stage]
+                    rank = self.partitioned.plan.stage_ranks[stage][0]
                     return Difference(readers[-1].name, place_of(readers[-1]), stage, rank, comparison)
         return None

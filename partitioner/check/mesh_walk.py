@@ -72,7 +72,7 @@ def walk_mesh(
         comparisons.append(compare(node.name, reference, found, scale=scale))
         if first is None and not comparisons[-1].equal:
             stage = _stage_of(node.name, lowered)
-            first = Difference(node.name, place_of(node), stage, lowered.stage_rank[stage], comparisons[-1], "")
+            first = Difference(node.name, place_of(node), stage, lowered.stage_ranks[stage][0], comparisons[-1], "")
     return NodeWalk(tuple(comparisons), first)
 
 

@@ -91,7 +91,7 @@ def walk_nodes(
         if first is None and not comparison.equal:
             stage = parts.stage[node.name]
             cause = "the stage's forward graph computes the right value, its training graph does not" if in_training else ""
-            first = Difference(node.name, place_of(node), stage, lowered.stage_rank[stage], comparison, cause)
+            first = Difference(node.name, place_of(node), stage, lowered.stage_ranks[stage][0], comparison, cause)
     return NodeWalk(tuple(comparisons), first)
 
 

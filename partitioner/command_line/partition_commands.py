@@ -118,7 +118,7 @@ def _programs(pm: PartitionedModel, rank: int | None) -> str:
 def _heading(plan: Plan, rank: int) -> str:
     """A comment that says whose program follows."""
     place = next(ranks.index(rank) for ranks in pipelines(Mesh(plan.mesh)) if rank in ranks)
-    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.rank == place]
+    stages = [str(index) for index, stage in enumerate(plan.stages) if place in stage.ranks]
     return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
 
 

@@ -92,7 +92,7 @@ class _Builder:
         lowered, place = self._stages(rank)
         counts: defaultdict[int, int] = defaultdict(int)
         for run in module_runs(lowered, self.depth):
-            if lowered.stage_rank[run.stage] != place:
+            if place not in lowered.stage_ranks[run.stage]:
                 continue
             key = f"{rank}:{run.stage}:{counts[run.stage]}"
             counts[run.stage] += 1

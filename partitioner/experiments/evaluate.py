@@ -14,7 +14,7 @@ from partitioner.experiments.lowered import Timed, is_uniform, lower_for_timing
 from partitioner.experiments.placement import Placement
 from partitioner.experiments.row import Row, failed_row
 from partitioner.experiments.subject import Subject
-from partitioner.meshes import resolve_mode
+from partitioner.meshes import ranks_of_stages, resolve_mode
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import PartitionError
@@ -122,7 +122,7 @@ class Evaluator:
 
     def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
         uniform = is_uniform(Mesh(plan.mesh), cluster)
-        stages = tuple((stage.rank, stage.first_node) for stage in plan.stages)
+        stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
         decided = (plan.mesh, plan.axes, stages, plan.schedule, plan.n_microbatches, plan.recompute, plan.batch_size, plan.batchnorm)
         key = (subject.name, uniform, decided)
         if key not in self._lowered:
@@ -146,6 +146,7 @@ def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptio
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=("cpu",) * placement.devices,
+        replicas=ranks_of_stages(placement.mesh),
         n_microbatches=placement.n_microbatches,
         schedule=placement.schedule,
         recompute=placement.recompute,

@@ -23,7 +23,7 @@ from cost_models.hardware import Cluster, Level, Link
 from cost_models.simulator.simulate import Representatives
 from partitioner.experiments.subject import Subject
 from partitioner.rows import RowParts
-from partitioner.schedules.catalog import make_schedule
+from partitioner.schedules.catalog import schedule_of
 from partitioner.simulate import is_written_out
 from partitioner.tracing.trace import trace
 from passes.cut_axes import CutModel, cut_by_plan
@@ -81,7 +81,7 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     programs: list[Program] = []
     for number in dict.fromkeys(standing):
         part = cut.parts[number]
-        stages = cut_stages(part, plan, [device] * len(ranks[number]))
+        stages = cut_stages(part, plan, [device] * len(plan.stages))
         nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
         written_out = is_written_out(plan, nodes, plan.n_microbatches)
         emitted = _emitted(stages, plan, frozenset(trainable), [device] * len(ranks[number]))
@@ -113,8 +113,7 @@ def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devic
         return emit_forward(stages, plan.n_microbatches, devices, training=False)
     differentiation = Differentiation(outputs, frozenset(), trainable)
     lowered: LoweredStages = differentiate_stages(stages, differentiation, cast(Recompute, plan.recompute), share=True)
-    schedule = make_schedule(plan.schedule, len(devices), plan.n_microbatches, len(plan.stages) // len(devices))
-    return emit_train_step(lowered, schedule, LossForm(), devices)
+    return emit_train_step(lowered, schedule_of(plan, plan.n_microbatches), LossForm(), devices)
 
 
 def _standing(cut: CutModel, *, each_rank: bool) -> list[int]:

@@ -43,7 +43,7 @@ def save_page(
     choices: Sequence[Pinned],
     devices: DeviceTable,
     simulation: Simulation,
-    formula: StepFormula,
+    formula: StepFormula | None,
 ) -> None:
     """Write the page; see ``page_html``.
 
@@ -53,7 +53,9 @@ def save_page(
     save_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
 
 
-def page_html(explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: StepFormula) -> str:
+def page_html(
+    explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: StepFormula | None
+) -> str:
     """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
 
     Args:
@@ -61,7 +63,7 @@ def page_html(explained: Explained, choices: Sequence[Pinned], devices: DeviceTa
         choices: what the user pinned, priced.
         devices: a line for each rank.
         simulation: of a step.
-        formula: of a step.
+        formula: of a step; None where there is none.
     """
     parts = (
         ("Plan", _plan(explained, choices)),
@@ -116,12 +118,14 @@ def _communication(explained: Explained, simulation: Simulation) -> str:
     return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(explained, ("COMMUNICATION",))
 
 
-def _formulas(explained: Explained, formula: StepFormula) -> str:
+def _formulas(explained: Explained, formula: StepFormula | None) -> str:
     """Of a step, with what each symbol is; then of each stage."""
+    stages = formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch")
+    if formula is None:
+        return f"<h3>Stages</h3>{stages}"
     moved = {f"bytes that the slowest rank sends along {name}": size for name, size in formula.bytes_moved.items()}
     step = {"step time (s)": formula.step_time, "memory of the fullest rank (bytes)": formula.memory, **moved}
     symbols = str(formula).partition("\nwhere\n")[2]
-    stages = formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch")
     return f"{formulas_html(step)}<pre>{escape(symbols)}</pre><h3>Stages</h3>{stages}"
 
 

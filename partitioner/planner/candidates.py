@@ -24,11 +24,17 @@ class Candidate:
         schedule: its name.
         stages_per_rank: stages on each rank.
         n_microbatches: microbatches a step.
+        replicas: for each stage, how many ranks its microbatches are dealt to; empty: one rank each.
     """
 
     schedule: str
     stages_per_rank: int
     n_microbatches: int
+    replicas: tuple[int, ...] = ()
+
+    def n_stages(self, n_ranks: int) -> int:
+        """How many stages so many ranks have."""
+        return len(self.replicas) or n_ranks * self.stages_per_rank
 
 
 def schedules(request: PlanRequest) -> list[tuple[str, int]]:
@@ -41,6 +47,7 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     if len(request.devices) == 1 and request.stages_per_rank is None:
         return [(DEFAULT_SCHEDULE, 1)]
     names = sorted(SCHEDULES, key=lambda name: name != DEFAULT_SCHEDULE)
+    names = [name for name in names if SCHEDULES[name].has_one_stage or not request.replicas]
     wanted = request.stages_per_rank
     return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
 
@@ -61,7 +68,8 @@ def microbatch_counts(graph: ModelGraph, request: PlanRequest, prices: Prices) -
 
     def estimate(count: int) -> float:
         seconds = float(prices.at(microbatch_size(graph.batch_size, count)).units.time.min(axis=1).sum())
-        return (count + n_ranks - 1) * seconds / n_ranks
+        dealt = max((-(-count // each) * each for each in request.replicas), default=count)  # where some get one more, all wait
+        return (dealt + n_ranks - 1) * seconds / n_ranks
 
     return sorted(_counts(graph.batch_size, n_ranks, whole=request.mode == "auto"), key=lambda count: (estimate(count), count))
 

@@ -37,7 +37,7 @@ def restrict(
     graph: ModelGraph,
     points: CutPoints,
     devices: Sequence[str],
-    stage_rank: Sequence[int],
+    stage_ranks: Sequence[tuple[int, ...]],
     modules: Collection[str] = (),
 ) -> Restrictions:
     """Translate constraints for a number of stages.
@@ -47,7 +47,7 @@ def restrict(
         graph: the model.
         points: its units.
         devices: for each rank, its device.
-        stage_rank: for each stage, its rank.
+        stage_ranks: for each stage, its ranks.
         modules: names of the model's modules, also of those that no node comes from (a dropout in evaluation).
 
     Raises:
@@ -60,27 +60,27 @@ def restrict(
     forced = frozenset(
         names.boundary(name, _split_point(name, where)) for name, where in (constraints.split_spec or {}).items() if names.check(name)
     )
-    if len(forced) > len(stage_rank) - 1:
+    if len(forced) > len(stage_ranks) - 1:
         raise ConfigError(
-            f"split_spec makes {len(forced) + 1} stages, the plan has {len(stage_rank)}",
+            f"split_spec makes {len(forced) + 1} stages, the plan has {len(stage_ranks)}",
             remedy="pass as many devices (or stages on each) as there are stages, or fewer split points",
         )
     if constraints.device_map is None and constraints.pin is None:
         return Restrictions(forced, None)
-    allowed = np.ones((len(points.units), len(stage_rank)), dtype=bool)
+    allowed = np.ones((len(points.units), len(stage_ranks)), dtype=bool)
     if constraints.device_map is not None:
         ranks = _unit_ranks(constraints.device_map, names, points, devices)
-        if len(set(stage_rank)) == len(stage_rank):
+        if len(set(stage_ranks)) == len(stage_ranks):
             _check_order(ranks, names, points)
         for unit, rank in ranks.items():
-            allowed[unit] &= np.array(stage_rank) == rank
+            allowed[unit] &= np.array([rank in each for each in stage_ranks])
     for name, stage in (constraints.pin or {}).items():
-        if not 0 <= stage < len(stage_rank):
+        if not 0 <= stage < len(stage_ranks):
             raise ConfigError(
-                f"pin puts {name!r} in stage {stage}, the plan has stages 0 to {len(stage_rank) - 1}", remedy="pin it to one of them"
+                f"pin puts {name!r} in stage {stage}, the plan has stages 0 to {len(stage_ranks) - 1}", remedy="pin it to one of them"
             )
         for unit in names.units(name):
-            allowed[unit] &= np.arange(len(stage_rank)) == stage
+            allowed[unit] &= np.arange(len(stage_ranks)) == stage
     return Restrictions(forced, allowed)
 
 

@@ -10,7 +10,7 @@ from partitioner.planner.mesh_problem import Solution
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.staged_model import StagedModel
 from passes.axis_names import BATCH, SPACE
-from passes.ir.mesh import STAGES, TILES, Mesh
+from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
 from passes.ir.plan import Contender, Plan
 
 __all__ = ["bound_by", "candidate_words", "compared", "contender", "next_best", "plan_words", "searched_words", "words_of"]
@@ -21,23 +21,24 @@ def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0)
     if sums > staged.makespan:
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     slowest, seconds = _slowest(staged)
-    rank, spent = staged.schedule.stage_rank[slowest], _spent_on(problems, staged)
+    ranks, spent = staged.schedule.stage_ranks[slowest], _spent_on(problems, staged)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))} in turn"
     idle = round(100 * staged.idle)
     waiting = f"; ranks wait {idle} % of the time" if idle else ""
-    return f"stage {slowest} on rank {rank} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}{waiting}"
+    return f"stage {slowest} on {where} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}{waiting}"
 
 
 def _slowest(staged: StagedModel) -> tuple[int, float]:
-    """The stage that takes longest, and its seconds a microbatch."""
+    """The stage that takes longest, of ranks that take turns each its part, and its seconds a microbatch."""
     seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
-    slowest = max(range(len(seconds)), key=lambda stage: seconds[stage])
+    slowest = max(range(len(seconds)), key=lambda stage: seconds[stage] / len(staged.schedule.stage_ranks[stage]))
     return slowest, seconds[slowest]
 
 
 def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
     """What the slowest stage spends most of its time on."""
     slowest, seconds = _slowest(staged)
-    times, rank = staged.times[slowest], staged.schedule.stage_rank[slowest]
+    times, rank = staged.times[slowest], staged.schedule.stage_ranks[slowest][0]
     if times.send + times.send_gradient > seconds / 2:
         return "sending"
     if problems.prices.exchanging(staged.runs[slowest], problems.rows(staged.candidate)) > seconds / 2:
@@ -94,7 +95,7 @@ def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = 
     """
     in_tiles = any(name in TILES for name in mesh.names)
     besides = " with other axes than space" if in_tiles else " with the sequence" if "tensor" in mesh.names else " with large weights cut"
-    words = [" x ".join(f"{name} {size}" for name, size in mesh.dimensions) + (besides if beside else "")]
+    words = [mesh_words(mesh, candidate.replicas) + (besides if beside else "")]
     if any(name in STAGES for name in mesh.names) and mesh.size > 1:
         words.append(candidate_words(candidate))
     elif candidate.n_microbatches > 1:
@@ -111,7 +112,7 @@ def words_of(plan: Plan) -> str:
     with_weights = any(dimension == "data" and not axis.startswith((BATCH, "experts")) for axis, dimension in plan.axes)
     switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
     beside = with_sequence or with_weights or switched
-    candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches)
+    candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
     return plan_words(Mesh(plan.mesh), candidate, plan.recompute, beside=beside)
 
 
@@ -120,7 +121,11 @@ def candidate_words(candidate: Candidate) -> str:
 
     >>> candidate_words(Candidate("ZBV", 2, 8))
     'ZBV, 8 microbatches, 2 stages on each device'
+    >>> candidate_words(Candidate("1F1B", 1, 8, (2, 1)))
+    '1F1B, 8 microbatches, stages on 2 + 1 devices'
     """
     microbatches = "1 microbatch" if candidate.n_microbatches == 1 else f"{candidate.n_microbatches} microbatches"
+    if candidate.replicas:
+        return f"{candidate.schedule}, {microbatches}, stages on {' + '.join(map(str, candidate.replicas))} devices"
     stages = "1 stage" if candidate.stages_per_rank == 1 else f"{candidate.stages_per_rank} stages"
     return f"{candidate.schedule}, {microbatches}, {stages} on each device"

@@ -145,7 +145,7 @@ def _ends(name: str, n_ranks: int, count: int) -> tuple[Floats, Floats]:
     """
     left, whole = np.zeros((2, 3, n_ranks, 2)), np.zeros(2 * n_ranks)
     for index in range(n_ranks):
-        moves = SCHEDULES[name].pattern(Rank(index, n_ranks, (0, 1), count))
+        moves = SCHEDULES[name].pattern(Rank(n_ranks, (0, 1), count, index, n_ranks - 1 - index))
         if count < 2 * n_ranks:  # some are left out
             moves = [(action.stage, action.kind) for action in numbered(moves, count)]
         for place, way in ((1, 0), (0, 1)):

@@ -15,6 +15,7 @@ from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
+from passes.ir.mesh import mesh_words
 
 __all__ = ["nothing_fits", "why_infeasible"]
 
@@ -24,9 +25,13 @@ _MOST_DEVICES = 4096
 def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
     """The error for a candidate that has no solution."""
     n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
-    n_stages = n_ranks * candidate.stages_per_rank
+    n_stages = candidate.n_stages(n_ranks)
     if n_units < n_stages:
         each = candidate.stages_per_rank
+        if candidate.replicas:
+            return ConfigError(
+                f"{n_stages} stages were asked for, the model can be cut into {n_units}", remedy="give more ranks to fewer stages"
+            )
         fewer = "put fewer stages on each device" if each > 1 else ""
         most = f"pass devices={n_units // each}{' or fewer' if n_units > 2 * each else ''}" if n_units >= each else ""
         return ConfigError(
@@ -71,7 +76,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
         problems = first.problems(policies(first.request, differentiate=first.differentiate)[-1])
         return why_infeasible(problems, _most_frugal(problems, first))
     missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
-    words = " x ".join(f"{name} {size}" for name, size in mesh.mesh.dimensions)
+    words = mesh_words(mesh.mesh, candidate.replicas)
     devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
@@ -87,7 +92,7 @@ def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
     rows = mesh.part.graph.batch_size
     count = mesh.request.n_microbatches or (rows if mesh.part.graph.batch is not None and not mesh.part.graph.microbatching else 1)
     name, stages_per_rank = schedules(problems.request)[0]
-    return Candidate(name, stages_per_rank, count)
+    return Candidate(name, stages_per_rank, count, problems.request.replicas)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:
@@ -106,8 +111,9 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
     larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:
         return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"
-    free = problems.request.constraints == Constraints()
-    return f"{fewest} such devices fit it{'' if free else ' without the constraints'}, or {larger}; or take {others}"
+    without = "" if problems.request.constraints == Constraints() else " without the constraints"
+    without += ", one for each stage" if problems.request.replicas else ""
+    return f"{fewest} such devices fit it{without}, or {larger}; or take {others}"
 
 
 def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:
@@ -130,9 +136,9 @@ def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> b
     larger = PipelineProblems(
         problems.graph,
         Cluster(devices, Link(latency=0.0, bandwidth=float("inf"))),
-        replace(problems.request, devices=("",) * n_devices, constraints=Constraints()),
+        replace(problems.request, devices=("",) * n_devices, constraints=Constraints(), replicas=()),
         problems.points,
         problems.prices,
         problems.cost_model,
     )
-    return solve(larger.problem(candidate)) is not None
+    return solve(larger.problem(replace(candidate, replicas=()))) is not None

@@ -26,6 +26,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan
+from passes.operators import draws
 
 __all__ = ["PlanRequest", "describe_plan", "differentiates", "make_plan", "plan_stages"]
 
@@ -118,7 +119,7 @@ def _tried(problems: PipelineProblems) -> list[StagedModel]:
     for count in microbatch_counts(problems.graph, problems.request, problems.prices):
         staged = []
         for name, stages_per_rank in schedules(problems.request):
-            candidate = Candidate(name, stages_per_rank, count)
+            candidate = Candidate(name, stages_per_rank, count, problems.request.replicas)
             cuts = problems.solve(candidate)
             if cuts is not None:
                 found = stage_model(problems, candidate, cuts.starts, proven=cuts.proven)
@@ -139,7 +140,8 @@ def _choose(tried: Sequence[Solution]) -> Solution:
 def _plainest(problems: PipelineProblems) -> Candidate:
     """The candidate that an error speaks of: the default schedule, with the most microbatches that were tried."""
     name, stages_per_rank = schedules(problems.request)[0]
-    return Candidate(name, stages_per_rank, max(microbatch_counts(problems.graph, problems.request, problems.prices)))
+    count = max(microbatch_counts(problems.graph, problems.request, problems.prices))
+    return Candidate(name, stages_per_rank, count, problems.request.replicas)
 
 
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
@@ -153,5 +155,7 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
         yield "The batch is not cut into microbatches, because the model was traced for one batch size alone."
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
+    if request.replicas and any(draws(node) for node in graph.computing_nodes()):
+        yield "Ranks that take microbatches in turn draw the same random numbers where their processes are seeded alike: seed each unlike."
     if not chosen.proven:
         yield "The stages share nearly full devices; these cuts fit, but better ones may exist."

@@ -31,18 +31,18 @@ class LinkTable:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[tuple[int, int], GroupLinks] = {}
-        self._places: dict[tuple[int, int, int], Cluster] = {}
+        self._places: dict[tuple[int, int, int, bool], Cluster] = {}
 
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
         """For each dimension that cuts axes, the links of the group along it that is slowest; all groups talk at once."""
         strides = _strides(mesh)
         return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
 
-    def places(self, mesh: Mesh) -> Cluster:
+    def places(self, mesh: Mesh, *, all_talk: bool = False) -> Cluster:
         """The cluster of one pipeline (``places_of``): what lies beside the stages and outside of them does not matter."""
-        key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1))
+        key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1), all_talk)
         if key not in self._places:
-            self._places[key] = places_of(mesh, self._cluster)
+            self._places[key] = places_of(mesh, self._cluster, all_talk=all_talk)
         return self._places[key]
 
     def _along(self, size: int, stride: int, count: int) -> GroupLinks:
@@ -63,14 +63,21 @@ def _shares_ports(cluster: Cluster) -> bool:
     return not isinstance(cluster.links, Link | Mapping) and any(level.shared for level in cluster.links)
 
 
-def places_of(mesh: Mesh, cluster: Cluster) -> Cluster:
-    """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places."""
+def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluster:
+    """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places.
+
+    Args:
+        mesh: all dimensions.
+        cluster: of all ranks.
+        all_talk: whether any two places may, not only neighbours.
+    """
     ranks = pipelines(mesh)
     n_places = len(ranks[0])
     devices = [_slowest_device([cluster.devices[pipeline[place]] for pipeline in ranks]) for place in range(n_places)]
     if n_places == 1:
         return Cluster(devices, _WORST)
     pairs = {(place, place + 1) for place in range(n_places - 1)} | {(0, n_places - 1)}
+    pairs = set(itertools.combinations(range(n_places), 2)) if all_talk else pairs
     links = {(one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)}
     return Cluster(devices, links)
 

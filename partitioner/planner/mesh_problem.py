@@ -92,7 +92,7 @@ class MeshProblem:
         self.mesh, self.part, self.cost_model = mesh, part, cost_model
         self.devices = request.devices
         links = links or LinkTable(cluster)
-        self.links, self.places = links.of(mesh), links.places(mesh)
+        self.links, self.places = links.of(mesh), links.places(mesh, all_talk=bool(request.replicas))
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
@@ -137,13 +137,13 @@ class MeshProblem:
             whole_units: whether to see to it that units are not divided, which takes longer.
         """
         problems = self.problems(policy)
-        if len(problems.points.units) < self.n_places * candidate.stages_per_rank or not self._could_fit(problems, candidate):
+        if len(problems.points.units) < candidate.n_stages(self.n_places) or not self._could_fit(problems, candidate):
             return np.inf
         return self._step(problems, candidate, whole_units=True) if whole_units else self._step_of(problems, candidate)
 
     def bound_of_any(self, candidate: Candidate) -> float:
         """The same whatever is computed again, and whatever fits: a backward that computes nothing again takes least."""
-        if len(self.part.points.units) < self.n_places * candidate.stages_per_rank:
+        if len(self.part.points.units) < candidate.n_stages(self.n_places):
             return np.inf
         return self._step_of(self.problems("none"), candidate)
 
@@ -154,7 +154,7 @@ class MeshProblem:
         return self._steps[key]
 
     def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
-        n_stages = self.n_places * candidate.stages_per_rank
+        n_stages = candidate.n_stages(self.n_places)
         rows, parts = problems.rows(candidate), (self.n_places, n_stages)
         whole, longest, shares = self._least_seconds(problems, rows)
         load, slowest = (max(whole / count, longest) for count in parts)
@@ -210,7 +210,7 @@ class MeshProblem:
             below: seconds that are known to be possible: nothing more is asked of what cannot beat them.
         """
         bound = self.bound(policy, candidate, whole_units=True)
-        problems, n_stages = self.problems(policy), self.n_places * candidate.stages_per_rank
+        problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
         if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
             return Promise(None, bound, bound)
         costs, most = problems.paths(candidate), below - self._least_sums
@@ -260,14 +260,15 @@ class MeshProblem:
 
     def price(self, problems: PipelineProblems, staged: StagedModel) -> Solution:
         """A staged model with what the ranks of a stage sum at the end of a step."""
-        return Solution(problems, staged, self._sum_seconds(staged))
+        return Solution(problems, staged, self._sum_seconds(problems, staged))
 
-    def _sum_seconds(self, staged: StagedModel) -> float:
+    def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
+        taking_turns = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
         if not self.part.sums:
-            return 0.0
-        ranks = self._stage_sums.bytes_of_ranks([run.start for run in staged.runs], staged.schedule.stage_rank)
+            return taking_turns
+        ranks = self._stage_sums.bytes_of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
         each = {tuple(sizes) for sizes in zip(*(sizes.tolist() for sizes in ranks.values()), strict=True)}
-        return max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+        return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
 
     @cached_property
     def _stage_sums(self) -> StageSums:

@@ -17,7 +17,7 @@ from typing import Any
 from partitioner.planner.describe import words_of
 from partitioner.planner.plan_problem import PlanProblem
 from passes.ir.errors import PartitionError
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import Plan
 
 __all__ = ["Pinned", "pinned", "pinned_choices"]
@@ -78,7 +78,7 @@ def pinned_choices(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
     """Everything that is pinned, as it was said, with the problem that is left without it."""
     request, constraints = problem.request, problem.request.constraints
     if problem.in_turn is not None or (problem.mesh is not None and problem.mesh.size > 1):
-        free = dataclasses.replace(request, mode="auto")
+        free = dataclasses.replace(request, mode="auto", replicas=())
         yield f"mode={_mode(problem)}", dataclasses.replace(problem, mesh=None, in_turn=None, request=free)
     for argument, field in _ARGUMENTS.items():
         value = getattr(request, field)
@@ -102,7 +102,8 @@ def _mode(problem: PlanProblem) -> str:
         return _said({"tile": problem.in_turn})
     mesh: Mesh | None = problem.mesh
     assert mesh is not None
-    return _said(dict(mesh.dimensions) if len(mesh.dimensions) > 1 else mesh.names[0])
+    stages = {name: problem.request.replicas for name in mesh.names if name in STAGES and problem.request.replicas}
+    return _said({**dict(mesh.dimensions), **stages} if len(mesh.dimensions) > 1 or stages else mesh.names[0])
 
 
 def _shortened(entries: Mapping[str, Any]) -> str:

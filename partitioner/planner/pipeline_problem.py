@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from cost_models.cost_model import CostModel
+from cost_models.group_communication import group_links
 from cost_models.hardware import Cluster, Link
 from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
@@ -19,10 +20,11 @@ from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.shared_memory import fits_together
 from partitioner.planner.stage_cuts import StageCuts, solve
-from partitioner.planner.stage_problem import StageProblem
+from partitioner.planner.stage_problem import StageProblem, Units, stages_of
 from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.order import Order, order_of
 from partitioner.schedules.step_clock import StepClock, step_clock
+from passes.gradient_buckets import BUCKET_BYTES
 from passes.ir.graph import ModelGraph
 
 __all__ = ["PipelineProblems", "memory_limits"]
@@ -52,16 +54,20 @@ class PipelineProblems:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
         self._limits = memory_limits(cluster, request)
-        self._messages: dict[tuple[tuple[int, ...], int], MessageTimes] = {}
-        self._unlimited: dict[tuple[tuple[int, ...], int], StageCuts | None] = {}
+        self._summing: dict[int, Units] = {}
+        self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
+        self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
 
     def clock(self, candidate: Candidate) -> StepClock:
         """The candidate's schedule, ready to be run."""
-        return step_clock(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
+        return step_clock(*self._order_key(candidate))
 
     def order(self, candidate: Candidate) -> Order:
         """What is known of the candidate's schedule beforehand."""
-        return order_of(candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank)
+        return order_of(*self._order_key(candidate))
+
+    def _order_key(self, candidate: Candidate) -> tuple[str, int, int, int, tuple[int, ...]]:
+        return candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank, candidate.replicas
 
     def rows(self, candidate: Candidate) -> int:
         """Rows of the candidate's largest microbatch."""
@@ -69,30 +75,62 @@ class PipelineProblems:
 
     def problem(self, candidate: Candidate) -> StageProblem:
         """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
-        prices, order = self.prices.at(self.rows(candidate)), self.order(candidate)
-        rank = order.stage_rank
-        links = self.links(rank)
-        limits = restrict(self.request.constraints, self.graph, self.points, self.request.devices, rank, self.request.modules)
+        order = self.order(candidate)
+        links = self.links(order.stage_ranks)
+        limits = restrict(self.request.constraints, self.graph, self.points, self.request.devices, order.stage_ranks, self.request.modules)
         return StageProblem(
-            units=prices.units,
-            kind=tuple(self.prices.kinds.index(self.cluster.devices[each]) for each in rank),
-            rank=rank,
+            units=self.units(candidate),
+            kind=tuple(map(self.kind_of, order.stage_ranks)),
+            rank=tuple(ranks[0] for ranks in order.stage_ranks),
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
             seconds_per_byte=np.array([self._slope(link) for link in links]),
             in_flight=order.in_flight,
             later=order.later,
-            limit=self.limits(),
+            limit=self._limits_of(order.stage_ranks),
             forced=limits.forced,
             allowed=limits.allowed,
+            replicas=candidate.replicas,
         )
 
-    def links(self, stage_rank: Sequence[int]) -> list[Link]:
-        """From each stage to the next."""
-        return [self.cluster.link(one, other) for one, other in itertools.pairwise(stage_rank)]
+    def units(self, candidate: Candidate) -> Units:
+        """The candidate's units: ranks that take turns at a stage have its gradients twice while they sum them, a message at a time."""
+        rows = self.rows(candidate)
+        units = self.prices.at(rows).units
+        if not candidate.replicas:
+            return units
+        if rows not in self._summing:
+            largest = float(units.gradient_uses.amount.max(initial=0.0))
+            self._summing[rows] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
+        return self._summing[rows]
+
+    def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
+        """Until the ranks that take turns at a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
+        stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
+        gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks))
+        links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
+        return max(each.seconds("all_reduce", size) for each, size in zip(links, gradients.tolist(), strict=True))
+
+    def kind_of(self, ranks: Sequence[int]) -> int:
+        """The kind of device of a stage: of unlike ones, the slowest for the whole model."""
+        kinds = {self.prices.kinds.index(self.cluster.devices[rank]) for rank in ranks}
+        return min(kinds) if len(kinds) == 1 else max(sorted(kinds), key=self._seconds_on)
+
+    def _seconds_on(self, kind: int) -> float:
+        return float(self.prices.times(self.graph.batch_size)[:, kind].sum())
+
+    def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+        """Bytes of each rank: of the first that share a stage, what all of them have."""
+        first = {ranks[0]: ranks for ranks in stage_ranks}
+        return tuple(min(self._limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self._limits)))
+
+    def links(self, stage_ranks: Sequence[tuple[int, ...]]) -> list[Link]:
+        """From each stage to the next: the slowest of the links that its ranks send over."""
+        pairs = (itertools.product(here, there) for here, there in itertools.pairwise(stage_ranks))
+        return [max(itertools.starmap(self.cluster.link, each), key=self._slope) for each in pairs]
 
     def messages(self, candidate: Candidate) -> MessageTimes:
         """How long what the candidate's stages send is on its way."""
-        key = (self.order(candidate).stage_rank, self.rows(candidate))
+        key = (self.order(candidate).stage_ranks, self.rows(candidate))
         if key not in self._messages:
             self._messages[key] = MessageTimes(self.prices.at(key[1]).units, self.links(key[0]), self.cost_model)
         return self._messages[key]
@@ -123,7 +161,7 @@ class PipelineProblems:
     def unlimited(self, candidate: Candidate) -> StageCuts | None:
         """The same without a limit of memory."""
         problem = self.problem(candidate)
-        key = (problem.rank, self.rows(candidate))
+        key = (problem.rank, problem.replicas, self.rows(candidate))
         if key not in self._unlimited:
             self._unlimited[key] = solve(replace(problem, limit=(np.inf,) * len(problem.limit)), _SLACK)
         return self._unlimited[key]

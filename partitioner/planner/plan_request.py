@@ -27,6 +27,7 @@ class PlanRequest:
         n_microbatches: microbatches a step.
         schedule: name of the schedule.
         stages_per_rank: stages that each rank runs.
+        replicas: for each stage, how many ranks its microbatches are dealt to; empty: each rank has stages of its own.
         recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the least that fits the memory.
         memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
         optimizer: whose state the memory counts. ``"none"`` on a graph in evaluation mode plans for the forward alone.
@@ -40,6 +41,7 @@ class PlanRequest:
     n_microbatches: int | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
+    replicas: tuple[int, ...] = ()
     recompute: str | None = None
     memory_limit: int | str | None = None
     optimizer: str = "adamw"
@@ -62,6 +64,7 @@ class PlanRequest:
             parse_bytes(self.memory_limit)
         self._check_schedule()
         self._check_microbatches(graph)
+        self._check_replicas(graph)
 
     def _check_schedule(self) -> None:
         if self.mode == "model":
@@ -69,7 +72,12 @@ class PlanRequest:
                 if value not in (None, only):
                     raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
         if self.schedule is not None:
-            find_schedule(self.schedule).stage_rank(len(self.devices), self.stages_per_rank)
+            find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
+        elif self.replicas and self.stages_per_rank not in (None, 1):
+            raise ConfigError(
+                f"stages_per_device={self.stages_per_rank} does not fit stages that ranks take turns at",
+                remedy="each has one stage: leave it out",
+            )
         elif self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise ConfigError(f"{self.stages_per_rank} stages on each device is too few", remedy="pass 1 or more")
 
@@ -86,4 +94,14 @@ class PlanRequest:
             raise ConfigError(
                 f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in output {', '.join(mixed)}",
                 remedy="pass n_microbatches=1, or return what does not mix rows",
+            )
+
+    def _check_replicas(self, graph: ModelGraph) -> None:
+        most = max(self.replicas, default=1)
+        whole = graph.batch is None or any(output.combine == "mixed" for output in graph.outputs)
+        count = self.n_microbatches or (1 if whole else graph.batch_size)
+        if count < most:
+            raise ConfigError(
+                f"{most} ranks take turns at a stage, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
+                remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut, or give the stage fewer ranks",
             )

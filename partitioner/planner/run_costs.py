@@ -37,8 +37,9 @@ class RunCosts:
         self.stage_limit = np.array([problem.limit[rank] for rank in problem.rank]) if stage_limit is None else stage_limit
         self._reach = _reach(problem)
         fastest = problem.units.time.min(axis=1)
+        self._turns = problem.taking_turns
         self._elapsed = np.concatenate([[0.0], np.cumsum(fastest)])
-        self.least_bottleneck = max(float(self._elapsed[-1]) / problem.n_stages, float(fastest.max()))
+        self.least_bottleneck = max(float(self._elapsed[-1]) / int(self._turns.sum()), float(fastest.max()) / int(self._turns.max()))
         self.most = float(problem.units.time.max(axis=1).sum())
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -47,7 +48,7 @@ class RunCosts:
 
     def longest(self, bound: float) -> Integers:
         """For each unit, how many units a run from there can have if it computes for no longer than the bound."""
-        n = self.problem.n_units
+        n, bound = self.problem.n_units, bound * int(self._turns.max())
         ends = np.searchsorted(self._elapsed, self._elapsed[:-1] + bound * (1 + _ROUNDING), side="right") - 1
         lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._reach.max(axis=1)), 0)
         return lengths
@@ -61,6 +62,7 @@ class RunCosts:
         """The stages that can start at a unit."""
         n, n_stages = self.problem.n_units, self.problem.n_stages
         low, high = max(0, n_stages - (n - start)), min(n_stages - 1, start)
+        bound *= int(self._turns.max())
         if np.isfinite(bound) and bound > 0:
             before, after = self._elapsed[start], self._elapsed[-1] - self._elapsed[start]
             low = max(low, int(np.ceil(before / bound - n_stages * _ROUNDING)))
@@ -74,9 +76,9 @@ class RunCosts:
         return runs.first(int(fits.sum(axis=1).max(initial=0)))
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds of a run with what it sends."""
+        """(stages, C, width) seconds of a run with what it sends, of which ranks that take turns have a part each."""
         seconds: Floats = runs.time[self._kind[stages]] + self.sending(runs, stages) + self.sending_back(runs, stages)
-        return seconds
+        return seconds / self._turns[stages, None, None] if self.problem.replicas else seconds
 
     def sending(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) seconds that what leaves a run is on its way to the next stage."""

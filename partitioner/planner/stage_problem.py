@@ -242,7 +242,7 @@ class StageProblem:
     Attributes:
         units: the units.
         kind: (S,) the kind of device of each stage.
-        rank: (S,) the rank of each stage.
+        rank: (S,) the rank of each stage; of several, the first.
         latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.
         seconds_per_byte: (S-1,) of that link.
         in_flight: (S,) microbatches that each stage holds at once.
@@ -250,6 +250,7 @@ class StageProblem:
         limit: (R,) bytes of each rank; the stages of a rank share them.
         forced: boundaries that must be cuts: b is the boundary in front of unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.
+        replicas: (S,) how many ranks take turns at each stage; empty: one.
     """
 
     units: Units
@@ -262,6 +263,7 @@ class StageProblem:
     limit: tuple[float, ...]
     forced: frozenset[int]
     allowed: NDArray[np.bool_] | None
+    replicas: tuple[int, ...] = ()
 
     @property
     def n_units(self) -> int:
@@ -270,6 +272,11 @@ class StageProblem:
     @property
     def n_stages(self) -> int:
         return len(self.kind)
+
+    @property
+    def taking_turns(self) -> Integers:
+        """(S,) how many ranks take turns at each stage."""
+        return np.array(self.replicas or (1,) * self.n_stages, dtype=np.int64)
 
 
 class Held(NamedTuple):

@@ -68,14 +68,16 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
         proven: whether nothing better can be there.
     """
     n_units, clock = len(problems.points.units), problems.clock(candidate)
-    units, schedule, stage_of = problems.prices.at(problems.rows(candidate)).units, clock.schedule, stages_of(starts, n_units)
+    units, schedule, stage_of = problems.units(candidate), clock.schedule, stages_of(starts, n_units)
     kept = tuple(map(int, units.kept_uses.held(stage_of, schedule.n_stages).tolist()))
-    fixed = np.bincount(schedule.stage_rank, units.fixed_uses.held(stage_of, schedule.n_stages), schedule.n_ranks)
+    fixed = np.zeros(schedule.n_ranks)
+    for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages), strict=True):
+        fixed[list(ranks)] += held
     gradients = units.gradient_uses.held(stage_of, schedule.n_stages).tolist()
     working = [0.0] * len(kept) if units.working is None else units.working.of_stages(starts).tolist()
     peaks = clock.peak_memory(kept, gradients, working, units.summed)
     memory = tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
-    columns = _times(problems, candidate, schedule.stage_rank, starts, stage_of)
+    columns = _times(problems, candidate, schedule.stage_ranks, starts, stage_of)
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
     return StagedModel(candidate, schedule, proven, stage_runs(starts, n_units), times, clock.makespan(*columns), kept, memory)
 
@@ -88,7 +90,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
     return tuple(
         Stage(
-            rank=staged.schedule.stage_rank[stage],
+            ranks=staged.schedule.stage_ranks[stage],
             first_node=problems.points.units[run.start][0],
             modules=modules,
             parameter_count=count,
@@ -104,11 +106,11 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
 
 
 def _times(
-    problems: PipelineProblems, candidate: Candidate, stage_rank: Sequence[int], starts: Sequence[int], stage_of: Integers
+    problems: PipelineProblems, candidate: Candidate, stage_ranks: Sequence[tuple[int, ...]], starts: Sequence[int], stage_of: Integers
 ) -> tuple[list[float], ...]:
     """The columns of ``StageTimes``: seconds of each stage."""
-    prices, stages = problems.prices.at(problems.rows(candidate)), np.arange(len(stage_rank))
-    kinds = np.array([problems.prices.kinds.index(problems.cluster.devices[rank]) for rank in stage_rank])
+    prices, stages = problems.prices.at(problems.rows(candidate)), np.arange(len(stage_ranks))
+    kinds = np.array([problems.kind_of(ranks) for ranks in stage_ranks])
     halves = np.add.reduceat(prices.halves, starts, axis=1)[:, stages, kinds]
     again = prices.units.replicated_uses
     if len(again.unit):
@@ -162,8 +164,12 @@ class StageSums:
             else:
                 self._read_often.append((each.dimension, units, each.size))
 
-    def bytes_of_ranks(self, starts: Sequence[int], stage_rank: Sequence[int]) -> dict[str, Floats]:
-        """Mesh dimension -> (R,) the bytes that each rank of the pipeline sums over it; what two of its stages read, once."""
+    def bytes_of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
+        """Mesh dimension -> (R,) the bytes that each rank of the pipeline sums over it; what two of its stages read, once.
+
+        Of ranks that share a stage, the first counts: the others sum as much.
+        """
+        stage_rank = [ranks[0] for ranks in stage_ranks]
         ranks, n_ranks = np.array(stage_rank), max(stage_rank) + 1
         found: dict[str, Floats] = {}
         for dimension, (units, sizes) in self._read_once.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, fx
 
@@ -36,12 +36,13 @@ def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | 
         for node in program.module.graph.nodes:
             if node.target is send:
                 message: Message = node.meta["message"]
-                messages.setdefault(_what(message), []).append(node)
+                messages.setdefault(_what(lowered, message), []).append(node)
+    n_microbatches = 1 + max((message.microbatch or 0 for each in messages.values() for message in _messages(each)), default=0)
     position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
     found = sorted(messages.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
     return (
-        *(_transfer(lowered, message, nodes, batch, ranks_at) for message, nodes in found),
+        *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in found),
         *collective_transfers(lowered, programs, mesh),
     )
 
@@ -52,35 +53,45 @@ def _order(message: Message, position: int) -> tuple[int, int, int]:
     return kinds[message.kind], -position if message.kind == "gradient" else position, message.destination
 
 
-def _what(message: Message) -> Message:
-    """The message without its microbatch; what every rank is told, without its destination."""
-    told = message.kind in ("loss", "output")
-    return Message(message.kind, message.value, None, message.consumer, message.source, -1 if told else message.destination)
+def _messages(nodes: Sequence[fx.Node]) -> Iterator[Message]:
+    return (node.meta["message"] for node in nodes)
+
+
+def _what(lowered: LoweredStages, message: Message) -> Message:
+    """The message without its microbatch; what every rank is told, without its destination. Ranks that take turns are as the first."""
+    source, destination = (_sharing(lowered, place)[0] for place in (message.source, message.destination))
+    return Message(message.kind, message.value, None, message.consumer, source, -1 if message.kind in ("loss", "output") else destination)
+
+
+def _sharing(lowered: LoweredStages, place: int) -> tuple[int, ...]:
+    """The places along the pipeline that take turns with one."""
+    return next(places for places in lowered.stage_ranks if place in places)
 
 
 def _transfer(
-    lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], batch: int, ranks_at: Sequence[tuple[int, ...]]
+    lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], rows: Sequence[int], ranks_at: Sequence[tuple[int, ...]]
 ) -> Transfer:
     """One line. Messages name places along the pipeline.
 
     Args:
+        rows: of each microbatch.
         ranks_at: the ranks at each place.
     """
     sent = sum(node.meta["bytes"] for node in nodes)
     first: Message = nodes[0].meta["message"]
-    sending = ranks_at[message.source]
+    sending = _ranks(lowered, message.source, ranks_at)
     told = ""
     if message.destination == -1:
-        places = {node.meta["message"].destination for node in nodes}
+        places = {each.destination for each in _messages(nodes)}
         told = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
     if message.kind == "loss":
         return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), told, "all ranks return it", sending)
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
-    rows = batch if first.microbatch is None else microbatch_sizes(batch, len({node.meta["message"].microbatch for node in nodes}))[0]
+    size = sum(rows) if first.microbatch is None else rows[first.microbatch]
     source, destination, reason = route(lowered, message, node, ranks_at)
     destination = told or destination
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
-    return Transfer(name, _shape(lowered, node, rows), sent, len(nodes), source, destination, reason, sending)
+    return Transfer(name, _shape(lowered, node, size), sent, len(nodes), source, destination, reason, sending)
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
@@ -88,6 +99,11 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
     assert isinstance(value, Tensor)
     sizes = [size if isinstance(size, int) else size.subs(lowered.graph.batch, rows) for size in map(size_of, value.shape)]
     return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(str(size) for size in sizes)})"
+
+
+def _ranks(lowered: LoweredStages, place: int, ranks_at: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks that stand at a place, and at those that take turns with it."""
+    return tuple(sorted(rank for each in _sharing(lowered, place) for rank in ranks_at[each]))
 
 
 def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
@@ -100,25 +116,21 @@ def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Seq
     """
     producer = lowered.producer(message.value)
     computed = short_name(module_path(node))
-    producing = f"stage {producer}, {rank_list(ranks_at[lowered.stage_rank[producer]])}"
+    producing = f"stage {producer}, {rank_list(_ranks(lowered, lowered.stage_ranks[producer][0], ranks_at))}"
+    source = rank_list(_ranks(lowered, message.source, ranks_at))
     if message.kind == "output":
-        return rank_list(ranks_at[message.source]), "", f"{computed} computes it, all ranks return it"
+        return source, "", f"{computed} computes it, all ranks return it"
     if message.kind == "gradient":
         if message.consumer == -1:
-            return rank_list(ranks_at[message.source]), producing, "the loss reads the result"
+            return source, producing, "the loss reads the result"
         reader = _reader(lowered, message.value, [message.consumer])
-        return f"stage {message.consumer}, {rank_list(ranks_at[message.source])}", producing, f"{computed} <- {reader}"
-    reading = [
-        stage.index for stage in lowered.stages if lowered.stage_rank[stage.index] == message.destination and message.value in stage.values
-    ]
+        return f"stage {message.consumer}, {source}", producing, f"{computed} <- {reader}"
+    destination = rank_list(_ranks(lowered, message.destination, ranks_at))
+    reading = [stage.index for stage in lowered.stages_of(message.destination) if message.value in stage.values]
     if not reading:
-        return producing, rank_list(ranks_at[message.destination]), f"{computed} computes it, the model returns it"
+        return producing, destination, f"{computed} computes it, the model returns it"
     stages = f"stage{'s' if len(reading) > 1 else ''} {' and '.join(str(stage) for stage in reading)}"
-    return (
-        producing,
-        f"{stages}, {rank_list(ranks_at[message.destination])}",
-        f"{computed} -> {_reader(lowered, message.value, reading)}",
-    )
+    return producing, f"{stages}, {destination}", f"{computed} -> {_reader(lowered, message.value, reading)}"
 
 
 def _reader(lowered: LoweredStages, value: str, stages: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from cost_models.units import format_bytes, format_flops
 from partitioner.reports.module_range import module_range
 from partitioner.reports.table import align, html_table
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh, mesh_words
+from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan, Stage
 from passes.ir.schedule import ActionKind
 from passes.lower import LoweredStages
 from passes.messages import sweep_scripts
 from passes.size_expression import bytes_of
 
-__all__ = ["DeviceTable", "device_table", "headline"]
+__all__ = ["DeviceTable", "dealt", "device_table", "headline"]
 
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
@@ -62,7 +65,7 @@ def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:
     """The plan in one line."""
-    mesh = " x ".join(f"{dimension} {size}" for dimension, size in plan.mesh)
+    mesh = mesh_words(Mesh(plan.mesh), plan.replicas)
     cut = f"batch of {plan.batch_size} in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''}"
     return f"{name}: {mesh}, {plan.schedule}, {cut}, {'training' if training else 'evaluation'}"
 
@@ -70,7 +73,8 @@ def headline(name: str, plan: Plan, *, training: bool) -> str:
 def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
     stages: defaultdict[int, list[tuple[int, Stage]]] = defaultdict(list)
     for index, stage in enumerate(plan.stages):
-        stages[stage.rank].append((index, stage))
+        for rank in stage.ranks:
+            stages[rank].append((index, stage))
     sent = _sent_forward(plan, lowered)
     rows: list[tuple[str, ...]] = [_HEADING]
     for rank, device in enumerate(plan.devices):
@@ -81,7 +85,7 @@ def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
                 device,
                 ", ".join(str(index) for index, _ in here),
                 "; ".join(module_range(stage.modules, _MODULES_WIDTH // max(len(here), 1) - 2) for _, stage in here),
-                *_numbers([stage for _, stage in here], plan.n_microbatches),
+                *_numbers([stage for _, stage in here], [len(dealt(stage, rank, plan.n_microbatches)) for _, stage in here]),
                 format_bytes(plan.memory[rank]),
                 format_bytes(sent[rank]),
             )
@@ -90,12 +94,22 @@ def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
     return rows
 
 
-def _numbers(stages: Sequence[Stage], n_microbatches: int) -> tuple[str, str, str]:
-    """Parameters, their bytes, and the floating-point operations of the forwards of a step."""
+def dealt(stage: Stage, rank: int, n_microbatches: int) -> range:
+    """The microbatches that a rank computes of a stage."""
+    return range(stage.ranks.index(rank), n_microbatches, len(stage.ranks))
+
+
+def _numbers(stages: Sequence[Stage], counts: Sequence[int]) -> tuple[str, str, str]:
+    """Parameters, their bytes, and the floating-point operations of the forwards of a step.
+
+    Args:
+        stages: of a rank.
+        counts: of each, how many microbatches.
+    """
     return (
         f"{sum(stage.parameter_count for stage in stages):,}",
         format_bytes(sum(stage.parameter_bytes for stage in stages)),
-        format_flops(sum(stage.flops for stage in stages) * n_microbatches),
+        format_flops(sum(stage.flops * count for stage, count in zip(stages, counts, strict=True))),
     )
 
 
@@ -112,11 +126,15 @@ def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
 def _sent_forward(plan: Plan, lowered: LoweredStages) -> list[int]:
     """For each rank, the bytes of activations that it sends in a step."""
     nodes = {node.name: node for node in lowered.graph.graph.nodes}
-    batch = plan.batch_size if lowered.graph.batch is not None else lowered.graph.batch_size
-    parts = 1 if lowered.graph.batch is not None else plan.n_microbatches
+    is_fixed = lowered.graph.batch is None
+    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches) if not is_fixed else (lowered.graph.batch_size,) * plan.n_microbatches
+
+    @functools.cache
+    def size_of(value: str, size: int) -> int:
+        return bytes_of(nodes[value].meta["val"], lowered.graph.batch, size)
+
     sent = [0] * plan.n_ranks
-    for script in sweep_scripts(lowered, 1, ActionKind.FORWARD, share_outputs=False):
-        for item in script:
-            for message in item.sends:
-                sent[message.source] += parts * bytes_of(nodes[message.value].meta["val"], lowered.graph.batch, batch)
+    for script in sweep_scripts(lowered, plan.n_microbatches, ActionKind.FORWARD, share_outputs=False):
+        for message in (message for item in script for message in item.sends):
+            sent[message.source] += size_of(message.value, rows[message.microbatch or 0])
     return sent

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.units import format_bytes, format_flops, format_seconds
-from partitioner.reports.module_range import module_range
+from partitioner.reports.module_range import module_range, rank_list
+from passes.ir.mesh import Mesh, mesh_words
 from passes.ir.plan import Plan
 
 __all__ = ["Difference", "Pair", "difference_of", "plan_lines"]
@@ -154,7 +155,7 @@ def _marked(pair: Pair) -> tuple[str, str]:
 def plan_lines(plan: Plan) -> list[str]:
     """A plan, one decision or prediction a line."""
     lines = [
-        f"mesh          {' x '.join(f'{name} {size}' for name, size in plan.mesh)}",
+        f"mesh          {mesh_words(Mesh(plan.mesh), plan.replicas)}",
         f"devices       {', '.join(plan.devices)}",
         f"axes          {', '.join(f'{axis} over {over}' for axis, over in plan.axes) or 'none is cut'}",
         f"schedule      {plan.schedule}",
@@ -166,7 +167,7 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     for index, stage in enumerate(plan.stages):
         lines += [
-            f"stage {index}       rank {stage.rank}, {module_range(stage.modules)}",
+            f"stage {index}       {rank_list(stage.ranks)}, {module_range(stage.modules)}",
             f"  parameters  {stage.parameter_count:,}, {format_bytes(stage.parameter_bytes)}",
             f"  forward     {format_flops(stage.flops)}, {format_seconds(stage.forward_time)}, sends {format_bytes(stage.send_bytes)}",
             f"  backward    {format_seconds(stage.backward_time)}, keeps {format_bytes(stage.activation_bytes)}",

@@ -23,6 +23,7 @@ from partitioner.reports.table import Table, align
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.in_flight import peak_in_flight
+from passes.ir.mesh import mesh_words
 from passes.ir.microbatch import microbatch_sizes
 from passes.size_expression import bytes_of
 
@@ -71,15 +72,18 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
     stages = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
+    each = f"{stages} stage{'s' if stages > 1 else ''} on each device"
+    if plan.replicas:
+        each = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which take microbatches in turn"
     schedule = "none: a forward alone, stages one after the other"
     if explained.schedule is not None:
         source = find_schedule(plan.schedule).source.partition(",")[0]
-        schedule = f"{plan.schedule} ({source}), {stages} stage{'s' if stages > 1 else ''} on each device"
+        schedule = f"{plan.schedule} ({source}), {each}"
     kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
     if plan.tiles:
         kept = "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
     pairs = [
-        ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh) + f", {_devices(plan.devices)}"),
+        ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices)}"),
         ("schedule", schedule),
         (
             "batch",
@@ -101,7 +105,11 @@ def _bound_by(explained: Explained) -> str:
     """What limits the step; the planner counts the ranks of one pipeline."""
     if not explained.is_cut:
         return explained.plan.bound_by
-    return re.sub(r"\bon rank (\d+)\b", lambda found: f"on {rank_list(explained.ranks_at(int(found[1])))}", explained.plan.bound_by)
+
+    def of_mesh(found: re.Match[str]) -> str:
+        return f"on {rank_list(_ranks_at(explained, [int(place) for place in re.findall(r'[0-9]+', found[0])]))}"
+
+    return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.bound_by)
 
 
 def _devices(devices: Sequence[str]) -> str:
@@ -122,7 +130,7 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
 def _stages(explained: Explained) -> Table:
     heading = (
         "stage",
-        "ranks" if explained.is_cut else "rank",
+        _rank_heading(explained),
         "modules",
         "parameters",
         "size",
@@ -133,7 +141,7 @@ def _stages(explained: Explained) -> Table:
     rows = [
         (
             str(index),
-            _ranks(explained, stage.rank),
+            _ranks(explained, stage.ranks),
             module_range(stage.modules),
             f"{stage.parameter_count:,}",
             format_bytes(stage.parameter_bytes),
@@ -147,9 +155,18 @@ def _stages(explained: Explained) -> Table:
     return Table([heading, *rows], ">><>>>>>", f"work and times are of one microbatch; times are predicted{parts}")
 
 
-def _ranks(explained: Explained, place: int) -> str:
-    """The ranks at a place along the pipeline, in few letters."""
-    ranks = explained.ranks_at(place)
+def _rank_heading(explained: Explained) -> str:
+    return "ranks" if explained.is_cut or explained.plan.replicas else "rank"
+
+
+def _ranks_at(explained: Explained, places: Sequence[int]) -> tuple[int, ...]:
+    """The ranks at places along the pipeline."""
+    return tuple(sorted(rank for place in places for rank in explained.ranks_at(place)))
+
+
+def _ranks(explained: Explained, places: Sequence[int]) -> str:
+    """The same in few letters."""
+    ranks = _ranks_at(explained, places)
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
@@ -168,7 +185,7 @@ def _memory(explained: Explained) -> Table:
     lowered, plan = explained.lowered, explained.plan
     heading = (
         "stage",
-        "ranks" if explained.is_cut else "rank",
+        _rank_heading(explained),
         "kept a microbatch",
         "microbatches held",
         "kept at most",
@@ -183,9 +200,9 @@ def _memory(explained: Explained) -> Table:
     for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
         saved = [value for value in training.saved_values if isinstance(value, Tensor)]
         kept = sum(bytes_of(value, lowered.graph.batch, rows[0]) for value in saved)
-        place = lowered.stage_rank[stage.index]
-        peak = format_bytes(plan.memory[explained.ranks_at(place)[0]])
-        lines.append((str(stage.index), _ranks(explained, place), format_bytes(kept), str(count), format_bytes(kept * count), peak))
+        places = lowered.stage_ranks[stage.index]
+        peak = format_bytes(plan.memory[explained.ranks_at(places[0])[0]])
+        lines.append((str(stage.index), _ranks(explained, places), format_bytes(kept), str(count), format_bytes(kept * count), peak))
     footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
     return Table(lines, ">>>>>>", footnote)
 
@@ -220,9 +237,9 @@ def _tied(explained: Explained) -> list[str]:
     rows = []
     for placeholder, name in lowered.graph.parameters.items():
         others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
-        places = {lowered.stage_rank[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
-        ranks = sorted(rank for place in places for rank in explained.ranks_at(place))
-        if len(places) > 1:
+        reading = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
+        ranks = _ranks_at(explained, [place for places in reading for place in places])
+        if len(reading) > 1:
             rows.append(
                 (
                     name,
@@ -231,7 +248,7 @@ def _tied(explained: Explained) -> list[str]:
                 )
             )
         elif others:
-            rows.append((name, f"also {', '.join(others)}", f"held by {rank_list(ranks or [0])}"))
+            rows.append((name, f"also {', '.join(others)}", f"held by {rank_list(ranks or (0,))}"))
     return align(rows, "<<<") if rows else []
 
 

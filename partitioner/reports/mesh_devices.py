@@ -38,7 +38,7 @@ def mesh_table(explained: Explained) -> DeviceTable:
     kinds = tuple(dict.fromkeys(kind for each in sent for kind, size in each.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):
-        here = [(index, stage) for index, stage in enumerate(plan.stages) if stage.rank == places[rank]]
+        here = [(index, stage) for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks]
         coordinate = mesh.coordinate(rank)
         rows.append(
             (
@@ -84,9 +84,9 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages]) -> list[float]:
         batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
         for stage in stages.stages:
             total = sympy.Add(*(flops.get(node.name, 0) for node in stage.module.graph.nodes))
-            work[ranks[stages.stage_rank[stage.index]]] += sum(
-                float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total) for rows in batches
-            )
+            for number, rows in enumerate(batches):
+                rank = ranks[stages.rank_of(stage.index, number)]
+                work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
     return work
 
 

@@ -15,9 +15,10 @@ from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from partitioner.schedules.zbv import ZBV
 from partitioner.schedules.zero_bubble import ZERO_BUBBLE
 from passes.ir.errors import ConfigError
+from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "make_schedule", "schedule_of"]
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
@@ -50,7 +51,9 @@ def find_schedule(name: str) -> ScheduleKind:
 
 
 @lru_cache(maxsize=16)
-def make_schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: tuple[int, ...] = ()
+) -> Schedule:
     """The schedule of this name for one step: any positive number of ranks, any positive number of microbatches. The last ones are kept.
 
     Args:
@@ -58,8 +61,16 @@ def make_schedule(name: str, n_ranks: int, n_microbatches: int, stages_per_rank:
         n_ranks: ranks in the pipeline.
         n_microbatches: microbatches in the step: also fewer than the ranks, also no multiple of them.
         stages_per_rank: stages that each rank runs; None: what the schedule asks for, 2 for Interleaved1F1B.
+        replicas: for each stage, how many ranks run it; empty: one rank each.
 
     Raises:
         ConfigError: the name is unknown, a number is not positive, or the schedule does not allow this many stages a rank.
     """
-    return find_schedule(name).build(n_ranks, n_microbatches, stages_per_rank)
+    return find_schedule(name).build(n_ranks, n_microbatches, stages_per_rank, replicas)
+
+
+def schedule_of(plan: Plan, n_microbatches: int) -> Schedule:
+    """A plan's schedule, for so many microbatches."""
+    n_ranks = 1 + max(map(max, plan.stage_ranks))
+    stages_per_rank = None if plan.replicas else len(plan.stages) // n_ranks
+    return make_schedule(plan.schedule, n_ranks, n_microbatches, stages_per_rank, plan.replicas)

@@ -29,9 +29,9 @@ def dualpipe_v(rank: Rank) -> list[Move]:
     down, up = rank.stages
     n_microbatches = max(rank.n_microbatches, 2 * rank.n_ranks)
     fill = on(down, "F") * (2 * rank.n_after)
-    fill += (on(down, "F") + on(up, "F")) * (rank.index + 1)
+    fill += (on(down, "F") + on(up, "F")) * (rank.n_before + 1)
     fill += on(up, "IWF") * rank.n_after
-    keep = (on(down, "F") + on(up, "BF") + on(down, "B")) * (n_microbatches - 2 * rank.n_ranks + rank.index + 1)
+    keep = (on(down, "F") + on(up, "BF") + on(down, "B")) * (n_microbatches - 2 * rank.n_ranks + rank.n_before + 1)
     keep += (on(up, "BF") + on(down, "B")) * rank.n_after
     return fill + keep + _drain(rank)
 
@@ -39,9 +39,9 @@ def dualpipe_v(rank: Rank) -> list[Move]:
 def _drain(rank: Rank) -> list[Move]:
     """The backwards after the last forward: whole ones first, then split ones, whose W fill the waits and the end, oldest first."""
     down, up = rank.stages
-    stages = [up, down] * (rank.index + 1) + [down] * rank.n_after
-    whole, split = stages[: rank.index + 1], stages[rank.index + 1 :]
-    early, late = split[: rank.index + 1], split[rank.index + 1 :]
+    stages = [up, down] * (rank.n_before + 1) + [down] * rank.n_after
+    whole, split = stages[: rank.n_before + 1], stages[rank.n_before + 1 :]
+    early, late = split[: rank.n_before + 1], split[rank.n_before + 1 :]
     moves = [move for stage in whole for move in on(stage, "B")]
     moves += [move for stage in early for move in on(stage, "I")]
     for weight, stage in zip(split, late, strict=False):

@@ -16,24 +16,25 @@ _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def peak_in_flight(schedule: Schedule, ends: Collection[ActionKind] = _FREES, *, later: bool = False) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose forward has begun and whose end has not come.
+    """For each stage, the most microbatches whose forward has begun and whose end has not come, on any one of its ranks.
 
     Args:
         ends: actions that are an end; those that free activations, if nothing else is said.
         later: count only while the stage acts behind its first end: when there are gradients.
     """
-    held = [0] * schedule.n_stages
     peak = [0] * schedule.n_stages
-    ended = [False] * schedule.n_stages
-    for action in schedule:
-        stage = action.stage
-        if action.kind is ActionKind.FORWARD:
-            held[stage] += 1
-        if ended[stage] or not later:
-            peak[stage] = max(peak[stage], held[stage])
-        if action.kind in ends:
-            held[stage] -= 1
-            ended[stage] = True
+    for actions in schedule.actions:
+        held = [0] * schedule.n_stages
+        ended = [False] * schedule.n_stages
+        for action in actions:
+            stage = action.stage
+            if action.kind is ActionKind.FORWARD:
+                held[stage] += 1
+            if ended[stage] or not later:
+                peak[stage] = max(peak[stage], held[stage])
+            if action.kind in ends:
+                held[stage] -= 1
+                ended[stage] = True
     return tuple(peak)
 
 

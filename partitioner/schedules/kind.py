@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from partitioner.schedules.in_flight import peak_in_flight
 from partitioner.schedules.pattern import Move, Rank, numbered
 from passes.ir.errors import ConfigError
-from passes.ir.schedule import Schedule
+from passes.ir.schedule import Action, Schedule
 
 __all__ = ["ScheduleKind"]
 
@@ -39,9 +40,16 @@ class ScheduleKind:
         """Whether each rank can run this many stages."""
         return stages_per_rank >= 1 if self.any_stages_per_rank else stages_per_rank == self.default_stages_per_rank
 
-    def stage_rank(self, n_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-        """For each stage, the rank that runs it. Raises ConfigError as ``build`` does."""
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether each rank runs one stage, which it may then share with others."""
+        return self.default_stages_per_rank == 1 and not self.any_stages_per_rank
+
+    def stage_ranks(self, n_ranks: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the ranks that run it. Raises ConfigError as ``build`` does."""
         _check_positive("pipeline ranks", n_ranks)
+        if replicas:
+            return self._shared(n_ranks, stages_per_rank, replicas)
         if stages_per_rank is None:
             stages_per_rank = self.default_stages_per_rank
         if not self.allows(stages_per_rank):
@@ -50,21 +58,54 @@ class ScheduleKind:
                 f"schedule {self.name} cannot run {stages_per_rank} stages on each device: it runs {wanted}",
                 remedy=f"pass stages_per_device={self.default_stages_per_rank}, leave it out, or choose another schedule",
             )
-        return self.placement(n_ranks, stages_per_rank)
+        return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
-    def build(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    def _shared(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of stages that take so many each, counted through."""
+        if not self.has_one_stage or stages_per_rank not in (None, 1):
+            raise ConfigError(
+                f"schedule {self.name} cannot run stages on {' + '.join(map(str, replicas))} ranks: each rank has several stages",
+                remedy="choose GPipe, 1F1B or ZB1P, or give each stage as many ranks as the others",
+            )
+        if sum(replicas) != n_ranks or min(replicas) < 1:
+            raise ConfigError(f"stages on {' + '.join(map(str, replicas))} ranks do not make a pipeline of {n_ranks}")
+        ends = list(itertools.accumulate(replicas))
+        return tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
+
+    def build(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> Schedule:
         """The schedule of a step, for any positive number of ranks and microbatches.
 
+        Where several ranks run one stage, microbatches are dealt to them in turn (1F1B-RR of Narayanan et al. 2019, PipeDream). Each runs
+        as far ahead as those behind it need to be busy: n ranks take n microbatches at once, and the k ranks of a stage n / k each.
+
+        Args:
+            n_ranks: in the pipeline.
+            n_microbatches: of a step.
+            stages_per_rank: stages that each rank runs; None: as many as the schedule wants.
+            replicas: for each stage, how many ranks run it; empty: one rank each.
+
         Raises:
-            ConfigError: a number is not positive, or the schedule does not allow this many stages a rank.
+            ConfigError: a number is not positive, or the schedule does not allow this many stages a rank, or ranks a stage.
         """
         _check_positive("microbatches", n_microbatches)
-        stage_rank = self.stage_rank(n_ranks, stages_per_rank)
+        stage_ranks = self.stage_ranks(n_ranks, stages_per_rank, replicas)
         stages: list[list[int]] = [[] for _ in range(n_ranks)]
-        for stage, rank in enumerate(stage_rank):
-            stages[rank].append(stage)
-        patterns = (self.pattern(Rank(rank, n_ranks, tuple(stages[rank]), n_microbatches)) for rank in range(n_ranks))
-        return Schedule(self.name, n_microbatches, stage_rank, tuple(numbered(pattern, n_microbatches) for pattern in patterns))
+        for stage, ranks in enumerate(stage_ranks):
+            for rank in ranks:
+                stages[rank].append(stage)
+        actions = (self._actions(rank, n_ranks, tuple(stages[rank]), stage_ranks, n_microbatches) for rank in range(n_ranks))
+        return Schedule(self.name, n_microbatches, stage_ranks, tuple(actions))
+
+    def _actions(
+        self, rank: int, n_ranks: int, stages: tuple[int, ...], stage_ranks: Sequence[tuple[int, ...]], n_microbatches: int
+    ) -> tuple[Action, ...]:
+        """What one rank does, on the microbatches that are dealt to it."""
+        together = stage_ranks[stages[0]]
+        dealt = range(together.index(rank), n_microbatches, len(together))
+        n_after = -(-(n_ranks - 1 - together[-1]) // len(together))
+        n_before = -(-n_ranks // len(together)) - 1 - n_after
+        pattern = self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after))
+        return tuple(replace(action, microbatch=dealt[action.microbatch]) for action in numbered(pattern, len(dealt)))
 
     def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""

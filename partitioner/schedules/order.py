@@ -18,16 +18,17 @@ class Order:
 
     Attributes:
         n_microbatches: of a step.
-        stage_rank: for each stage, the rank that runs it.
+        stage_ranks: for each stage, the ranks that run it.
         splits: whether backwards are done in two halves.
         fills: whether all forwards come in front of all backwards.
-        ahead: for each stage, how many forwards begin at most before the backward of the first of them, or its input half, has ended.
-        in_flight: the same for the weight half: microbatches whose activations the stage holds at once. Equal where backwards are whole.
+        ahead: for each stage, how many forwards a rank begins at most before the backward of the first of them, or its input half, has
+            ended.
+        in_flight: the same for the weight half: microbatches whose activations a rank holds at once. Equal where backwards are whole.
         later: as many while it computes behind its first whole backward, or weight half.
     """
 
     n_microbatches: int
-    stage_rank: tuple[int, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     splits: bool
     fills: bool
     ahead: tuple[int, ...]
@@ -36,23 +37,23 @@ class Order:
 
 
 @lru_cache(maxsize=256)
-def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> Order:
+def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int, replicas: tuple[int, ...] = ()) -> Order:
     """The order of a schedule by name; raises as ``make_schedule`` does.
 
     >>> order_of("1F1B", 4, 8, 1).in_flight, order_of("ZB1P", 4, 8, 1).in_flight
     ((4, 3, 2, 1), (4, 4, 4, 4))
     """
-    if name in _ALONE:
+    if name in _ALONE and not replicas:
         ranks = tuple(range(n_ranks))
         behind = tuple(min(n_microbatches, n_ranks - rank) for rank in ranks)
         all_of_them, most = (n_microbatches,) * n_ranks, (min(n_microbatches, n_ranks),) * n_ranks
         ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
         later = tuple(min(held, n_microbatches - 1) for held in in_flight)
-        return Order(n_microbatches, ranks, name == "ZB1P", name == "GPipe", ahead, in_flight, later)
-    schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank)
+        return Order(n_microbatches, tuple((rank,) for rank in ranks), name == "ZB1P", name == "GPipe", ahead, in_flight, later)
+    schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas)
     ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
     in_flight, later = peak_in_flight(schedule), peak_in_flight(schedule, later=True)
-    return Order(n_microbatches, schedule.stage_rank, SCHEDULES[name].splits_backward, False, ahead, in_flight, later)
+    return Order(n_microbatches, schedule.stage_ranks, SCHEDULES[name].splits_backward, name == "GPipe", ahead, in_flight, later)
 
 
 _ALONE = ("GPipe", "1F1B", "ZB1P")

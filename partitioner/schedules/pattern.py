@@ -27,21 +27,18 @@ class Rank:
     """Where a rank sits in the pipeline: all that its pattern depends on.
 
     Attributes:
-        index: 0 is where microbatches enter.
         n_ranks: ranks in the pipeline.
         stages: the stages that the rank runs, ascending.
-        n_microbatches: microbatches in the step.
+        n_microbatches: microbatches that it computes in a step.
+        n_before: ranks that come before it, nearer to where microbatches enter. Where several ranks share a stage, for each of these.
+        n_after: ranks that come after it, counted alike.
     """
 
-    index: int
     n_ranks: int
     stages: tuple[int, ...]
     n_microbatches: int
-
-    @property
-    def n_after(self) -> int:
-        """How many ranks come after this one."""
-        return self.n_ranks - 1 - self.index
+    n_before: int
+    n_after: int
 
 
 def on(stage: int, letters: str) -> list[Move]:

@@ -89,9 +89,9 @@ class StepClock:
 
 
 @lru_cache(maxsize=64)
-def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> StepClock:
+def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int, replicas: tuple[int, ...] = ()) -> StepClock:
     """The clock of a schedule by name; those asked for last are kept. Raises as ``make_schedule`` does."""
-    return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank))
+    return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas))
 
 
 def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:

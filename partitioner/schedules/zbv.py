@@ -25,15 +25,15 @@ def zbv(rank: Rank) -> list[Move]:
     """Fill up to 2R activations, keep them at 2R, drain input gradients first."""
     down, up = rank.stages
     n_microbatches = max(rank.n_microbatches, 2 * rank.n_ranks - 1)
-    n_filled = 2 * rank.n_ranks - 1 - rank.index
+    n_filled = 2 * rank.n_ranks - 1 - rank.n_before
     fill = on(down, "F") * (2 * rank.n_after + 1)
-    fill += (on(up, "F") + on(down, "F")) * rank.index
+    fill += (on(up, "F") + on(down, "F")) * rank.n_before
     fill += on(up, "FIW") * (rank.n_after + 1)
     keep = (on(down, "FIW") + on(up, "FIW")) * (n_microbatches - n_filled)
     keep += (on(down, "IW") + on(up, "FIW")) * rank.n_after
-    drain = (on(down, "I") + on(up, "I")) * rank.index
+    drain = (on(down, "I") + on(up, "I")) * rank.n_before
     drain += on(down, "IW") * (rank.n_after + 1)
-    drain += on(up, "W") * rank.index + on(down, "W") * rank.index
+    drain += on(up, "W") * rank.n_before + on(down, "W") * rank.n_before
     return fill + keep + drain
 
 

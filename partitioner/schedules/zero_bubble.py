@@ -25,7 +25,7 @@ __all__ = ["ZERO_BUBBLE", "zero_bubble"]
 def zero_bubble(rank: Rank) -> list[Move]:
     """1F1B of forwards and input gradients; the weight gradients stay as many microbatches behind as ranks come before."""
     (stage,) = rank.stages
-    n_behind = min(rank.index, rank.n_microbatches)
+    n_behind = min(rank.n_before, rank.n_microbatches)
     forwards = [on(stage, "F")] * rank.n_microbatches
     backwards = [on(stage, "I")] * n_behind + [on(stage, "IW")] * (rank.n_microbatches - n_behind)
     return alternate(forwards, backwards, n_ahead=rank.n_after) + on(stage, "W") * n_behind

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "STAGES", "STORED", "TILE", "TILES", "Mesh", "pipelines"]
+__all__ = ["ROWS", "STAGES", "STORED", "TILE", "TILES", "Mesh", "mesh_words", "pipelines"]
 
 STAGES = ("pipeline", "model")
 """The mesh dimensions along which the graph itself is cut into stages; all others cut axes."""
@@ -93,3 +93,17 @@ def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         firsts = [first + index * strides[name] for first in firsts for index in range(size)]
     along = next((name for name in mesh.names if name in STAGES), STAGES[0])
     return tuple(tuple(first + stage * strides.get(along, 0) for stage in range(mesh.length(along))) for first in firsts)
+
+
+def mesh_words(mesh: Mesh, replicas: Sequence[int] = ()) -> str:
+    """A mesh for reading.
+
+    Args:
+        mesh: its dimensions.
+        replicas: how many ranks each stage has, where these are not one each.
+
+    >>> mesh_words(Mesh((("pipeline", 3), ("tensor", 2))), (2, 1))
+    'pipeline 2 + 1 x tensor 2'
+    """
+    sizes = {name: " + ".join(map(str, replicas)) if replicas and name in STAGES else str(size) for name, size in mesh.dimensions}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -18,10 +18,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive nodes of the model's graph, computed by one rank.
+    """A run of consecutive nodes of the model's graph, computed by one rank, or by several that microbatches are dealt to in turn.
 
     Attributes:
-        rank: the rank that computes it; on a mesh of several dimensions, its place along the pipeline.
+        ranks: who computes it; on a mesh of several dimensions, places along the pipeline.
         first_node: name of its first node; the stage ends where the next begins.
         modules: the module paths that it covers, for reading: ``("transformer.h.0", "transformer.h.1")``.
         parameter_count: parameters that it holds (a parameter shared with another stage counts in both).
@@ -33,7 +33,7 @@ class Stage:
         send_bytes: bytes of activations that leave it for one microbatch.
     """
 
-    rank: int
+    ranks: tuple[int, ...]
     first_node: str
     modules: tuple[str, ...]
     parameter_count: int
@@ -122,9 +122,15 @@ class Plan:
         return len(self.devices)
 
     @property
-    def stage_rank(self) -> tuple[int, ...]:
-        """For each stage, the rank that computes it."""
-        return tuple(stage.rank for stage in self.stages)
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the ranks that compute it."""
+        return tuple(stage.ranks for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """For each stage, how many ranks microbatches are dealt to; empty where every stage has one."""
+        counts = tuple(len(stage.ranks) for stage in self.stages)
+        return counts if max(counts, default=1) > 1 else ()
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2)
@@ -141,7 +147,9 @@ class Plan:
         _check_names("plan", fields, Plan)
         for stage in fields["stages"]:
             _check_names("stage", stage, Stage)
-        fields["stages"] = tuple(Stage(**{**stage, "modules": tuple(stage["modules"])}) for stage in fields["stages"])
+        fields["stages"] = tuple(
+            Stage(**{**stage, "modules": tuple(stage["modules"]), "ranks": tuple(stage["ranks"])}) for stage in fields["stages"]
+        )
         for contender in fields["contenders"]:
             _check_names("contender", contender, Contender)
         fields["contenders"] = tuple(Contender(**contender) for contender in fields["contenders"])

@@ -63,18 +63,18 @@ class Schedule:
     Attributes:
         name: ``"1F1B"``, ``"ZBV"``, ...
         n_microbatches: how many microbatches a step has.
-        stage_rank: for each stage, the rank that runs it.
+        stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
         actions: for each rank, what it does, in order. Communication is not listed: it follows from the graph.
     """
 
     name: str
     n_microbatches: int
-    stage_rank: tuple[int, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
 
     @property
     def n_stages(self) -> int:
-        return len(self.stage_rank)
+        return len(self.stage_ranks)
 
     @property
     def n_ranks(self) -> int:
@@ -92,14 +92,14 @@ class Schedule:
     def to_text(self) -> str:
         """One line a rank, actions separated by commas: torch's CSV.
 
-        >>> print(Schedule("GPipe", 1, (0, 1), ((Action(0, ActionKind.FORWARD, 0),), (Action(1, ActionKind.FORWARD, 0),))).to_text())
+        >>> print(Schedule("GPipe", 1, ((0,), (1,)), ((Action(0, ActionKind.FORWARD, 0),), (Action(1, ActionKind.FORWARD, 0),))).to_text())
         0F0
         1F0
         """
         return "\n".join(",".join(str(action) for action in rank_actions) for rank_actions in self.actions)
 
     @staticmethod
-    def parse(text: str, *, name: str, stage_rank: tuple[int, ...], n_microbatches: int) -> Schedule:
+    def parse(text: str, *, name: str, stage_ranks: tuple[tuple[int, ...], ...], n_microbatches: int) -> Schedule:
         """Read what ``to_text`` wrote (empty cells, which torch writes for idle steps, are skipped)."""
         actions = tuple(tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in text.strip().splitlines())
-        return Schedule(name, n_microbatches, stage_rank, actions)
+        return Schedule(name, n_microbatches, stage_ranks, actions)

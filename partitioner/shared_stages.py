@@ -1,0 +1,37 @@
+"""Stages that several ranks take turns at: what they cannot compute."""
+
+from __future__ import annotations
+
+from passes.aliasing import mutated_arguments
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import Plan
+from passes.provenance import place_of
+from passes.stages import stage_of_nodes
+
+__all__ = ["check_shared_stages"]
+
+
+def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
+    """Each rank sees the microbatches that are dealt to it, so what a stage keeps of all of them would be another thing on each.
+
+    Args:
+        graph: the model.
+        plan: of it.
+
+    Raises:
+        ConfigError: a stage on several ranks writes a buffer, as batch normalisation does with running statistics.
+    """
+    if not plan.replicas:
+        return
+    stages = stage_of_nodes(graph, [stage.first_node for stage in plan.stages])
+    for node in graph.computing_nodes():
+        written = [argument.name for argument in mutated_arguments(node) if argument.name in graph.buffers]
+        ranks = plan.stages[stages[node.name]].ranks if node.name in stages else ()
+        if written and len(ranks) > 1:
+            raise ConfigError(
+                f"{' and '.join(graph.buffers[name] for name in written)} would be other numbers on each of ranks "
+                f"{', '.join(map(str, ranks))}, which take microbatches in turn at stage {stages[node.name]}",
+                place=place_of(node),
+                remedy='give the stage one rank, cut elsewhere (Constraints.split_spec), or cut the batch: {"pipeline": 2, "data": 2}',
+            )
