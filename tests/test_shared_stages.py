@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,18 +64,18 @@ def test_every_number_of_microbatches_can_run(name: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_in_flight_is_what_keeps_the_ranks_behind_busy(shape: Shape) -> None:
-    """By Little's law n ranks at one microbatch each have n microbatches in hand, and the k ranks of a stage n / k each."""
+def test_each_rank_holds_one_more_than_its_part_of_what_the_next_stage_holds(shape: Shape) -> None:
     n_ranks = sum(shape)
-    behind = [sum(shape[stage:]) for stage in range(len(shape))]
-    order = order_of("1F1B", n_ranks, 100, 1, shape)
-    assert order.in_flight == tuple(-(-n // count) for n, count in zip(behind, shape, strict=True))
-    assert order.in_flight == peak_in_flight(make_schedule("1F1B", n_ranks, 100, None, shape))
-    assert order_of("ZB1P", n_ranks, 100, 1, shape).in_flight == tuple(-(-n_ranks // count) for count in shape)
-    assert order_of("GPipe", n_ranks, 100, 1, shape).in_flight == tuple(-(-100 // count) for count in shape)
+    held = order_of("1F1B", n_ranks, 100, 1, shape).in_flight
+    assert held == peak_in_flight(make_schedule("1F1B", n_ranks, 100, None, shape))
+    assert held[-1] == 1
+    for stage, (here, behind) in enumerate(itertools.pairwise(shape)):
+        assert held[stage] == 1 + math.ceil(held[stage + 1] * behind / here)
+    assert order_of("ZB1P", n_ranks, 100, 1, shape).in_flight == tuple(math.ceil(held[0] * shape[0] / count) for count in shape)
+    assert order_of("GPipe", n_ranks, 100, 1, shape).in_flight == tuple(math.ceil(100 / count) for count in shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (2, 1, 1), (4, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (2, 1, 1), (4, 2, 2), (1, 2), (1, 2, 1), (3, 2, 1), (1, 3, 2), (2, 3)])
 def test_stages_that_take_as_long_as_they_have_ranks_leave_nobody_waiting_in_the_middle(shape: Shape) -> None:
     """Filled, the pipeline gives a microbatch each unit of time: another 24 microbatches take 24 units longer, forward and backward."""
 

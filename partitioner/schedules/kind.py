@@ -75,8 +75,7 @@ class ScheduleKind:
     def build(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> Schedule:
         """The schedule of a step, for any positive number of ranks and microbatches.
 
-        Where several ranks run one stage, microbatches are dealt to them in turn (1F1B-RR of Narayanan et al. 2019, PipeDream). Each runs
-        as far ahead as those behind it need to be busy: n ranks take n microbatches at once, and the k ranks of a stage n / k each.
+        Where several ranks run one stage, microbatches are dealt to them in turn (1F1B-RR of Narayanan et al. 2019, PipeDream).
 
         Args:
             n_ranks: in the pipeline.
@@ -102,14 +101,29 @@ class ScheduleKind:
         """What one rank does, on the microbatches that are dealt to it."""
         together = stage_ranks[stages[0]]
         dealt = range(together.index(rank), n_microbatches, len(together))
-        n_after = -(-(n_ranks - 1 - together[-1]) // len(together))
-        n_before = -(-n_ranks // len(together)) - 1 - n_after
+        n_after, n_before = n_ranks - 1 - rank, rank
+        if max(map(len, stage_ranks)) > 1:
+            held = _held_together([len(ranks) for ranks in stage_ranks])
+            n_after = held[stages[0]] // len(together) - 1
+            n_before = -(-held[0] // len(together)) - 1 - n_after
         pattern = self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after))
         return tuple(replace(action, microbatch=dealt[action.microbatch]) for action in numbered(pattern, len(dealt)))
 
     def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""
         return peak_in_flight(self.build(n_ranks, n_microbatches, stages_per_rank))
+
+
+def _held_together(replicas: Sequence[int]) -> list[int]:
+    """For each stage, how many microbatches its ranks hold together: each rank one more than its part of what the next stage holds.
+
+    With fewer the next stage, which is some forwards ahead of its backwards, would wait for a forward that its predecessor does not begin
+    before an earlier microbatch has come back to it.
+    """
+    held: list[int] = []
+    for count in reversed(replicas):
+        held.insert(0, count * (-(-held[0] // count) + 1) if held else count)
+    return held
 
 
 def _check_positive(what: str, number: int) -> None:

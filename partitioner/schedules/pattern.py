@@ -30,8 +30,9 @@ class Rank:
         n_ranks: ranks in the pipeline.
         stages: the stages that the rank runs, ascending.
         n_microbatches: microbatches that it computes in a step.
-        n_before: ranks that come before it, nearer to where microbatches enter. Where several ranks share a stage, for each of these.
-        n_after: ranks that come after it, counted alike.
+        n_before: ranks that come before it, nearer to where microbatches enter; where ranks share stages, how many microbatches fewer it
+            has in hand than the first ones.
+        n_after: ranks that come after it; where ranks share stages, how many microbatches it runs ahead of them.
     """
 
     n_ranks: int
