@@ -35,6 +35,7 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "native_layer_norm": (M, [3], V, V, 1e-5),
     "permute": (X, [0, 2, 3, 1]),
     "pow.Tensor_Scalar": (X, 2),
+    "reshape": (X, [2, 48]),
     "select.int": (X, 1, 0),
     "stack": ([X, X], 1),
     "sub.Tensor": (X, X),
@@ -68,8 +69,10 @@ def test_function_dispatches_to_its_operation(operation: Any, function: Callable
     arguments = ARGUMENTS.get(name, (X,))
     with torch.no_grad(), Watch() as watch:
         found = function(*arguments)
-    assert watch.seen == [operation]
-    expected = operation(*arguments)
+    with torch.no_grad(), Watch() as asked:
+        expected = operation(*arguments)
+    assert watch.seen == asked.seen
+    assert watch.seen == [operation] or name == "reshape"  # a composition: what it comes to is asked of the operation itself
     pairs = zip(found, expected, strict=True) if isinstance(expected, tuple | list) else [(found, expected)]
     for one, other in pairs:
         assert isinstance(one, Tensor)

@@ -42,6 +42,7 @@ BINDINGS: Mapping[Any, Callable[..., Any]] = {
     aten.permute.default: torch.permute,
     aten.pow.Tensor_Scalar: torch.pow,
     aten.relu.default: torch.relu,
+    aten.reshape.default: torch.reshape,
     aten.rsqrt.default: torch.rsqrt,
     aten.select.int: torch.select,
     aten.sigmoid.default: torch.sigmoid,
