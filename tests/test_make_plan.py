@@ -128,7 +128,15 @@ def test_a_tied_parameter_is_held_by_every_stage_that_uses_it() -> None:
 def test_a_faster_device_gets_more_layers() -> None:
     cluster = Cluster([device(3.0), device(1.0)], LINK)
     plan = make_plan(stack(), cluster, request(2, schedule="1F1B", n_microbatches=4), CountsFlops())
-    assert [stage.flops / layer_flops(BATCH // 4) for stage in plan.stages] == [6, 2]
+    assert [stage.flops / layer_flops(BATCH // 4) for stage in plan.stages] == [7, 1]
+    seconds = 3 * layer_flops(BATCH // 4)  # of a layer at speed 1
+    by_hand = {}  # seconds of a step in units of that: the first stage never waits but for the first microbatch
+    for first in range(1, 8):
+        thirds = (first / 3 / 3, (8 - first) / 3)  # a forward and the halves of a backward take as long
+        times = [StageTimes(third, third, third, 0, 0) for third in thirds]
+        by_hand[first] = simulate_step(make_schedule("1F1B", 2, 4), times).makespan
+    assert min(by_hand, key=lambda first: by_hand[first]) == 7
+    assert plan.step_time == pytest.approx(by_hand[7] * seconds)
 
 
 def test_a_slow_link_is_crossed_where_little_is_sent() -> None:

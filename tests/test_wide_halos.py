@@ -163,6 +163,7 @@ def test_a_run_in_two_stages() -> None:
         {"pipeline": 2, "tile": 2},
         example_inputs=(x,),
         progress=False,
+        schedule="1F1B",
         n_microbatches=2,
         constraints=Constraints(halo="recompute", split_spec={"4": "beginning"}),
     )

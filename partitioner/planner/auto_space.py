@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cost_models.hardware import Cluster, Link
 from partitioner.planner.candidates import Candidate, schedules
@@ -64,17 +64,22 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
                 yield model.with_grid(mesh)
 
 
-def candidates_of(problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
-    """Everything that is open on a mesh, the plainest first."""
+def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple[Recompute, Candidate]]:
+    """Everything that is open on a mesh, the plainest first.
+
+    Args:
+        problem: the mesh.
+        counts: the microbatch counts to choose from.
+    """
     for policy in policies(problem.request, differentiate=problem.differentiate):
-        for count in microbatch_choices(problem.part.graph, problem.request, problem.n_places):
+        for count in counts:
             for name, stages_per_rank in schedules(problem.request):
-                if count > 1 or name in _FOR_ONE or problem.request.schedule is not None:
-                    yield policy, Candidate(name, stages_per_rank, count)
+                if count > 1 or len(counts) == 1 or name in _FOR_ONE or problem.request.schedule is not None:
+                    yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)
 
 
 _FOR_ONE = ("GPipe", "1F1B", "ZB1P")
-"""Schedules for a single microbatch: to order stages on a rank does not help it, to put off weight gradients does."""
+"""Schedules for a single microbatch where there could be more: to order stages seldom helps it, to put off weight gradients does."""
 
 
 def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:

@@ -1,11 +1,10 @@
-"""What the planner may choose: microbatch counts and schedules, each tried in full or ruled out by an estimate."""
+"""What the planner may choose on a mesh: microbatch counts and schedules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.graph import ModelGraph
 
@@ -52,26 +51,14 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
 
 
-def microbatch_counts(graph: ModelGraph, request: PlanRequest, prices: Prices) -> list[int]:
-    """The microbatch counts that the request leaves open, the most promising first.
-
-    With R ranks, M microbatches and ``t(M)`` the time of the whole model for one microbatch on the fastest device, a balanced pipeline
-    takes about ``(M + R - 1) * t(M) / R``: the bubble shrinks with M, what every microbatch costs however small it is grows.
-    """
+def microbatch_counts(graph: ModelGraph, request: PlanRequest) -> list[int]:
+    """The microbatch counts that a request for a mesh leaves open, ascending."""
     if request.n_microbatches is not None:
         return [request.n_microbatches]
     if request.mode == "model" or graph.batch is None or any(output.combine == "mixed" for output in graph.outputs):
         return [1]
     n_ranks = len(request.devices)
-    if n_ranks == 1:
-        return [1]
-
-    def estimate(count: int) -> float:
-        seconds = float(prices.at(microbatch_size(graph.batch_size, count)).units.time.min(axis=1).sum())
-        dealt = max((-(-count // each) * each for each in request.replicas), default=count)  # where some get one more, all wait
-        return (dealt + n_ranks - 1) * seconds / n_ranks
-
-    return sorted(_counts(graph.batch_size, n_ranks, whole=request.mode == "auto"), key=lambda count: (estimate(count), count))
+    return [1] if n_ranks == 1 else _counts(graph.batch_size, n_ranks, whole=request.mode == "auto")
 
 
 def microbatch_size(batch_size: int, n_microbatches: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cost_models.units import format_seconds
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.mesh_problem import Solution
@@ -13,7 +11,7 @@ from passes.axis_names import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
 from passes.ir.plan import Contender, Plan
 
-__all__ = ["bound_by", "candidate_words", "compared", "contender", "next_best", "plan_words", "searched_words", "words_of"]
+__all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "searched_words", "words_of"]
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
@@ -59,23 +57,22 @@ def contender(words: str, solution: Solution) -> Contender:
 def searched_words(n_plans: int, n_meshes: int, n_all: int, gap: float) -> str:
     """What a search did, and what it proved.
 
+    Args:
+        n_meshes: of how many plans were worked out.
+        n_all: of how many there could be plans; 1: the mesh was given.
+
     >>> searched_words(12, 4, 11, 0.0)
     '12 plans on 4 of 11 meshes were worked out; it is proved that no other is faster, by the same prices'
     >>> searched_words(80, 40, 90, 0.42)
     '80 plans on 40 of 90 meshes were worked out; not proved: another could take up to 42 % less time'
+    >>> searched_words(1, 1, 1, 0.0)
+    '1 plan of this mesh was worked out; it is proved that no other is faster, by the same prices'
     """
-    done = f"{n_plans} plan{'s' if n_plans != 1 else ''} on {n_meshes} of {n_all} mesh{'es' if n_all != 1 else ''} were worked out"
+    where = "of this mesh" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
+    done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
     if gap == 0.0:
         return f"{done}; it is proved that no other is faster, by the same prices"
     return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
-
-
-def next_best(chosen: Solution, others: Sequence[Solution]) -> str:
-    """The next best choice on the same mesh and its price; empty when there was none."""
-    if not others:
-        return ""
-    best = min(others, key=lambda solution: solution.step_time)
-    return compared(candidate_words(best.staged.candidate), best.step_time, chosen.step_time)
 
 
 def compared(words: str, seconds: float, chosen: float) -> str:

@@ -1,37 +1,37 @@
-"""From a model, a cluster and a request to a plan.
+"""From a model, a cluster and a request to a plan of one mesh.
 
-    units, prices -> microbatch counts, by estimate -> for each schedule: cuts, clock -> the fastest that fits
+    units, prices -> candidates: policy, microbatches, schedule -> for each, if it may be the fastest: cuts, clock -> the fastest that fits
 
-The microbatch count is the first by estimate that fits memory. Schedules are then compared on the clock, each with its own best cuts;
-1F1B is kept unless another is faster by more than the prices can be wrong.
+It is the search of ``mode="auto"`` (``plan_search``) with the mesh given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Never
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
-from partitioner.planner.candidates import DEFAULT_SCHEDULE, Candidate, microbatch_counts, schedules
-from partitioner.planner.describe import bound_by, candidate_words, contender, next_best
+from partitioner.planner.auto_space import candidates_of
+from partitioner.planner.candidates import Candidate, microbatch_counts, schedules
+from partitioner.planner.cuttable_model import MeshCut
+from partitioner.planner.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.infeasible import why_infeasible
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
 from partitioner.planner.model_part import whole_part
 from partitioner.planner.part_graph import unfolded
-from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
-from passes.ir.errors import ConfigError
+from partitioner.planner.plan_search import Option, PlanSearch
+from partitioner.planner.staged_model import StagedModel, describe_stages
+from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan
 from passes.operators import draws
 
-__all__ = ["PlanRequest", "describe_plan", "differentiates", "make_plan", "plan_stages"]
-
-_WORTH_LEAVING_DEFAULT = 0.1
-"""How much faster, relatively, another schedule must be on the clock to be chosen over the default: the clock does not price actions."""
+__all__ = ["PlanRequest", "describe_best", "differentiates", "make_plan", "plan_ways"]
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
@@ -50,22 +50,62 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     request.check(graph)
     part = whole_part(unfolded(graph), differentiate=differentiates(graph, request))
     mesh = Mesh((("pipeline", len(request.devices)),))
-    return plan_stages(MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline()))
+    problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
+    return plan_ways([(problem, None)])[0]
 
 
-def plan_stages(problem: MeshProblem) -> Plan:
-    """Decide what is open on one mesh; raises as ``make_plan`` does."""
-    graph, request = problem.part.graph, problem.request
-    request.check(graph)
-    if not problem.part.points.units:
-        raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
-    open_policies = policies(request, differentiate=problem.differentiate)
-    problems, tried = _first_fitting(problem.problems(policy) for policy in open_policies)
-    solutions = [problem.price(problems, staged) for staged in tried]
-    chosen = _choose(solutions)
-    others = sorted((solution for solution in solutions if solution is not chosen), key=lambda solution: solution.step_time)
-    contenders = [contender(candidate_words(each.staged.candidate), each) for each in (chosen, *others)]
-    return describe_plan(problem, chosen, next_best(chosen, others), contenders)
+def plan_ways(ways: Sequence[tuple[MeshProblem, MeshCut | None]]) -> tuple[Plan, MeshCut | None]:
+    """Decide what is open on one mesh that may cut axes in several ways; raises as ``make_plan`` does.
+
+    Args:
+        ways: the mesh with each of its cuts, None where it cuts no axes. Of equal plans, that of the first way is taken.
+
+    Returns:
+        The plan, and the cut that it has.
+    """
+    search = PlanSearch[Never]()
+    for problem, cut in ways:
+        problem.request.check(problem.part.graph)
+        if not problem.part.points.units:
+            raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
+        counts = microbatch_counts(problem.part.graph, problem.request)
+        _check_constraints(problem, counts[0])
+        search.add_mesh(problem, cut, candidates_of(problem, counts))
+    search.run()
+    search.prove()
+    if search.best is None:
+        raise _nothing_fits(ways[0][0])
+    plan = describe_best(search, lambda option: (id(option.problem), option.candidate.schedule))
+    searched = searched_words(len(search.solutions), len(search.meshes), len(search.meshes), search.gap)
+    return dataclasses.replace(plan, searched=searched), search.best[0].cut
+
+
+def _check_constraints(problem: MeshProblem, count: int) -> None:
+    """Raise ConfigError when constraints do not fit a schedule."""
+    problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[0])
+    for name, stages_per_rank in schedules(problem.request):
+        problems.restrictions(Candidate(name, stages_per_rank, count, problem.request.replicas))
+
+
+def _nothing_fits(problem: MeshProblem) -> PartitionError:
+    """The error of a mesh, under the policy that keeps least: of the default schedule, with the most microbatches that were tried."""
+    problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[-1])
+    name, stages_per_rank = schedules(problems.request)[0]
+    count = microbatch_counts(problems.graph, problems.request)[-1]
+    return why_infeasible(problems, Candidate(name, stages_per_rank, count, problems.request.replicas))
+
+
+def describe_best(search: PlanSearch[Any], group: Callable[[Option], Hashable]) -> Plan:
+    """The best plan of a search, beside the best of other groups.
+
+    Args:
+        group: what others are told of, the best of each.
+    """
+    (option, solution), *others = search.fastest(group)
+    contenders = [contender(each.words, found) for each, found in ((option, solution), *others)]
+    beside = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
+    runner_up = compared(beside[0][0].words, beside[0][1].step_time, solution.step_time) if beside else ""
+    return dataclasses.replace(_described(option.problem, solution, runner_up, contenders), gap=search.gap)
 
 
 def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
@@ -73,7 +113,7 @@ def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
     return graph.training or request.optimizer != "none"
 
 
-def describe_plan(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
+def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
     """The plan that a solution is.
 
     Args:
@@ -103,47 +143,6 @@ _MOST_CONTENDERS = 6
 """Plans that are told of, the chosen one among them."""
 
 
-def _first_fitting(choices: Iterator[PipelineProblems]) -> tuple[PipelineProblems, list[StagedModel]]:
-    """The first policy under which anything fits, and what does; raises what is wrong with the last when nothing does."""
-    problems = next(choices)
-    while not (tried := _tried(problems)):
-        following = next(choices, None)
-        if following is None:
-            raise why_infeasible(problems, _plainest(problems))
-        problems = following
-    return problems, tried
-
-
-def _tried(problems: PipelineProblems) -> list[StagedModel]:
-    """Every schedule that fits, with the first microbatch count for which one does."""
-    for count in microbatch_counts(problems.graph, problems.request, problems.prices):
-        staged = []
-        for name, stages_per_rank in schedules(problems.request):
-            candidate = Candidate(name, stages_per_rank, count, problems.request.replicas)
-            cuts = problems.solve(candidate)
-            if cuts is not None:
-                found = stage_model(problems, candidate, cuts.starts, proven=cuts.proven)
-                if problems.hold(found.memory):  # the sums at the end of a step are those of all stages of a rank together
-                    staged.append(found)
-        if staged:
-            return staged
-    return []
-
-
-def _choose(tried: Sequence[Solution]) -> Solution:
-    """The fastest; the default schedule if it is nearly as fast."""
-    fastest = min(tried, key=lambda solution: solution.step_time)
-    default = next((solution for solution in tried if solution.staged.candidate.schedule == DEFAULT_SCHEDULE), fastest)
-    return default if default.step_time <= fastest.step_time * (1 + _WORTH_LEAVING_DEFAULT) else fastest
-
-
-def _plainest(problems: PipelineProblems) -> Candidate:
-    """The candidate that an error speaks of: the default schedule, with the most microbatches that were tried."""
-    name, stages_per_rank = schedules(problems.request)[0]
-    count = max(microbatch_counts(problems.graph, problems.request, problems.prices))
-    return Candidate(name, stages_per_rank, count, problems.request.replicas)
-
-
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
     yield from graph.notes
     if chosen.candidate.n_microbatches > 1:
@@ -157,5 +156,3 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
     if request.replicas and any(draws(node) for node in graph.computing_nodes()):
         yield "Ranks that take microbatches in turn draw the same random numbers where their processes are seeded alike: seed each unlike."
-    if not chosen.proven:
-        yield "The stages share nearly full devices; these cuts fit, but better ones may exist."

@@ -157,6 +157,8 @@ class MeshProblem:
         n_stages = candidate.n_stages(self.n_places)
         rows, parts = problems.rows(candidate), (self.n_places, n_stages)
         whole, longest, shares = self._least_seconds(problems, rows)
+        if candidate.replicas:  # what all ranks work, shared equally
+            return candidate.n_microbatches * whole / self.n_places * (1 - _ROUNDING)
         load, slowest = (max(whole / count, longest) for count in parts)
         if whole_units:
             load, slowest = (self._least_load(problems, rows, count, n_stages // count) for count in parts)
@@ -211,6 +213,8 @@ class MeshProblem:
         """
         bound = self.bound(policy, candidate, whole_units=True)
         problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
+        if candidate.replicas:  # paths know one rank of each stage
+            return Promise(None, bound, bound)
         if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
             return Promise(None, bound, bound)
         costs, most = problems.paths(candidate), below - self._least_sums
@@ -232,28 +236,34 @@ class MeshProblem:
         """
         problems = self.problems(policy)
         known: dict[tuple[int, ...], Solution] = {}
+        fastest = math.inf
 
         def seconds(starts: tuple[int, ...]) -> float:
+            nonlocal fastest
             if starts in known:
                 return known[starts].step_time
             found = self.price(problems, stage_model(problems, candidate, starts))
+            if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
+                return found.step_time
             if not problems.hold(found.staged.memory):
                 return math.inf
-            known[starts] = found
+            known[starts], fastest = found, min(found.step_time, fastest)
             return found.step_time
 
         if promise.bound == math.inf:
             return None, math.inf
-        if promise.costs is None:
+        shared_out = self.request.mode == "model" and self.n_places > 1  # what is asked for is a share for each device, not a short step
+        if promise.costs is None or shared_out:
             cuts = problems.unlimited(candidate)
-            if cuts is not None and thorough and seconds(cuts.starts) == math.inf:
+            if cuts is not None and (thorough or shared_out or candidate.replicas) and seconds(cuts.starts) == math.inf:
                 cuts = problems.solve(candidate)
             taken = math.inf if cuts is None else seconds(cuts.starts)
             return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
         tried = promising_cuts(promise.costs, promise.longest_path)
-        if candidate.stages_per_rank > 1:  # paths know little of what ranks with several stages wait for
+        if candidate.stages_per_rank > 1 or candidate.n_microbatches == 1:  # paths know little of what ranks wait for, or that they share
             cuts = problems.solve(candidate) if seconds(tried) == math.inf else problems.unlimited(candidate)
-            tried = tried if cuts is None else min(tried, cuts.starts, key=seconds)
+            if cuts is not None and seconds(cuts.starts) <= seconds(tried) * (1 + _EQUAL if candidate.n_microbatches == 1 else 1 - _EQUAL):
+                tried = cuts.starts
         found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most, within)
         bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
         return (None if found.starts is None else known[found.starts]), bound
@@ -283,6 +293,9 @@ class MeshProblem:
 
 _LARGE = 1e18
 """Bytes of a message whose latency is nothing beside them."""
+
+_EQUAL = 1e-9
+"""Relative differences of seconds that are rounding."""
 
 _ROUNDING = 1e-6
 """Relative margin for the rounding of sums: a bound is never above what it bounds."""

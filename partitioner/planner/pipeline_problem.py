@@ -13,7 +13,7 @@ from cost_models.group_communication import group_links
 from cost_models.hardware import Cluster, Link
 from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
-from partitioner.planner.constrained_cuts import restrict
+from partitioner.planner.constrained_cuts import Restrictions, restrict
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.message_times import MessageTimes
 from partitioner.planner.path_costs import PathCosts
@@ -76,8 +76,7 @@ class PipelineProblems:
     def problem(self, candidate: Candidate) -> StageProblem:
         """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
         order = self.order(candidate)
-        links = self.links(order.stage_ranks)
-        limits = restrict(self.request.constraints, self.graph, self.points, self.request.devices, order.stage_ranks, self.request.modules)
+        links, limits = self.links(order.stage_ranks), self.restrictions(candidate)
         return StageProblem(
             units=self.units(candidate),
             kind=tuple(map(self.kind_of, order.stage_ranks)),
@@ -109,6 +108,11 @@ class PipelineProblems:
         gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks))
         links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
         return max(each.seconds("all_reduce", size) for each, size in zip(links, gradients.tolist(), strict=True))
+
+    def restrictions(self, candidate: Candidate) -> Restrictions:
+        """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""
+        stage_ranks = self.order(candidate).stage_ranks
+        return restrict(self.request.constraints, self.graph, self.points, self.request.devices, stage_ranks, self.request.modules)
 
     def kind_of(self, ranks: Sequence[int]) -> int:
         """The kind of device of a stage: of unlike ones, the slowest for the whole model."""

@@ -17,8 +17,7 @@ from cost_models.hardware import Cluster
 from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
-from partitioner.planner.describe import compared, words_of
-from partitioner.planner.make_plan import differentiates, make_plan, plan_stages
+from partitioner.planner.make_plan import differentiates, make_plan, plan_ways
 from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
@@ -26,7 +25,6 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
 from passes.axis_names import axes_named, batch_axes, shortened
-from passes.ir.errors import InfeasiblePlanError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
@@ -59,18 +57,14 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
-    plans, refused = list[Plan](), list[PartitionError]()
+    ways = list[tuple[MeshProblem, MeshCut | None]]()
     for beside in _ways(model, mesh, request):
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
-        problem = MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices)
-        try:
-            plans.append(cut_described(plan_stages(problem), cut, request))
-        except InfeasiblePlanError as error:
-            refused.append(error)
-    if not plans:
-        raise refused[0]
-    return dataclasses.replace(_faster(plans), weights=weights_digest(graph))
+        ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices), cut))
+    plan, chosen = plan_ways(ways)
+    assert chosen is not None
+    return dataclasses.replace(cut_described(plan, chosen, request), weights=weights_digest(graph))
 
 
 def _ways(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
@@ -82,17 +76,6 @@ def _ways(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool,
 
 def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloRun, ...]) -> MeshCut:
     return model.cut(mesh.cutting, beside=beside, halos=halos)
-
-
-def _faster(plans: Sequence[Plan]) -> Plan:
-    """The fastest, with the other one beside it; of equals the first."""
-    best = min(plans, key=lambda plan: plan.step_time)
-    others = [plan for plan in plans if plan is not best and plan.axes != best.axes]
-    if not others:
-        return best
-    other = min(others, key=lambda plan: plan.step_time)
-    contenders = (*best.contenders, *(dataclasses.replace(each.contenders[0], words=words_of(each)) for each in others))
-    return dataclasses.replace(best, runner_up=compared(words_of(other), other.step_time, best.step_time), contenders=contenders)
 
 
 def stages_mode(mesh: Mesh, request: PlanRequest) -> str:

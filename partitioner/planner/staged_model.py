@@ -24,29 +24,25 @@ from passes.ir.schedule import Schedule
 __all__ = ["StageSums", "StagedModel", "describe_stages", "stage_model"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagedModel:
-    """One candidate, worked out.
+    """One candidate with its cuts. What it holds is worked out when it is asked for: of many cuts, few are fast enough.
 
     Attributes:
+        problems: what was cut.
         candidate: what was chosen.
         schedule: its schedule.
-        proven: whether no better cuts can be there; False only where stages share a rank's memory and their search was cut short.
         runs: the units of each stage.
         times: for each stage, what the clock was told.
         makespan: seconds of a step, what is summed at its end aside.
-        kept: for each stage, bytes kept for one microbatch.
-        memory: for each rank, peak bytes.
     """
 
+    problems: PipelineProblems
     candidate: Candidate
     schedule: Schedule
-    proven: bool
     runs: tuple[range, ...]
     times: tuple[StageTimes, ...]
     makespan: float
-    kept: tuple[int, ...]
-    memory: tuple[int, ...]
 
     @property
     def idle(self) -> float:
@@ -59,27 +55,43 @@ class StagedModel:
         """When every action runs."""
         return simulate_step(self.schedule, self.times)
 
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """For each stage, bytes kept for one microbatch."""
+        return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages).tolist()))
 
-def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], *, proven: bool = True) -> StagedModel:
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """For each rank, peak bytes."""
+        units, schedule, stage_of = self._units, self.schedule, self._stage_of
+        fixed = np.zeros(schedule.n_ranks)
+        for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages), strict=True):
+            fixed[list(ranks)] += held
+        gradients = units.gradient_uses.held(stage_of, schedule.n_stages).tolist()
+        starts = [run.start for run in self.runs]
+        working = [0.0] * len(self.runs) if units.working is None else units.working.of_stages(starts).tolist()
+        peaks = self.problems.clock(self.candidate).peak_memory(self.kept, gradients, working, units.summed)
+        return tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
+
+    @property
+    def _units(self) -> Units:
+        return self.problems.units(self.candidate)
+
+    @property
+    def _stage_of(self) -> Integers:
+        return stages_of([run.start for run in self.runs], len(self._units))
+
+
+def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> StagedModel:
     """Work a solution out.
 
     Args:
         starts: the first unit of each stage.
-        proven: whether nothing better can be there.
     """
     n_units, clock = len(problems.points.units), problems.clock(candidate)
-    units, schedule, stage_of = problems.units(candidate), clock.schedule, stages_of(starts, n_units)
-    kept = tuple(map(int, units.kept_uses.held(stage_of, schedule.n_stages).tolist()))
-    fixed = np.zeros(schedule.n_ranks)
-    for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages), strict=True):
-        fixed[list(ranks)] += held
-    gradients = units.gradient_uses.held(stage_of, schedule.n_stages).tolist()
-    working = [0.0] * len(kept) if units.working is None else units.working.of_stages(starts).tolist()
-    peaks = clock.peak_memory(kept, gradients, working, units.summed)
-    memory = tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
-    columns = _times(problems, candidate, schedule.stage_ranks, starts, stage_of)
+    columns = _times(problems, candidate, clock.schedule.stage_ranks, starts, stages_of(starts, n_units))
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
-    return StagedModel(candidate, schedule, proven, stage_runs(starts, n_units), times, clock.makespan(*columns), kept, memory)
+    return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.makespan(*columns))
 
 
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:

@@ -96,6 +96,8 @@ def plan_stream(
         notes=(*base.notes, note),
         tiles=counts,
         tile_budget=budget,
+        gap=None,
+        searched="",
     )
 
 

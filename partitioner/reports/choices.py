@@ -30,7 +30,7 @@ def contenders_section(plan: Plan) -> Table | None:
     for number, each in enumerate(plan.contenders):
         beside = _beside(each.step_time, plan.contenders[0].step_time) if number else "chosen"
         rows.append((each.words, format_seconds(each.step_time), beside, format_bytes(each.memory), each.spent_on))
-    of = "mesh" if plan.gap is not None else "schedule"
+    of = "mesh" if len({each.words.partition(",")[0] for each in plan.contenders}) > 1 else "schedule"
     return Table(rows, "<>>><", f"the best plan of each {of} that was worked out; all is predicted")
 
 

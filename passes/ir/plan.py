@@ -82,10 +82,10 @@ class Plan:
         axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.axis_names``.
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices: 0 is proved to be the best;
-            None where the mesh was given.
+            None where one device computes tiles in turn. Where the mesh was given, of all plans of that mesh.
         axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
             proved to be the best; None where no such axes were to be chosen.
-        searched: how many plans were worked out and what is known of all others, in words; empty where the mesh was given.
+        searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
         contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
             few that come next.
         weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.

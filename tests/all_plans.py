@@ -1,0 +1,218 @@
+"""Every plan of a small model, each priced from the definition: what searches are compared with."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.memory import optimizer_states
+from partitioner.planner.candidates import Candidate
+from partitioner.planner.cuttable_model import CuttableModel
+from partitioner.planner.mesh_problem import MeshProblem
+from partitioner.planner.pipeline_problem import PipelineProblems
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.stage_problem import Working
+from partitioner.planner.staged_model import StagedModel
+from partitioner.planner.step_time import simulate_step
+from partitioner.planner.unit_prices import UnitPrices
+from partitioner.schedules.catalog import SCHEDULES
+from partitioner.tracing.trace import trace
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
+from passes.ir.schedule import ActionKind, Schedule
+from passes.recompute import Recompute
+
+SIZES = (2, 2, 3, 4, 4, 6, 8)
+"""Numbers of devices."""
+
+
+class Chain(nn.Module):
+    """Layers one after the other; some add what one of the layers before gave."""
+
+    def __init__(self, layers: list[nn.Module], skips: dict[int, int]) -> None:
+        super().__init__()
+        self.layers, self.skips = nn.ModuleList(layers), skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of any number of rows."""
+        values = [x]
+        for number, layer in enumerate(self.layers):
+            value = layer(values[-1])
+            values.append(value + values[self.skips[number]] if number in self.skips else value)
+        return values[-1]
+
+
+def some_model(draw: random.Random) -> tuple[Chain, int]:
+    """At most ten operations, and the width of the input."""
+    width = first = draw.choice((4, 8, 16))
+    layers: list[nn.Module] = []
+    skips: dict[int, int] = {}
+    most = draw.randint(3, 10)
+    widths = [width]
+    while len(layers) + len(skips) < most:
+        kind = draw.choice(("linear", "linear", "linear", "relu", "norm", "skip"))
+        if kind == "skip" and layers and len(layers) - 1 not in skips:
+            alike = [place for place, size in enumerate(widths[:-1]) if size == width]
+            if alike:
+                skips[len(layers) - 1] = draw.choice(alike)
+            continue
+        following = draw.choice((4, 8, 16, 32)) if kind == "linear" else width
+        layers.append({"linear": nn.Linear(width, following), "relu": nn.ReLU(), "norm": nn.LayerNorm(width), "skip": nn.Tanh()}[kind])
+        width = following
+        widths.append(width)
+    return Chain(layers, skips), first
+
+
+def some_cluster(draw: random.Random, n_devices: int) -> Cluster:
+    """Devices so slow that compute, starts and messages all matter; in a third of the clusters, of two kinds."""
+    fast = Device("fast", {"float32": 1e9}, 2**30, 1e10, launch_overhead=draw.choice((0.0, 1e-7)))
+    slow = replace(fast, name="slow", peak_flops={"float32": draw.choice((3e8, 6e8))}, memory_bandwidth=draw.choice((2e9, 1e10)))
+    devices = [fast] * n_devices
+    if draw.random() < 1 / 3:
+        devices = [draw.choice((fast, slow)) for _ in range(n_devices)]
+    quick = Link(draw.choice((0.0, 1e-7)), draw.choice((1e9, 1e10, 1e11)))
+    if n_devices % 2 or draw.random() < 1 / 2:
+        return Cluster(devices, quick)
+    return Cluster(devices, [Level(n_devices // 2, quick), Level(n_devices, Link(1e-6, quick.bandwidth / 10))])
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A model, hardware, and what is asked for."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    request: PlanRequest
+
+
+def instance(seed: int) -> Instance:
+    draw = random.Random(seed)
+    model, width = some_model(draw)
+    n_devices = draw.choice(SIZES)
+    rows = draw.choice((2, 4, 4, 6, 8))
+    graph = trace(model, (torch.rand(rows, width),), {}, training=True)
+    bytes_of_model = sum(each.numel() for each in model.parameters()) * 4
+    limit = draw.choice((None, None, 1.2, 2.0, 4.0))
+    return Instance(
+        graph,
+        some_cluster(draw, n_devices),
+        PlanRequest(
+            "auto",
+            tuple(f"cuda:{rank}" for rank in range(n_devices)),
+            recompute=draw.choice((None, "none", "none", "selective", "full")),
+            schedule=draw.choice((None, None, "1F1B", "ZB1P", "ZBV", "Interleaved1F1B")),
+            n_microbatches=draw.choice((None, None, 1, 2)),
+            memory_limit=None if limit is None else int(4 * bytes_of_model * limit / n_devices) + 2048,
+        ),
+    )
+
+
+def meshes(given: Instance) -> Iterator[Mesh]:
+    """All products of rows, stages and axes of parameters; what lies outside of what matters where links or devices differ."""
+    n = len(given.request.devices)
+    differ = len(set(given.cluster.devices)) > 1 or not isinstance(given.cluster.links, Link)
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for rows, stages in itertools.product(range(1, n + 1), repeat=2):
+        if n % (rows * stages) or given.graph.batch_size % rows or (given.request.schedule and stages == 1 and n > 1):
+            continue
+        for kind in ("data", "zero1", "fsdp") if rows > 1 else ("data",):
+            for outer in ((kind, "pipeline"), ("pipeline", kind)) if differ else ((kind, "pipeline"),):
+                sizes = {kind: rows, "pipeline": stages, "tensor": n // (rows * stages)}
+                found[tuple((name, sizes[name]) for name in (*outer, "tensor") if sizes[name] > 1) or (("pipeline", 1),)] = None
+    yield from map(Mesh, found)
+
+
+def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool) -> MeshProblem | None:
+    """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
+
+    Args:
+        beside: whether replicas also cut weights, where those are large.
+    """
+    stages = mesh.length("pipeline")
+    memory = given.request.memory_limit
+    held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices) * stages
+    held *= math.prod(mesh.length(name) for name in ("zero1", "fsdp")) / (2 + optimizer_states(given.request.optimizer))
+    try:
+        if beside and not model.can_cut_beside(mesh):
+            return None
+        part = model.cut(mesh.cutting, beside=beside, limit=held).part if mesh.cutting.size > 1 else model.whole
+    except ConfigError:
+        return None
+    request = replace(given.request, mode="auto" if stages > 1 else "pipeline")
+    return MeshProblem(mesh, part, given.cluster, request, Roofline())
+
+
+def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
+    request, rows = given.request, problem.part.graph.batch_size
+    counts = [request.n_microbatches] if request.n_microbatches else [count for count in range(1, rows + 1) if rows % count == 0]
+    names = [request.schedule] if request.schedule else list(SCHEDULES)
+    policies: tuple[Recompute, ...] = ("none", "selective", "full")
+    for policy in policies if request.recompute is None else [each for each in policies if each == request.recompute]:
+        for count, name in itertools.product(counts, names):
+            one_of_many = problem.n_places == 1 and not request.schedule and name != "1F1B"
+            nothing_to_order = count == 1 and len(counts) > 1 and not request.schedule and name not in ("GPipe", "1F1B", "ZB1P")
+            if not one_of_many and not nothing_to_order:
+                yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count)
+
+
+def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> list[float]:
+    """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed."""
+    held = [
+        [sum(item.amount for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
+        for items in (prices.fixed, prices.kept, prices.gradients)
+    ]
+    fixed, kept, gradients = held
+    peaks = list[float]()
+    for actions in schedule.actions:
+        stages = {action.stage for action in actions}
+        now, made, most = 0.0, dict[int, float](), 0.0
+        for action in actions:
+            now += kept[action.stage] if action.kind is ActionKind.FORWARD else 0.0
+            most = max(most, now + sum(made.values()) + needed(prices.working, runs[action.stage]))
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                now -= kept[action.stage]
+                made[action.stage] = gradients[action.stage]
+        summed = sum(made.values()) + min(sum(made.values()), prices.summed)
+        peaks.append(int(sum(fixed[stage] for stage in stages) + max(most, summed)))
+    return peaks
+
+
+@functools.lru_cache(maxsize=1024)
+def needed(working: Working, run: range) -> float:
+    """What a stage of these units holds at most while it computes."""
+    moments = [0.0]
+    for unit in run:
+        made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.made, working.trained))
+        moments.append(float(working.forward[unit]) - made)
+        again = sum(working.again[run.start : unit + 1].tolist())
+        moments.append(float(working.backward[unit]) + again + trained - (0.0 if working.called else made))
+    return max(moments) + min(float(working.bundled[run.start : run.stop].sum()), working.at_once)
+
+
+def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel) -> float:
+    """Seconds of a step by the definition; inf where a rank holds more than fits."""
+    units, stage_ranks = len(problems.points.units), staged.schedule.stage_ranks
+    prices = problems.prices.at(problems.rows(staged.candidate))
+    runs = [set(run) for run in staged.runs]
+    assert sum(map(len, runs)) == units
+    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices, staged.schedule, staged.runs))):
+        return math.inf
+    sums = []
+    for rank in range(problem.n_places):
+        mine = set().union(*(run for stage, run in enumerate(runs) if rank in stage_ranks[stage]))
+        summed: dict[str, float] = {}
+        for each in problem.part.sums:
+            if set(problems.prices.users(each.parameter)) & mine:
+                summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
+        sums.append(sum(problem.links[name].seconds("all_reduce", size) for name, size in summed.items()))
+    return simulate_step(staged.schedule, staged.times).makespan + max(sums)
