@@ -76,8 +76,10 @@ class PartSizes:
 
     def _wide(self, part: TensorShape, name: str) -> TensorShape:
         """A part with what ranks compute besides: as much as the rank that computes most."""
+        if name not in self._layouts.wide:
+            return part
         shape = list(part.shape)
-        for place, intervals in zip(self._layouts.results[name][0], self._layouts.wide.get(name, ()), strict=False):
+        for place, intervals in zip(self._layouts.results[name][0], self._layouts.wide[name], strict=False):
             if intervals is not None:
                 assert isinstance(place, Shard)
                 shape[place.dimension] = max(stop - start for start, stop in intervals)
@@ -85,7 +87,7 @@ class PartSizes:
 
     def part(self, shape: TensorShape, axes: TensorAxes, layout: Layout) -> TensorShape:
         """The part of a tensor in a layout."""
-        return replace(shape, shape=tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)))
+        return TensorShape(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
 
     def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
         """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
@@ -103,13 +105,14 @@ class PartSizes:
         return self._known[key]
 
     def _dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
+        here = [
+            (place.axis, count)
+            for place, count in zip(layout, self._counts, strict=True)
+            if isinstance(place, Shard) and place.dimension == dimension
+        ]
         size: Size = 1
         for axis in axes:
-            places = zip(layout, self._counts, strict=True)
-            size = size * self.axis(
-                axis,
-                tuple(count for place, count in places if isinstance(place, Shard) and (place.axis, place.dimension) == (axis, dimension)),
-            )
+            size = size * self.axis(axis, tuple(count for cut, count in here if cut == axis))
         return size
 
     def _own_rows(self, shape: TensorShape) -> TensorShape:

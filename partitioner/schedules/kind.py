@@ -106,8 +106,10 @@ class ScheduleKind:
             held = _held_together([len(ranks) for ranks in stage_ranks])
             n_after = held[stages[0]] // len(together) - 1
             n_before = -(-held[0] // len(together)) - 1 - n_after
-        pattern = self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after))
-        return tuple(replace(action, microbatch=dealt[action.microbatch]) for action in numbered(pattern, len(dealt)))
+        actions = numbered(self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after)), len(dealt))
+        if len(together) == 1:
+            return actions
+        return tuple(replace(action, microbatch=dealt[action.microbatch]) for action in actions)
 
     def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""
