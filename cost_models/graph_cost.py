@@ -5,10 +5,11 @@ Repeated layers are priced once: the price of a node depends on its operator and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import sympy
 from torch import fx
@@ -23,7 +24,27 @@ from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
 
-__all__ = ["GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
+__all__ = ["Fetched", "GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
+
+Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorShape, ...]]
+"""Of the tensors of nodes."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A copy that a rank makes of a value for a call that reads beyond the rank's part of it: elements of neighbours, padding.
+
+    Attributes:
+        shape: of the copy.
+        runs: what each rank has in it: calls that read alike share one copy.
+        is_sent: whether other ranks send some of it.
+        is_beside: whether the call reads what it was made from, too: the copy has the borders alone.
+    """
+
+    shape: TensorShape
+    runs: str
+    is_sent: bool
+    is_beside: bool = False
 
 
 class Parts(Protocol):
@@ -32,8 +53,11 @@ class Parts(Protocol):
     def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
         """The part of what a node gives."""
 
-    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+    def operands(self, call: fx.Node) -> Shapes:
         """The parts that a call reads, by what gives them."""
+
+    def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        """What a call makes of these parts before it computes, each copy from the one before it; of those that it reads otherwise."""
 
     @property
     def gathered_again(self) -> frozenset[str]:
@@ -52,8 +76,10 @@ class GraphCost:
         bytes: node -> the size of the tensors that it gives, or that the rank holds of it.
         maker: allocation -> the node that makes it.
         part_of: allocation of a value as somebody reads it, gathered -> the allocation in which the rank has its part.
-        touched: computing node -> the allocations that it reads or makes, as it reads them, but for those that are there all the time.
-        returned: the allocations of what the model returns.
+        copies: those of them that calls make for themselves, and whether they hold elements that neighbours sent.
+        touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
+            that are there all the time.
+        returned: the allocations of what the model returns, as it does.
         gathered_again: those that the backward reads, and gathers once more instead of keeping them.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
@@ -66,7 +92,8 @@ class GraphCost:
     bytes: Mapping[str, Size]
     maker: Mapping[int, str]
     part_of: Mapping[int, int]
-    touched: Mapping[str, tuple[int, ...]]
+    copies: Mapping[int, bool]
+    touched: Mapping[str, tuple[tuple[int, ...], ...]]
     returned: frozenset[int]
     gathered_again: frozenset[int]
     gradients: frozenset[str]
@@ -152,27 +179,28 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     priced = reading.priced
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
-    touched: dict[str, tuple[int, ...]] = {}
+    touched: dict[str, tuple[tuple[int, ...], ...]] = {}
     again: set[int] = set()
     for call in reading.calls:
         node, bound = call.node, call.bound
-        read = shapes if parts is None else {**_sizes_of(node, shapes), **parts.operands(node)}
+        read = _read_by(node, shapes, parts)
         arguments = {name: described(value, read) for name, value in bound.items()}
         key = (node.target, shapes[node], tuple(arguments.items()), tuple(call.gradients.items()), call.is_view, call.held)
         if key not in priced:
             priced[key] = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
         nodes[node.name] = priced[key]
         leaves = [leaf for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
-        saved[node.name] = kept.allocations(leaves, read)
-        again.update(kept.needed(leaves, read).difference(saved[node.name]))
+        saved[node.name] = kept.allocations(node, leaves, read)
+        again.update(kept.needed(node, leaves, read).difference(saved[node.name]))
         touched[node.name] = kept.touched(node, read)
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
     flowing, named = reading.flowing, tuple(sorted(unknown))
-    last = graph.graph.output_node().all_input_nodes
-    returned = frozenset(each for value in last for each in reading.memory.lies_in[value.name]) - reading.stationary
-    memory = (kept.bytes, sizes, kept.maker, kept.part_of, touched, returned, frozenset(again))
+    output = graph.graph.output_node()
+    touched[output.name] = kept.touched(output, _read_by(output, shapes, parts))
+    returned = frozenset(touched[output.name][-1])
+    memory = (kept.bytes, sizes, kept.maker, kept.part_of, kept.copies, touched, returned, frozenset(again))
     return GraphCost(graph.batch, nodes, saved, *memory, flowing, named)
 
 
@@ -187,9 +215,7 @@ class _Kept:
             another shape than it lies in is another allocation.
     """
 
-    def __init__(
-        self, memory: Allocations, shapes: Mapping[fx.Node, tuple[TensorShape, ...]], stationary: AbstractSet[int], parts: Parts | None
-    ) -> None:
+    def __init__(self, memory: Allocations, shapes: Shapes, stationary: AbstractSet[int], parts: Parts | None) -> None:
         self._memory, self._shapes, self._stationary, self._parts = memory, shapes, stationary, parts
         self.maker: dict[int, str] = {}
         for name, lies_in in memory.lies_in.items():
@@ -201,41 +227,65 @@ class _Kept:
             for allocation, name in self.maker.items():
                 self.bytes[allocation] = sum((shape.bytes for shape in by_name[name]), start=0) / len(memory.lies_in[name])
         self.part_of: dict[int, int] = {}
-        self._moved: dict[tuple[int, tuple[TensorShape, ...]], int] = {}
+        self.copies: dict[int, bool] = {}
+        self._moved: dict[Hashable, int] = {}
+        self._fetched: dict[fx.Node, Mapping[fx.Node, tuple[Fetched, ...]]] = {}
 
-    def allocations(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
+    def allocations(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> tuple[int, ...]:
         """What is kept of these values, as a call reads them."""
         again: Collection[str] = () if self._parts is None else self._parts.gathered_again
-        return tuple(self._as_read(leaves, read, without=again))
+        return tuple(self._as_read(call, leaves, read, without=again))
 
-    def needed(self, leaves: Sequence[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> set[int]:
+    def needed(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> set[int]:
         """What the backward needs of these values, as a call reads them."""
-        return set(self._as_read(leaves, read))
+        return set(self._as_read(call, leaves, read))
 
-    def touched(self, node: fx.Node, read: Mapping[fx.Node, tuple[TensorShape, ...]]) -> tuple[int, ...]:
-        """What a call reads, as it reads it, and makes."""
-        found = self._as_read(node.all_input_nodes, read)
-        found.update(dict.fromkeys(each for each in self._memory.lies_in[node.name] if each not in self._stationary))
-        return tuple(found)
+    def touched(self, call: fx.Node, read: Shapes) -> tuple[tuple[int, ...], ...]:
+        """What a call reads, as it reads it, and makes; in front of it, copy by copy, what it fetches."""
+        copies = [pair for leaf in call.all_input_nodes for pair in itertools.pairwise(self._way(call, leaf, read))]
+        found = self._as_read(call, call.all_input_nodes, read)
+        if call.op != "output":
+            found.update(dict.fromkeys(each for each in self._memory.lies_in[call.name] if each not in self._stationary))
+        return (*copies, tuple(found))
 
-    def _as_read(
-        self, leaves: Iterable[fx.Node], read: Mapping[fx.Node, tuple[TensorShape, ...]], without: Collection[str] = ()
-    ) -> dict[int, None]:
+    def _as_read(self, call: fx.Node, leaves: Iterable[fx.Node], read: Shapes, without: Collection[str] = ()) -> dict[int, None]:
         """The allocations of values as a call reads them; none of those ``without`` that it reads in another shape than they lie in."""
         found: dict[int, None] = {}
         for leaf in leaves:
-            shapes = read.get(leaf, self._shapes[leaf])
-            for allocation in self._memory.lies_in[leaf.name]:
-                if self._parts is not None and shapes != self._shapes[leaf]:
-                    if leaf.name not in without:
-                        found[self._another(allocation, leaf, shapes)] = None
-                elif allocation not in self._stationary:
-                    found[allocation] = None
+            fetched = self._fetches(call).get(leaf, ())
+            if fetched:
+                beside = 1 + sum(1 for copy in fetched if copy.is_beside)
+                found.update(dict.fromkeys(self._way(call, leaf, read)[-beside:]))
+            else:
+                found.update(dict.fromkeys(self._in_parts(leaf, read, without)))
         return found
 
-    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorShape, ...]) -> int:
+    def _in_parts(self, leaf: fx.Node, read: Shapes, without: Collection[str] = ()) -> Iterator[int]:
+        shapes = read.get(leaf, self._shapes[leaf])
+        for allocation in self._memory.lies_in[leaf.name]:
+            if self._parts is not None and shapes != self._shapes[leaf]:
+                if leaf.name not in without:
+                    yield self._another(allocation, leaf, shapes)
+            elif allocation not in self._stationary:
+                yield allocation
+
+    def _fetches(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        if call not in self._fetched:
+            self._fetched[call] = {} if self._parts is None else self._parts.fetched(call)
+        return self._fetched[call]
+
+    def _way(self, call: fx.Node, leaf: fx.Node, read: Shapes) -> tuple[int, ...]:
+        """The allocations of a value on its way into a call, each made from the one before it."""
+        found = [*self._in_parts(leaf, read)]
+        for copy in self._fetches(call).get(leaf, ()):
+            origin = found[-1] if found else self._memory.lies_in[leaf.name][0]
+            found.append(self._another(origin, leaf, (copy.shape,), copy.runs))
+            self.copies[found[-1]] = copy.is_sent or self.copies.get(origin, False)
+        return tuple(found)
+
+    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorShape, ...], runs: str = "") -> int:
         """The allocation of a value in the shape that somebody reads it in."""
-        key = (allocation, shapes)
+        key = (allocation, shapes, runs)
         if key not in self._moved:
             self._moved[key] = number = len(self.bytes)
             self.bytes[number] = sum((shape.bytes for shape in shapes), start=0)
@@ -244,9 +294,9 @@ class _Kept:
         return self._moved[key]
 
 
-def _sizes_of(call: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]]) -> dict[fx.Node, tuple[TensorShape, ...]]:
-    """The shapes that a call's arguments have where they lie."""
-    return {argument: shapes[argument] for argument in call.all_input_nodes}
+def _read_by(call: fx.Node, shapes: Shapes, parts: Parts | None) -> Shapes:
+    """The shapes of a call's arguments as it reads them."""
+    return shapes if parts is None else {**{argument: shapes[argument] for argument in call.all_input_nodes}, **parts.operands(call)}
 
 
 def _parameter_values(graph: ModelGraph) -> frozenset[str]:

@@ -19,7 +19,7 @@ import sympy
 from torch import fx
 
 from cost_models.formulas import readable
-from cost_models.graph_cost import GraphCost, graph_cost
+from cost_models.graph_cost import Fetched, GraphCost, graph_cost
 from cost_models.operations import OperationCost, tensor_shapes
 from cost_models.sizes import TensorShape, numel
 from passes.axes import Axes, TensorAxes
@@ -157,6 +157,10 @@ class _SymbolicSizes:
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
         """Calls read what is given."""
+        return {}
+
+    def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        """There are no other ranks."""
         return {}
 
     def _symbolic(self, shape: TensorShape, dimensions: TensorAxes) -> TensorShape:

@@ -112,7 +112,9 @@ def test_memory_is_parameters_gradients_states_and_activations_in_flight() -> No
     embedding, indices = 10 * WIDTH * 4, rows * 8
     value = rows * WIDTH * 4
     working = weights + 2 * value  # a microbatch's own gradients are there beside their sums; of a layer, those of result and argument
-    assert plan.memory == (4 * (weights + embedding) + 2 * (kept + indices) + working, 4 * weights + kept + working)
+    working += value  # and what is on its way from the other stage
+    last = kept + value  # the gradient of the loss
+    assert plan.memory == (4 * (weights + embedding + indices) + 2 * kept + working, 4 * weights + last + working)
     frugal = make_plan(stack(), equal_devices(2), request(2, schedule="1F1B", n_microbatches=4, optimizer="sgd", recompute="none"))
     assert [more - less for more, less in zip(plan.memory, frugal.memory, strict=True)] == [2 * (weights + embedding), 2 * weights]
 

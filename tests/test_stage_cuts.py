@@ -49,7 +49,8 @@ def some_working(draw: random.Random, n_units: int) -> Working | None:
     made, again, trained, bundled, forward, backward = (
         np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 6, 4, 20, 30)
     )
-    return Working(forward, backward, made, again, trained, bundled, float(draw.choice((0, 5, 100))), draw.random() < 0.5)
+    at_once, called = float(draw.choice((0, 5, 100))), draw.random() < 0.5
+    return Working(forward, backward, made, again, trained, bundled, at_once, called, summed=at_once / 5)
 
 
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
@@ -118,25 +119,30 @@ def runs(problem: StageProblem, starts: Starts) -> list[range]:
 
 
 def parts_of_memory(problem: StageProblem, starts: Starts) -> Iterator[tuple[float, float, float, float]]:
-    """Of each stage: what it holds all the time, for a microbatch, as gradients, and while it computes."""
-    for run in runs(problem, starts):
+    """Of each stage: what it holds all the time, for a microbatch, as gradients, and while it computes and a message comes."""
+    for stage, run in enumerate(runs(problem, starts)):
         fixed, gradients = (
             sum(item.amount for item in items if set(item.units) & set(run)) for items in (problem.units.fixed, problem.units.gradients)
         )
         kept = sum(item.amount for item in problem.units.kept if set(item.units) & set(run) and item.producer not in run)
-        yield fixed, kept, gradients, working_memory(problem.units.working, run)
+        forward, back = sent(problem, run)
+        arriving = max(sum(value.size for value in forward), sum(value.gradient_size for value in back)) if problem.later[stage] else 0
+        yield fixed, kept, gradients, working_memory(problem.units.working, run) + arriving
 
 
 @functools.lru_cache(maxsize=256)
 def working_memory(working: Working | None, run: range) -> float:
     if working is None:
         return 0.0
-    moments = [0.0]
+    moments, once, twice = [0.0], list[float](), list[float]()
     for unit in run:
         behind = slice(unit + 1, run.stop)
         given_back = 0.0 if working.called else working.made[behind].sum()
         moments.append(working.forward[unit] - working.made[behind].sum())
-        moments.append(working.backward[unit] + working.again[run.start : unit + 1].sum() + working.trained[behind].sum() - given_back)
+        trained = working.trained[behind].sum()
+        once.append(working.backward[unit] + working.again[run.start : unit + 1].sum() + trained - given_back)
+        twice.append(once[-1] + trained)
+    moments.append(min(max(once) + working.summed, max(twice)))
     return float(max(moments) + min(working.bundled[run.start : run.stop].sum(), working.at_once))
 
 

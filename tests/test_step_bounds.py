@@ -194,24 +194,31 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_ranks]
         columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
         assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
-        kept, gradients, working = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(3))
+        kept, gradients, working, entering, leaving = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(5))
         nothing = [0] * schedule.n_stages
         assert clock.peak_memory(kept, nothing, nothing) == peak_activation(schedule, kept)
-        assert clock.peak_memory(kept, gradients, working, summed=20.0) == peak_memory(schedule, kept, gradients, working, 20.0)
+        sizes = (kept, gradients, working, 20.0, entering, leaving)
+        assert clock.peak_memory(*sizes) == peak_memory(schedule, *sizes)
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
         assert order.later == tuple(held_later(schedule, stage) for stage in range(schedule.n_stages))
         assert order.splits == SCHEDULES[name].splits_backward
 
 
-def peak_memory(schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float) -> tuple[float, ...]:
-    """By the definition: at every action of a rank what its stages hold, and what the one that acts needs; at the end the sums."""
+def peak_memory(
+    schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float, entering: list[int], leaving: list[int]
+) -> tuple[float, ...]:
+    """By the definition: at every action of a rank what its stages hold, what the one that acts needs, and what comes for the next one."""
     peaks = []
     for actions in schedule.actions:
         held, made, moments = 0, dict[int, int](), [0.0]
-        for action in actions:
+        for place, action in enumerate(actions):
             held += kept[action.stage] if action.kind is ActionKind.FORWARD else 0
-            moments.append(held + sum(made.values()) + working[action.stage])
+            comes = 0
+            if place + 1 < len(actions) and actions[place + 1].kind is not ActionKind.BACKWARD_WEIGHT:
+                following = actions[place + 1]
+                comes = (entering if following.kind is ActionKind.FORWARD else leaving)[following.stage]
+            moments.append(held + sum(made.values()) + working[action.stage] + comes)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 held -= kept[action.stage]
                 made[action.stage] = gradients[action.stage]

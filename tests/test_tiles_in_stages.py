@@ -30,13 +30,14 @@ def planned(model: nn.Module, x: torch.Tensor, limit: float | None) -> Partition
     return partition(model, 4, "auto", example_inputs=(x,), cluster="l4:1x4", memory_limit=bytes_left, recompute="none", progress=False)
 
 
-@pytest.mark.parametrize("limit", [9.5, 9.0])
+@pytest.mark.parametrize("limit", [9.5, 9.3])
 def test_auto_where_memory_forces_it(limit: float) -> None:
     """Tiles throughout hold all weights, stages alone the whole image. Tiles end at some depth, and channels are cut, within a stage."""
     model, x = one_image()
     pm = planned(model, x, limit)
     assert pm.plan.mesh == (("pipeline", 2), ("tile0", 2))
     assert max(pm.plan.memory) <= limit * MIB
+    assert max(pm.simulate().peak_memory) <= limit * MIB
     assert {name.partition("[")[0] for name, _ in pm.plan.axes} == {"height", "channels"}
     target = torch.randn(1, 8, 40, 40, dtype=torch.float64)
     loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
@@ -47,10 +48,19 @@ def test_auto_where_memory_forces_it(limit: float) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("limit", [13.5, 13.0, 12.0, 11.0, 10.0])
+def test_what_fits_a_limit_is_simulated_within_it(limit: float) -> None:
+    """Tiles with all weights, whose gradients are summed while the backward goes on, tiles that end at some depth, tiles in stages."""
+    pm = planned(*one_image(), limit)
+    for planned_bytes, simulated in zip(pm.plan.memory, pm.simulate().peak_memory, strict=True):
+        assert 0.999 * simulated <= planned_bytes <= limit * MIB
+        assert simulated <= limit * MIB
+
+
 def test_auto_takes_no_slower_mesh() -> None:
     """No mesh of tiles that fits, with or without stages, is faster than what is found; one fits."""
     model, x = one_image()
-    limit = 10.5
+    limit = 12.0
     found = planned(model, x, limit).plan
     graph, cluster = trace(model, (x,), {}, training=True), Cluster.parse("l4:1x4")
     request = PlanRequest("pipeline", tuple(f"cuda:{rank}" for rank in range(4)), recompute="none", n_microbatches=1)

@@ -42,12 +42,14 @@ class Keeping:
     """
 
     def __init__(self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute) -> None:
-        self._cost, self._within = cost, within
+        self._cost, self._within, self._policy = cost, within, recompute
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._numbers = Numbers(graph.batch_size)
         self._own: dict[str, int] = {}
         for allocation, maker in cost.maker.items():
             self._own.setdefault(maker, allocation)
+        moved = (each for each in cost.part_of if each not in cost.copies and self._is_dear_to_send(each))
+        self._received = {cost.part_of[each]: each for each in moved}
         self.again: frozenset[str] = frozenset()
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
         self.savers = self.needed
@@ -58,6 +60,17 @@ class Keeping:
             self._choose(self._larger_than_sources())
             if self._bytes() > enough:
                 self._choose(frozenset(name for name in within if not self._is_dear(self._nodes[name])))
+
+    def made_for(self, place: Mapping[str, int]) -> dict[str, int]:
+        """For each node that is computed again, the last call, of those with a place, whose backward needs it or what is made from it."""
+        made_by: dict[str, set[int]] = {}
+        for allocation, readers in self.needed.items():
+            made_by.setdefault(self._cost.maker[allocation], set()).update(place[name] for name in readers if name in place)
+        found: dict[str, int] = {}
+        for name, node in reversed(self._nodes.items()):
+            if name in self.again:
+                found[name] = max((*made_by.get(name, ()), *(found.get(user.name, -1) for user in node.users)), default=-1)
+        return found
 
     def _choose(self, again: frozenset[str]) -> None:
         self.again = again
@@ -104,14 +117,26 @@ class Keeping:
         for name, kept in self._cost.saved.items():
             if name in self._within:
                 for allocation in kept:
-                    own = allocation if gathered else self._cost.part_of.get(allocation, allocation)
-                    for each in self._behind(own):
+                    for each in {allocation} if gathered else self._behind(self._in_parts(allocation)):
                         savers.setdefault(each, set()).add(name)
         return savers
 
+    def _in_parts(self, allocation: int) -> int:
+        """What a copy is made from: a rank's part of it, or, where that is dear, what other ranks had a part in."""
+        while allocation in self._cost.part_of and not self._is_dear_to_send(allocation):
+            allocation = self._cost.part_of[allocation]
+        return allocation
+
+    def _is_dear_to_send(self, allocation: int) -> bool:
+        """Whether a copy is kept as it came from other ranks: all but what was gathered."""
+        if self._policy != "selective" or allocation not in self._cost.part_of:
+            return False
+        sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
+        return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
+
     def _behind(self, allocation: int) -> set[int]:
         """An allocation, or those that it is made again from."""
-        if self._cost.maker[allocation] not in self.again:
+        if self._cost.maker[allocation] not in self.again or self._is_dear_to_send(allocation):
             return {allocation}
         found, seen, stack = set[int](), set[str](), [self._cost.maker[allocation]]
         while stack:
@@ -122,5 +147,5 @@ class Keeping:
             if name in self.again:
                 stack += [source.name for source in self._nodes[name].all_input_nodes]
             elif name in self._own:
-                found.add(self._own[name])
+                found.add(self._received.get(self._own[name], self._own[name]))
         return found

@@ -26,7 +26,7 @@ from partitioner.planner.unfold import RepeatedPrices
 from partitioner.planner.unit_prices import PriceList, Prices
 from passes.axes import Axes
 from passes.cut_axes import AxisCut, layouts_of_cut
-from passes.gradient_buckets import BUCKET_BYTES
+from passes.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.layouts import Layouts
@@ -120,10 +120,11 @@ class ModelPart:
         return totals
 
     @property
-    def _summed_at_once(self) -> float:
-        """Bytes of gradients that are there twice at the end of a step: what a message is on its way with, and its sums."""
+    def _summed_at_once(self) -> tuple[float, float]:
+        """Bytes of gradients that are there twice at the end of a step, and before: what a message is on its way with, and its sums."""
         sizes = [each.size for each in self.sums]
-        return min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
+        most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
+        return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""

@@ -12,13 +12,18 @@ from dataclasses import replace
 import sympy
 from torch import fx
 
+from cost_models.graph_cost import Fetched
 from cost_models.operations import tensor_shapes
 from cost_models.sizes import TensorShape
-from passes.axes import Axes, TensorAxes, is_item
+from passes.axes import Axes, TensorAxes, is_item, returned_values
+from passes.extents import Extents
+from passes.interior import interior_of
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Replicate, Shard
+from passes.ir.runs import from_text, length
 from passes.layouts import Layouts
 from passes.rules.loops import Size
+from passes.slide import Holding, Slide, fetch_of, held_for, slides_of
 
 __all__ = ["PartSizes"]
 
@@ -41,6 +46,8 @@ class PartSizes:
         again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
         self._again = frozenset(name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again))
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
+        self._extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
+        self._known_slides: dict[str, tuple[Slide, ...]] = {}
 
     @property
     def n_row_parts(self) -> int:
@@ -64,15 +71,51 @@ class PartSizes:
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
         """The parts that a call reads, by what gives them."""
+        found = {}
+        for place, (operand, need) in enumerate(self._read(call)):
+            part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
+            is_wide = operand.name in self._layouts.wide and call.op != "output" and self._holding(call, place) == "computed"
+            found[operand] = (self._wide(part, operand.name) if is_wide else part,)
+        return found
+
+    def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        """What a call makes of these parts before it computes: with halos, along one mesh dimension after the other, and with padding."""
+        if call.op == "output" or not (self._layouts.fetched or self._layouts.wide or self._slides(call)):
+            return {}
+        interior = interior_of(self._axes.loops[call.name], self._slides(call)) if call.name in self._layouts.overlapped else None
+        parts, found = self.operands(call), {}
+        for place, (operand, _) in enumerate(self._read(call)):
+            shape = parts[operand][0]
+            is_fetched = operand.name in self._layouts.fetched and self._holding(call, place) == "fetched"
+            slides = [*fetch_of(operand.name, self._layouts, self._extents)] if is_fetched else []
+            copies: list[Fetched] = []
+            for slide in (*slides, *(each for each in self._slides(call) if each.window.operand == place)):
+                if interior is not None and slide is interior.slide:
+                    borders = interior.of_borders
+                    copies.append(Fetched(_along(shape, borders), borders.wanted, is_sent=True, is_beside=True))
+                elif not slide.is_as_it_lies:
+                    shape = _along(shape, slide)
+                    copies.append(Fetched(shape, slide.wanted, is_sent=not slide.is_local))
+            if copies:
+                found[operand] = tuple(sorted(copies, key=lambda copy: copy.is_beside))
+        return found
+
+    def _read(self, call: fx.Node) -> Sequence[tuple[fx.Node, Layout]]:
+        """What a call reads, and how it needs it to lie."""
         needs = self._layouts.needs.get(call.name, ())
         if is_item(call) or not needs:
-            return {}
-        found = {}
-        for operand, need in zip(self._axes.operands[call.name], needs, strict=True):
-            part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
-            as_it_lies = need == self._layouts.results[operand.name][0]
-            found[operand] = (self._wide(part, operand.name) if as_it_lies else part,)
-        return found
+            return ()
+        operands = returned_values(call) if call.op == "output" else self._axes.operands[call.name]
+        return list(zip(operands, needs, strict=True))
+
+    def _slides(self, call: fx.Node) -> tuple[Slide, ...]:
+        if call.name not in self._known_slides:
+            is_call = call.name in self._axes.loops and call.name in self._layouts.cuts
+            self._known_slides[call.name] = slides_of(call.name, self._axes, self._layouts, self._extents) if is_call else ()
+        return self._known_slides[call.name]
+
+    def _holding(self, call: fx.Node, place: int) -> Holding:
+        return held_for(call.name, place, self._axes, self._layouts, self._extents)[0]
 
     def _wide(self, part: TensorShape, name: str) -> TensorShape:
         """A part with what ranks compute besides: as much as the rank that computes most."""
@@ -123,3 +166,11 @@ class PartSizes:
         if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
             return size
         return size.subs(batch, self._n_row_parts * batch)
+
+
+def _along(part: TensorShape, slide: Slide) -> TensorShape:
+    """A part with what is read along one dimension in its place: as much as the rank that reads most."""
+    shape, most = list(part.shape), max(map(length, from_text(slide.wanted)))
+    own = slide.window.reach.size if slide.owned is None else max(slide.owned)
+    shape[slide.window.dimension] = shape[slide.window.dimension] * most // own if slide.window.part is not None else most
+    return replace(part, shape=tuple(shape))

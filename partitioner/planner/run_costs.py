@@ -95,7 +95,7 @@ class RunCosts:
     def held(self, runs: Runs, stages: slice) -> Held:
         """(stages, C, width) what it holds beside what it holds all the time."""
         in_flight, later = (held[stages, None, None] for held in (self._in_flight, self._later))
-        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, self.problem.units.summed)
+        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, runs.arriving, self.problem.units.summed)
 
     def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
         """(stages, C, width) whether the stage alone has the memory, and may hold the units."""

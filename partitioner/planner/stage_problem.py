@@ -65,6 +65,13 @@ class Uses(NamedTuple):
         needed: Floats = np.bincount(stage[first], self.amount[first], n_stages).astype(float)
         return needed
 
+    def left(self, stage_of: Integers, n_stages: int) -> Floats:
+        """(S,) what leaves each stage: of items that their producer sends, once, to the stage of their one use."""
+        stage = stage_of[self.before + 1]
+        leaves = stage < stage_of[self.unit + 1]
+        sent: Floats = np.bincount(stage[leaves], self.amount[leaves], n_stages).astype(float)
+        return sent
+
 
 def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], n_kinds: int = 0) -> Uses:
     """The uses of items, each an amount, its users in order, and a unit before them that makes those of its stage do without, or -1.
@@ -113,7 +120,8 @@ class Working:
         forward    forward(u) - made(u+1..j)
         backward   backward(u) + again(i..u) + trained(u+1..j) - made(u+1..j)
 
-    and beside either as much of ``bundled(i..j)`` as is there at once. A backward that is a call of the program gives nothing back on its
+    and beside either as much of ``bundled(i..j)`` as is there at once. Gradients that are summed over ranks as soon as they are there come
+    twice, ``trained(u+1..j)`` again, but no more than ``summed``. A backward that is a call of the program gives nothing back on its
     way: who calls it holds what it was given.
 
     Attributes:
@@ -124,6 +132,7 @@ class Working:
         bundled: (N,) bytes of the small weights that are gathered for each unit, many together.
         at_once: how much of these is there at once.
         called: whether backwards are calls.
+        summed: bytes of gradients that are there twice at once, at most, while a backward goes on.
     """
 
     forward: Floats
@@ -134,6 +143,7 @@ class Working:
     bundled: Floats
     at_once: float
     called: bool = False
+    summed: float = 0.0
 
     @staticmethod
     def nothing(n_units: int) -> Working:
@@ -144,7 +154,8 @@ class Working:
     def repeated(self, source: Integers) -> Working:
         """Of units in another order, or several times."""
         peaks = (self.forward[source], self.backward[source])
-        return Working(*peaks, self.made[source], self.again[source], self.trained[source], self.bundled[source], self.at_once, self.called)
+        of_units = (*peaks, self.made[source], self.again[source], self.trained[source], self.bundled[source])
+        return Working(*of_units, self.at_once, self.called, self.summed)
 
     @cached_property
     def _sums(self) -> Floats:
@@ -153,9 +164,10 @@ class Working:
 
     @cached_property
     def _peaks(self) -> Floats:
-        """(2, N) forward and backward, but for what depends on where the stage starts and ends."""
+        """(3, N) forward, backward, and backward with all gradients twice, but for what depends on where the stage starts and ends."""
         made, again, trained, _ = self._sums[:, 1:]
-        return np.stack([self.forward + made, self.backward + again - trained + (0.0 if self.called else made)])
+        backward = self.backward + again - trained + (0.0 if self.called else made)
+        return np.stack([self.forward + made, backward, backward - trained])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
         """(stop - start, width) of every run that starts there; of none beyond the end."""
@@ -169,7 +181,8 @@ class Working:
 
     def _peak(self, peaks: Floats, start: Integers, end: Integers) -> Floats:
         made, again, trained, bundled = self._sums
-        backward = peaks[1] - again[start] + trained[end] - (0.0 if self.called else made[end])
+        once, twice = peaks[1] + trained[end] + self.summed, peaks[2] + 2 * trained[end]
+        backward = np.minimum(once, twice) - again[start] - (0.0 if self.called else made[end])
         peak: Floats = np.maximum(np.maximum(peaks[0] - made[end], backward), 0.0)
         gathered: Floats = np.minimum(bundled[end] - bundled[start], self.at_once)
         return peak + gathered
@@ -283,13 +296,15 @@ class Held(NamedTuple):
     """What stages hold beside what they hold all the time; arrays of one shape.
 
     Until its first gradients a stage holds n microbatches at once, from then on n' of them and the gradients; what it computes with comes
-    on top. At the end of the step the gradients are left, some of them twice while they are summed.
+    on top, and what is on its way to it for the next microbatch. At the end of the step the gradients are left, some of them twice while
+    they are summed.
 
     Attributes:
         in_flight, later: n, n'; where n' is 0, no gradients are there while the stage computes.
         kept: bytes of each microbatch.
         gradients: bytes of them.
         working: bytes that the stage computes with.
+        arriving: bytes of a message to it: receives are posted one action ahead.
         summed: bytes of gradients that are there twice, at most.
     """
 
@@ -298,13 +313,15 @@ class Held(NamedTuple):
     kept: Floats
     gradients: Floats
     working: Floats
+    arriving: Floats
     summed: float
 
     @property
     def most(self) -> Floats:
         """Bytes at the fullest moment."""
         computing = np.maximum(self.in_flight * self.kept, np.where(self.later > 0, self.later * self.kept + self.gradients, 0.0))
-        most: Floats = np.maximum(computing + self.working, self.gradients + np.minimum(self.gradients, self.summed))
+        computing = computing + self.working + np.where(self.later > 0, self.arriving, 0.0)
+        most: Floats = np.maximum(computing, self.gradients + np.minimum(self.gradients, self.summed))
         return most
 
     @property

@@ -70,7 +70,9 @@ class StagedModel:
         gradients = units.gradient_uses.held(stage_of, schedule.n_stages).tolist()
         starts = [run.start for run in self.runs]
         working = [0.0] * len(self.runs) if units.working is None else units.working.of_stages(starts).tolist()
-        peaks = self.problems.clock(self.candidate).peak_memory(self.kept, gradients, working, units.summed)
+        entering, leaving = units.entering.held(stage_of, schedule.n_stages), units.leaving.left(stage_of, schedule.n_stages)
+        sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
+        peaks = self.problems.clock(self.candidate).peak_memory(*sizes)
         return tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
 
     @property
@@ -98,7 +100,8 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     """What the plan says of the stages."""
     prices = problems.prices.at(problems.rows(staged.candidate))
     parameters = _parameters(problems, staged.runs)
-    leaving = _bytes_sent(prices.units, staged.runs)
+    stage_of = stages_of([run.start for run in staged.runs], len(prices.units))
+    leaving = [int(sent) for sent in prices.units.leaving.left(stage_of, len(staged.runs)).tolist()]
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
     return tuple(
         Stage(
@@ -129,14 +132,6 @@ def _times(
         needed = [Uses(again.before, again.unit, seconds).held(stage_of, len(stages)) for seconds in again.amount.T]
         halves[0] += np.stack(needed)[kinds, stages]
     return tuple(column.tolist() for column in (*halves, *problems.messages(candidate).of(stage_of)))
-
-
-def _bytes_sent(units: Units, runs: Sequence[range]) -> list[int]:
-    """For each stage, the bytes of the values that leave it."""
-    stage_of, (producer, reader, size) = stages_of([run.start for run in runs], len(units)), units.leaving
-    sender = stage_of[producer + 1]
-    goes = sender < stage_of[reader + 1]
-    return [int(sent) for sent in np.bincount(sender[goes], size[goes], len(runs)).tolist()]
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ class UnitMemory:
 
     Attributes:
         again: the nodes that it computes again.
-        fixed: what stages hold all the time: parameters, buffers, optimizer state.
+        fixed: what stages hold all the time, whatever the batch: parameters, buffers, optimizer state.
         gradients: what they hold from their first backward on.
     """
 
@@ -39,12 +39,16 @@ class UnitMemory:
         self._graph, self._cost, self._points, self._policy = graph, cost, points, policy
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
+        lasting = {*graph.parameters, *graph.buffers, *graph.constants}
+        self._inputs = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder" and node.name not in lasting)
+        given = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
         keeping = Keeping(graph, cost, frozenset(self._unit_of), policy)
         self.again = keeping.again
         self.fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
         self.gradients = tuple(self._find_gradients())
-        self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in keeping.savers.items()}
-        self._working = WorkingMemory(graph.parameters, cost, points.units, keeping, policy)
+        savers = {key: readers for key, readers in keeping.savers.items() if key not in given}
+        self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in savers.items()}
+        self._working = WorkingMemory(graph.parameters, given, cost, points.units, keeping, policy)
 
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
@@ -53,6 +57,15 @@ class UnitMemory:
     def held_bytes(self, placeholder: str) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
         return int(self._cost.bytes[placeholder])
+
+    def given(self, numbers: Numbers) -> tuple[Shared, ...]:
+        """The inputs of a step, which the stages that read them hold all the time.
+
+        Args:
+            numbers: sizes at the rows of the whole step.
+        """
+        sizes = ((round(numbers[self._cost.bytes[name]]), self._holders(name)) for name in self._inputs)
+        return tuple(Shared(size, units) for size, units in sizes if size and units)
 
     def kept(self, numbers: Numbers, share: float) -> tuple[Shared, ...]:
         """What is kept for a microbatch.
@@ -67,6 +80,9 @@ class UnitMemory:
         for name, each in cost.nodes.items():
             if name in self._unit_of and name not in self.again:
                 besides[self._unit_of[name]] = besides.get(self._unit_of[name], 0.0) + numbers[each.keeps] * share
+        # From the loss of a microbatch to its backward, the gradients of what the model returned.
+        returned = sum(float(numbers[cost.allocation_bytes[key]]) for key in cost.returned if cost.maker[key] in cost.gradients)
+        besides[len(self._points.units) - 1] = besides.get(len(self._points.units) - 1, 0.0) + returned * share
         if self._policy != "none":
             # What a stage receives is kept whether or not some operation of its own would keep it: everything starts from it.
             sizes = ((value, round(numbers[cost.bytes[value.node]] * share)) for value in self._points.values)

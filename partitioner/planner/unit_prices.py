@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -139,7 +139,8 @@ class PriceList:
         recompute: what the backward computes again instead of keeping it.
         exchanges: communication between the ranks that share a stage, of each microbatch, and the links between them.
         known_seconds: of operations on a kind of device, by microbatch size: shared with other lists of the same cost model.
-        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
+        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks: at the end of a step, and while
+            the backward goes on.
         is_cut: whether it is the part of one of several ranks that share a stage.
     """
 
@@ -154,7 +155,7 @@ class PriceList:
         recompute: Recompute = "none",
         exchanges: Sequence[tuple[Exchange, GroupLinks]] = (),
         known_seconds: dict[Hashable, Triple] | None = None,
-        summed: float = 0.0,
+        summed: tuple[float, float] = (0.0, 0.0),
         is_cut: bool = False,
     ) -> None:
         self._graph, self._cost, self._points, self._cost_model = graph, cost, points, cost_model
@@ -173,7 +174,8 @@ class PriceList:
         self._value_sizes = {value.node: cost.bytes[value.node] for value in points.values}
         self._distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self._calls = self._count_calls()
-        self._summed, self._is_cut = summed, is_cut
+        self._summed, self._summed_meanwhile = summed
+        self._is_cut = is_cut
 
     def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]]) -> PriceList:
         """The same for a rank's part of another batch, on other links."""
@@ -220,12 +222,12 @@ class PriceList:
     @property
     def fixed(self) -> tuple[Shared, ...]:
         """What stages hold all the time."""
-        return self._memory.fixed
+        return (*self._memory.fixed, *self._memory.given(self._numbers(self._graph.batch_size)))
 
     @property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.amount for item in self._memory.fixed))
+        return float(sum(item.amount for item in self.fixed))
 
     @property
     def gradients(self) -> tuple[Shared, ...]:
@@ -266,13 +268,13 @@ class PriceList:
             halves=halves,
             replicated=tuple((tuple(forward[self._cost.nodes[name]]), units) for name, units in self._points.replicated.items() if units),
             values=self._values(numbers, share),
-            fixed=self._memory.fixed,
+            fixed=self.fixed,
             kept=kept,
             flops=self._calls @ flops,
             depth=np.array(self._points.depth, dtype=np.int64),
             gradients=self._memory.gradients,
             summed=self._summed,
-            working=self._memory.working(numbers, share, kept, alone=alone, called=called),
+            working=replace(self._memory.working(numbers, share, kept, alone=alone, called=called), summed=self._summed_meanwhile),
         )
 
     def _halves(self, seconds: Floats) -> Floats:

@@ -10,7 +10,7 @@ All is read off the calls in their order; of a stage that computes, the fullest 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cost_models.formulas import Numbers
 from cost_models.graph_cost import GraphCost
+from cost_models.sizes import Size
 from partitioner.planner.keeping import Keeping
 from partitioner.planner.stage_problem import Floats, Integers, Working
 from passes.bundle import ALONE_BYTES, BUNDLE_BYTES
@@ -25,8 +26,8 @@ from passes.recompute import Recompute
 
 __all__ = ["WorkingMemory"]
 
-_HELD_BY_A_LOSS = 2
-"""A loss function that no graph shows makes as much as its results for their gradients, and as much again on its way there."""
+_HELD_BY_A_LOSS = 1
+"""A loss function that no graph shows holds as much as its results on its way to their gradients, which are kept for the backward."""
 
 _BUNDLES = 2
 """Bundles of weights that are there at once: one is read, the next is on its way."""
@@ -38,7 +39,8 @@ class _Values(NamedTuple):
     """The memory that calls touch, V pieces: each an allocation, in the shape that it is read in.
 
     Attributes:
-        allocation: which.
+        size: bytes of each.
+        in_parts: the same of the part of it that a rank has; of what is not gathered, all of it.
         first, last: (V,) the calls that touch it first and last.
         needed_first, needed_last: (V,) those whose backward needs it; where none does, as above.
         is_passing: (V,) whether it is neither kept nor a weight.
@@ -48,7 +50,8 @@ class _Values(NamedTuple):
         is_returned: (V,) whether the model returns it.
     """
 
-    allocation: tuple[int, ...]
+    size: tuple[Size, ...]
+    in_parts: tuple[Size, ...]
     first: Integers
     last: Integers
     needed_first: Integers
@@ -66,6 +69,7 @@ class WorkingMemory:
 
     Args:
         parameters: placeholders of parameters.
+        given: the allocations of a step's inputs, which are there all the time.
         cost: the prices of the part.
         units: the calls of each unit, all in order.
         keeping: what the backward keeps.
@@ -73,14 +77,25 @@ class WorkingMemory:
     """
 
     def __init__(
-        self, parameters: Iterable[str], cost: GraphCost, units: Sequence[Sequence[str]], keeping: Keeping, policy: Recompute
+        self,
+        parameters: Iterable[str],
+        given: Collection[int],
+        cost: GraphCost,
+        units: Sequence[Sequence[str]],
+        keeping: Keeping,
+        policy: Recompute,
     ) -> None:
         self._cost, self._policy = cost, policy
-        lengths = [len(unit) for unit in units]
-        self._n_calls = sum(lengths)
+        touched = {
+            name: [(name, [each for each in step if each not in given]) for step in all_steps] for name, all_steps in cost.touched.items()
+        }
+        steps = [[step for name in unit for step in touched[name]] for unit in units]
+        steps[-1] += touched["output"]
+        lengths = [len(unit) for unit in steps]
+        self._n_steps = sum(lengths)
         self._starts = np.cumsum([0, *lengths])[:-1]
         self._unit = np.repeat(np.arange(len(units)), lengths)
-        self._values = _values_of(cost, [name for unit in units for name in unit], keeping, frozenset(parameters))
+        self._values = _values_of(cost, [step for unit in steps for step in unit], keeping, frozenset(parameters))
 
     def at(self, numbers: Numbers, share: float, made: Floats, trained: Floats, *, alone: bool, called: bool) -> Working:
         """For microbatches of so many rows.
@@ -94,14 +109,13 @@ class WorkingMemory:
             called: whether backwards are calls of their programs, instead of written out there.
         """
         values, n_units = self._values, len(self._starts)
-        sizes = np.array([float(numbers[self._cost.allocation_bytes[each]]) for each in values.allocation])
-        given = np.array([float(numbers[self._cost.allocation_bytes[self._cost.part_of.get(each, each)]]) for each in values.allocation])
+        sizes, given = (np.array([float(numbers[each]) for each in all_sizes]) for all_sizes in (values.size, values.in_parts))
         sizes = np.where(values.is_gathered, sizes, sizes * share)
         small = values.is_gathered & (given < ALONE_BYTES)
         forward = self._alive(sizes, values.is_passing, values.first, values.last)
         forward += self._gathered(sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.is_returned * (_HELD_BY_A_LOSS + values.is_passing)))
-        backward = self._alive(sizes, values.has_gradient, values.first, values.last) + trained[self._unit]
+        backward = self._alive(sizes, values.has_gradient & ~values.is_returned, values.first, values.last) + trained[self._unit]
         again = np.zeros(n_units)
         if self._policy == "full":  # from the stage's arguments on, before anything else, and with weights that stay for the backward
             small, made_again = np.zeros_like(small), values.is_again | values.is_gathered_back
@@ -116,7 +130,7 @@ class WorkingMemory:
 
     def _alive(self, sizes: Floats, which: Flags, first: Integers, last: Integers) -> Floats:
         """(calls,) bytes of what is there at each call, each from its first to its last."""
-        made, dropped = (np.bincount(places[which], sizes[which], self._n_calls + 1) for places in (first, last + 1))
+        made, dropped = (np.bincount(places[which], sizes[which], self._n_steps + 1) for places in (first, last + 1))
         alive: Floats = np.cumsum(made - dropped)[:-1]
         return alive
 
@@ -133,12 +147,12 @@ class WorkingMemory:
         return self._alive(sizes, which, first, last)
 
 
-def _values_of(cost: GraphCost, order: Sequence[str], keeping: Keeping, parameters: Collection[str]) -> _Values:
-    place = {name: number for number, name in enumerate(order)}
+def _values_of(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]], keeping: Keeping, parameters: Collection[str]) -> _Values:
+    place = {name: number for number, (name, _) in enumerate(order)}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for name, number in place.items():
-        for allocation in cost.touched.get(name, ()):
+    for number, (_, touched) in enumerate(order):
+        for allocation in touched:
             first.setdefault(allocation, number)
             last[allocation] = number
     for allocation in cost.returned & first.keys():
@@ -148,18 +162,44 @@ def _values_of(cost: GraphCost, order: Sequence[str], keeping: Keeping, paramete
     is_weight = _flags(cost.maker[each] in parameters for each in found)
     is_kept, is_needed = _flags(each in keeping.savers for each in found), _flags(each in keeping.needed for each in found)
     is_gathered = is_weight & ~is_kept
-    return _Values(
-        allocation=found,
+    made_for = keeping.made_for(place)
+    lasts = [(made_for.get(cost.maker[each], -1), *needs.get(each, ())) for each in found]
+    values = _Values(
+        size=tuple(cost.allocation_bytes[each] for each in found),
+        in_parts=tuple(cost.allocation_bytes[cost.part_of.get(each, each)] for each in found),
         first=np.array([first[each] for each in found], np.int64),
         last=np.array([last[each] for each in found], np.int64),
         needed_first=np.array([min(needs.get(each, ()), default=first[each]) for each in found], np.int64),
-        needed_last=np.array([max(needs.get(each, ()), default=last[each]) for each in found], np.int64),
+        needed_last=np.array([last[each] if max(needed) < 0 else max(needed) for each, needed in zip(found, lasts, strict=True)], np.int64),
         is_passing=~is_kept & ~is_weight,
         is_again=is_needed & ~is_kept & ~is_weight,
         is_gathered=is_gathered,
         is_gathered_back=is_gathered & (is_needed | _flags(each in cost.gathered_again for each in found)),
         has_gradient=_flags(cost.maker[each] in cost.gradients for each in found),
         is_returned=_flags(each in cost.returned for each in found),
+    )
+    inside = {name: (place[name], max(place[name], made_for[name])) for name in sorted(keeping.again) if name in place}
+    return _with_values_inside(values, {between: cost.nodes[name].keeps for name, between in inside.items()})
+
+
+def _with_values_inside(values: _Values, sizes: Mapping[tuple[int, int], Size]) -> _Values:
+    """The same with what calls that are computed again keep besides, by their places and those of the last that need their results."""
+    found = {between: size for between, size in sizes.items() if size != 0}
+    first, last = np.array(list(found), np.int64).reshape(-1, 2).T
+    yes = np.ones(len(found), np.bool_)
+    return _Values(
+        size=(*values.size, *found.values()),
+        in_parts=(*values.in_parts, *found.values()),
+        first=np.append(values.first, first),
+        last=np.append(values.last, first),
+        needed_first=np.append(values.needed_first, first),
+        needed_last=np.append(values.needed_last, last),
+        is_passing=np.append(values.is_passing, ~yes),
+        is_again=np.append(values.is_again, yes),
+        is_gathered=np.append(values.is_gathered, ~yes),
+        is_gathered_back=np.append(values.is_gathered_back, ~yes),
+        has_gradient=np.append(values.has_gradient, ~yes),
+        is_returned=np.append(values.is_returned, ~yes),
     )
 
 

@@ -12,7 +12,7 @@ says when the last one ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -46,7 +46,13 @@ class StepClock:
         self._states = tuple(_states(actions) for actions in schedule.actions)
 
     def peak_memory(
-        self, kept: Sequence[float], gradients: Sequence[float], working: Sequence[float], summed: float = 0.0
+        self,
+        kept: Sequence[float],
+        gradients: Sequence[float],
+        working: Sequence[float],
+        summed: float = 0.0,
+        entering: Sequence[float] = (),
+        leaving: Sequence[float] = (),
     ) -> tuple[float, ...]:
         """For each rank, the most that all its stages together hold at once, but for what they hold all the time.
 
@@ -55,8 +61,10 @@ class StepClock:
             gradients: that a stage holds behind its first whole backward, or weight half.
             working: that a stage holds while it acts.
             summed: bytes of gradients that are there twice at the end, at most.
+            entering, leaving: what a stage receives of others for a forward, and sends to others: it receives as much for a backward.
+                Receives are posted one action ahead.
         """
-        sizes = np.array([kept, gradients, working], dtype=float)
+        sizes = np.array([kept, gradients, working, *(each or [0.0] * len(kept) for each in (entering, leaving))], dtype=float)
         peaks = []
         for stages, states in self._states:
             moments = np.einsum("nks,ks->n", states, sizes[:, stages])
@@ -95,18 +103,30 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
 
 
 def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """The stages of a rank, and (moments, 3, stages) how many microbatches each holds, whether it has gradients, whether it acts."""
+    """The stages of a rank, and (moments, 5, stages) of each.
+
+    How many microbatches it holds, whether it has gradients, whether it acts, whether its forward, and its backward, comes next.
+    """
     stages = sorted({action.stage for action in actions})
     held, has_gradients = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     found = dict[tuple[int, ...], None]()
-    for action in actions:
+    for action, following in zip(actions, (*actions[1:], None), strict=True):
         if action.kind is ActionKind.FORWARD:
             held[action.stage] += 1
-        found[*held.values(), *has_gradients.values(), *(int(stage == action.stage) for stage in stages)] = None
+        acts = [int(stage == action.stage) for stage in stages]
+        forward, backward = ([int(_awaits(following, stage, kinds)) for stage in stages] for kinds in (_FORWARDS, _BACKWARDS))
+        found[*held.values(), *has_gradients.values(), *acts, *forward, *backward] = None
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             held[action.stage] -= 1
             has_gradients[action.stage] = 1
-    return stages, np.array(list(found), dtype=np.int64).reshape(-1, 3, len(stages))
+    return stages, np.array(list(found), dtype=np.int64).reshape(-1, 5, len(stages))
+
+
+_FORWARDS, _BACKWARDS = (ActionKind.FORWARD,), (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+def _awaits(action: Action | None, stage: int, kinds: Collection[ActionKind]) -> bool:
+    return action is not None and action.stage == stage and action.kind in kinds
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
