@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from passes.aliasing import mutated_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -9,7 +11,15 @@ from passes.ir.plan import Plan
 from passes.provenance import place_of
 from passes.stages import stage_of_nodes
 
-__all__ = ["check_shared_stages"]
+__all__ = ["check_shared_stages", "written_buffers"]
+
+
+def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
+    """The nodes that write buffers, and the placeholders of these."""
+    found = {
+        node: [argument.name for argument in mutated_arguments(node) if argument.name in graph.buffers] for node in graph.computing_nodes()
+    }
+    return {node: names for node, names in found.items() if names}
 
 
 def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
@@ -25,10 +35,9 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
     if not plan.replicas:
         return
     stages = stage_of_nodes(graph, [stage.first_node for stage in plan.stages])
-    for node in graph.computing_nodes():
-        written = [argument.name for argument in mutated_arguments(node) if argument.name in graph.buffers]
+    for node, written in written_buffers(graph).items():
         ranks = plan.stages[stages[node.name]].ranks if node.name in stages else ()
-        if written and len(ranks) > 1:
+        if len(ranks) > 1:
             raise ConfigError(
                 f"{' and '.join(graph.buffers[name] for name in written)} would be other numbers on each of ranks "
                 f"{', '.join(map(str, ranks))}, which take microbatches in turn at stage {stages[node.name]}",

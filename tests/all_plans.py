@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cost_models.cost_model import Roofline
+from cost_models.group_communication import collective_time
 from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.memory import optimizer_states
 from partitioner.planner.candidates import Candidate
@@ -132,11 +133,20 @@ def meshes(given: Instance) -> Iterator[Mesh]:
     yield from map(Mesh, found)
 
 
-def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool) -> MeshProblem | None:
+def shared(given: Instance) -> Iterator[tuple[int, ...]]:
+    """All ways to give the ranks to fewer stages."""
+    n = len(given.request.devices)
+    if given.request.schedule in (None, "GPipe", "1F1B", "ZB1P"):
+        for n_stages in range(2, n):
+            yield from (counts for counts in itertools.product(range(1, n), repeat=n_stages) if sum(counts) == n)
+
+
+def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool, replicas: tuple[int, ...] = ()) -> MeshProblem | None:
     """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
 
     Args:
         beside: whether replicas also cut weights, where those are large.
+        replicas: how many ranks each stage has, where not all have one.
     """
     stages = mesh.length("pipeline")
     memory = given.request.memory_limit
@@ -148,7 +158,7 @@ def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: b
         part = model.cut(mesh.cutting, beside=beside, limit=held).part if mesh.cutting.size > 1 else model.whole
     except ConfigError:
         return None
-    request = replace(given.request, mode="auto" if stages > 1 else "pipeline")
+    request = replace(given.request, mode="auto" if stages > 1 else "pipeline", replicas=replicas)
     return MeshProblem(mesh, part, given.cluster, request, Roofline())
 
 
@@ -161,12 +171,17 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
         for count, name in itertools.product(counts, names):
             one_of_many = problem.n_places == 1 and not request.schedule and name != "1F1B"
             nothing_to_order = count == 1 and len(counts) > 1 and not request.schedule and name not in ("GPipe", "1F1B", "ZB1P")
-            if not one_of_many and not nothing_to_order:
-                yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count)
+            replicas = problem.request.replicas
+            cannot_share = bool(replicas) and (count < max(replicas) or SCHEDULES[name].default_stages_per_rank > 1)
+            if not one_of_many and not nothing_to_order and not cannot_share:
+                yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, replicas)
 
 
 def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> list[float]:
-    """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed."""
+    """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
+
+    Of ranks that share a stage, all gradients of such small models are in one message.
+    """
     held = [
         [sum(item.amount for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
         for items in (prices.fixed, prices.kept, prices.gradients)
@@ -182,7 +197,8 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> l
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 now -= kept[action.stage]
                 made[action.stage] = gradients[action.stage]
-        summed = sum(made.values()) + min(sum(made.values()), prices.summed)
+        at_once = math.inf if any(len(ranks) > 1 for ranks in schedule.stage_ranks) else prices.summed
+        summed = sum(made.values()) + min(sum(made.values()), at_once)
         peaks.append(int(sum(fixed[stage] for stage in stages) + max(most, summed)))
     return peaks
 
@@ -215,4 +231,9 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
             if set(problems.prices.users(each.parameter)) & mine:
                 summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
         sums.append(sum(problem.links[name].seconds("all_reduce", size) for name, size in summed.items()))
-    return simulate_step(staged.schedule, staged.times).makespan + max(sums)
+    taking_turns = [
+        collective_time("all_reduce", sum(item.amount for item in prices.gradients if set(item.units) & run), ranks, problem.places)
+        for ranks, run in zip(stage_ranks, runs, strict=True)
+        if len(ranks) > 1
+    ]
+    return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns, default=0.0)

@@ -13,20 +13,26 @@ from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.pace import pace_of
 from partitioner.planner.staged_model import stage_model
 from passes.ir.errors import ConfigError
-from tests.all_plans import Instance, candidates, instance, mesh_problem, meshes, price
+from passes.ir.mesh import Mesh
+from tests.all_plans import Instance, candidates, instance, mesh_problem, meshes, price, shared
 
 
 def best_by_brute_force(given: Instance) -> float:
     """Seconds of the fastest of all plans; inf where none fits."""
     model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=False))
     best = math.inf
-    for mesh, beside in itertools.product(meshes(given), (False, True)):
-        problem = mesh_problem(given, model, mesh, beside=beside)
+    pipeline = Mesh((("pipeline", len(given.request.devices)),))
+    every = [
+        *((mesh, beside, ()) for mesh in meshes(given) for beside in (False, True)),
+        *((pipeline, False, each) for each in shared(given)),
+    ]
+    for mesh, beside, replicas in every:
+        problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)
         if problem is None:
             continue
         for policy, candidate in candidates(given, problem):
             problems = problem.problems(policy)
-            n_stages, n_units = problem.n_places * candidate.stages_per_rank, len(problems.points.units)
+            n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
             for cuts in itertools.combinations(range(1, n_units), n_stages - 1):
                 best = min(best, price(problem, problems, stage_model(problems, candidate, (0, *cuts))))
     return best

@@ -30,7 +30,7 @@ from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.recompute import Recompute
-from tests.all_plans import Instance, instance, price
+from tests.all_plans import Instance, instance, price, shared
 from tests.models.gpt import Gpt
 from tests.models.unet import UNet
 
@@ -59,7 +59,8 @@ def open_candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Rec
     policies: tuple[Recompute, ...] = ("none", "selective", "full")
     for policy in [each for each in policies if request.recompute in (None, each)]:
         for count, name in itertools.product(counts, [request.schedule] if request.schedule else list(SCHEDULES)):
-            yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count)
+            if not request.replicas or (SCHEDULES[name].default_stages_per_rank == 1 and count >= max(request.replicas)):
+                yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, request.replicas)
 
 
 def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
@@ -82,7 +83,7 @@ def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
     forced = forced_unit(given, problem)
     for policy, candidate in open_candidates(given, problem):
         problems = problem.problems(policy)
-        n_stages, n_units = problem.n_places * candidate.stages_per_rank, len(problems.points.units)
+        n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
         for cuts in itertools.combinations(range(1, n_units), n_stages - 1):
             if forced is None or forced in cuts:
                 best = min(best, price(problem, problems, stage_model(problems, candidate, (0, *cuts))))
@@ -101,6 +102,25 @@ def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
             plan_mesh(given.graph, given.cluster, given.request, None, mesh)
         return
     plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
+    assert plan.step_time == pytest.approx(best, rel=1e-9)
+    assert plan.gap == 0.0
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(120)])
+def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) -> None:
+    draw, given = random.Random(seed), instance(seed)
+    shapes = [shape for shape in shared(given) if max(shape) > 1]
+    if not shapes:
+        return
+    request = dataclasses.replace(given.request, mode="pipeline", replicas=draw.choice(shapes), n_microbatches=None)
+    given, mesh = dataclasses.replace(given, request=request), Mesh((("pipeline", len(request.devices)),))
+    best = best_by_brute_force(given, mesh)
+    if best == math.inf:
+        with pytest.raises((InfeasiblePlanError, ConfigError)):
+            plan_mesh(given.graph, given.cluster, given.request, None, mesh)
+        return
+    plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
+    assert plan.replicas == request.replicas
     assert plan.step_time == pytest.approx(best, rel=1e-9)
     assert plan.gap == 0.0
 
@@ -126,6 +146,7 @@ def only(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let automatic plans choose from one mesh alone."""
     monkeypatch.setattr(auto, "allowed_shapes", lambda *_: iter([mesh]))
     monkeypatch.setattr(auto, "allowed_tiles", lambda *_, tight: iter([]))
+    monkeypatch.setattr(auto, "allowed_sharing", lambda *_: iter([]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -15,12 +15,12 @@ from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.stage_problem import Floats, StageProblem, Units, Value
 from partitioner.planner.stage_tables import best_bottleneck
-from partitioner.planner.step_bounds import least_load, least_step
+from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.planner.unit_prices import Shares
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.in_flight import peak_activation, peak_in_flight
-from partitioner.schedules.order import order_of
+from partitioner.schedules.order import Order, order_of
 from partitioner.schedules.step_clock import step_clock
 from passes.ir.schedule import ActionKind, Schedule
 
@@ -38,17 +38,22 @@ class Case:
     halves: Floats
     latency: Floats
     values: tuple[Value, ...]
+    replicas: tuple[int, ...] = ()
 
     @property
     def n_stages(self) -> int:
-        return self.n_ranks * self.stages_per_rank
+        return len(self.replicas) or self.n_ranks * self.stages_per_rank
+
+    @property
+    def order(self) -> Order:
+        return order_of(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank, self.replicas)
 
     @property
     def n_units(self) -> int:
         return int(self.halves.shape[1])
 
     def problem(self) -> StageProblem:
-        order = order_of(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank)
+        order = self.order
         units = Units(self.halves.sum(axis=0), self.values, (), (), (), np.zeros(self.n_units, dtype=np.int64))
         return StageProblem(
             units=units,
@@ -61,10 +66,11 @@ class Case:
             limit=(np.inf,) * self.n_ranks,
             forced=frozenset(),
             allowed=None,
+            replicas=self.replicas,
         )
 
     def costs(self) -> PathCosts:
-        return PathCosts(self.problem(), self.halves, order_of(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank))
+        return PathCosts(self.problem(), self.halves, self.order)
 
     def seconds(self, starts: tuple[int, ...]) -> float:
         """On the clock, from the definition."""
@@ -78,17 +84,23 @@ class Case:
             send = sum(self.latency[stage] + 0.01 * size for size in leaving)
             back = sum(self.latency[stage - 1] + 0.01 * size for size in entering if size)
             times.append(StageTimes(*map(float, (*self.halves[:, start:end, 0].sum(axis=1), send, back))))
-        return simulate_step(make_schedule(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank), times).makespan
+        schedule = make_schedule(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank, self.replicas)
+        return simulate_step(schedule, times).makespan
 
     def all_cuts(self) -> list[tuple[int, ...]]:
         return [(0, *cuts) for cuts in itertools.combinations(range(1, self.n_units), self.n_stages - 1)]
 
 
-def some_case(seed: int, most_ranks: int = 4) -> Case:
+def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
+    """Stages on one rank each, several on a rank; or, if they are shared, on up to three ranks each."""
     draw = random.Random(seed)
-    name, each = draw.choice(NAMES)
-    n_ranks = draw.randint(1, most_ranks)
-    n_units = draw.randint(n_ranks * each, max(n_ranks * each, 9))
+    name, each = draw.choice([pair for pair in NAMES if pair[1] == 1 or not shared])
+    n_stages = n_ranks = draw.randint(2 if shared else 1, most_ranks)
+    replicas: tuple[int, ...] = ()
+    if shared:
+        replicas = tuple(draw.randint(1, 3) for _ in range(n_stages))
+        n_ranks = sum(replicas)
+    n_units = draw.randint(n_stages * each, max(n_stages * each, 9))
     share = draw.choice((0.2, 1 / 3, 0.5))
     lengths = np.array([draw.choice((1.0, 1.0, 2.0, 5.0)) for _ in range(n_units)])
     forward = lengths * (share if draw.random() < 0.5 else np.array([draw.uniform(0.1, 0.6) for _ in range(n_units)]))
@@ -101,8 +113,9 @@ def some_case(seed: int, most_ranks: int = 4) -> Case:
         draw.randint(1, 9),
         each,
         np.stack([forward, inputs, lengths - forward - inputs])[:, :, None],
-        np.array([draw.choice((0.0, 0.3)) for _ in range(n_ranks * each - 1)]),
+        np.array([draw.choice((0.0, 0.3)) for _ in range(n_stages * each - 1)]),
         tuple(chain + skips),
+        replicas,
     )
 
 
@@ -124,6 +137,37 @@ def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> No
         loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
         candidate = Candidate(case.name, case.stages_per_rank, case.n_microbatches)
         assert least_step(candidate, case.n_ranks, float(whole.sum()), *loads, shares) <= best * (1 + 1e-6), seed
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -> None:
+    for seed in range(block * 25, block * 25 + 25):
+        case = some_case(seed, shared=True)
+        best = min(case.seconds(starts) for starts in case.all_cuts())
+        costs = case.costs()
+        path = best_bottleneck(costs)
+        assert path <= best * (1 + 1e-9), seed
+        found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
+        assert found.seconds == pytest.approx(best, rel=1e-9), seed
+        assert found.bound == found.seconds, seed
+        whole = case.halves.sum(axis=0)[:, 0]
+        share = case.halves[0, :, 0] / whole
+        through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
+        shares = Shares((share.min(), share.max()), 1 - share.max(), through, halves)
+        candidate = Candidate(case.name, 1, case.n_microbatches, case.replicas)
+        assert least_shared_step(candidate, float(whole.sum()), float(whole.max()), shares) <= best * (1 + 1e-6), seed
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (1, 2)])
+def test_shared_stages_as_long_as_they_have_ranks_take_little_more_than_the_bound(shape: tuple[int, ...]) -> None:
+    """Each rank has the same work; with many microbatches only the fill is left, of which the bound knows the last stage's."""
+    count, n_ranks = 60, sum(shape)
+    times = [StageTimes(each / 3, each / 3, each / 3, 0, 0) for each in map(float, shape)]
+    seconds = simulate_step(make_schedule("1F1B", n_ranks, count, None, shape), times).makespan
+    shares = Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3, np.full((3, 1, 1), 1 / 3))
+    bound = least_shared_step(Candidate("1F1B", 1, count, shape), float(n_ranks), 1.0, shares)
+    assert bound <= seconds * (1 + 1e-9)
+    assert seconds == pytest.approx(bound, rel=0.06)
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])

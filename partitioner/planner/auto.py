@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.memory import optimizer_states
-from partitioner.planner.auto_space import allowed_shapes, allowed_tiles, candidates_of, microbatch_choices
+from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, candidates_of, microbatch_choices
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
 from partitioner.planner.describe import searched_words
@@ -45,11 +45,12 @@ __all__ = ["plan_auto"]
 
 @dataclass(frozen=True)
 class _Cut:
-    """A mesh that is still to be cut, perhaps with the sequence beside its tensor dimension."""
+    """A mesh that is still to be cut, perhaps with the sequence beside its tensor dimension, perhaps with several ranks for some stages."""
 
     mesh: Mesh
     beside: bool
     rows: int
+    replicas: tuple[int, ...] = ()
 
     @property
     def idle(self) -> float:
@@ -110,6 +111,10 @@ class _Auto:
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
+        for replicas in allowed_sharing(self._graph, self._cluster, self._request):
+            self._n_cuts += 1
+            mesh = Mesh((("pipeline", sum(replicas)),))
+            self._search.add(bounds.of_shared(replicas), _Cut(mesh, beside=False, rows=self._graph.batch_size, replicas=replicas))
         self._look_at(shapes, bounds)
         if self._search.best is None:  # tiles hold less at once than rows of whole images
             self._look_at([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
@@ -157,7 +162,7 @@ class _Auto:
         part = self._model.whole if cut is None else cut.part
         of_one_size = part.graph.batch is None and self._graph.batch is not None
         mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
-        request = dataclasses.replace(self._request, mode=mode)
+        request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
         problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links)
         self._search.add_mesh(problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 from cost_models.hardware import Cluster, Link
@@ -13,12 +14,14 @@ from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.mesh_shapes import MANY, mesh_shapes, tile_shapes
 from partitioner.planner.plan_request import PlanRequest
+from partitioner.schedules.catalog import SCHEDULES
+from partitioner.shared_stages import written_buffers
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.recompute import Recompute
 
-__all__ = ["allowed_shapes", "allowed_tiles", "candidates_of", "microbatch_choices"]
+__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "candidates_of", "microbatch_choices"]
 
 _MOST_MICROBATCHES = 8
 """Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
@@ -64,6 +67,27 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
                 yield model.with_grid(mesh)
 
 
+def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, ...]]:
+    """How many ranks each stage of a pipeline could have, where some have more than one: on few devices, of a batch that can be cut."""
+    n_devices, constraints = len(cluster.devices), request.constraints
+    kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
+    is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
+    if n_devices > _MOST_SHARING or not is_shared or constraints.device_map is not None or named_dimensions(constraints):
+        return
+    if graph.microbatching or written_buffers(graph):
+        return
+    most = max(microbatch_choices(graph, request, n_devices))
+    for n_stages in range(2, n_devices if n_devices <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
+        for ends in itertools.combinations(range(1, n_devices), n_stages - 1):
+            replicas = tuple(end - start for start, end in itertools.pairwise((0, *ends, n_devices)))
+            if max(replicas) <= most:
+                yield replicas
+
+
+_MOST_SHARING, _FEW_SHARING, _MOST_SHARED_STAGES = 8, 4, 3
+"""Devices up to which stages on unlike numbers of ranks are proposed; up to which there are as many stages as may be; how many for more."""
+
+
 def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple[Recompute, Candidate]]:
     """Everything that is open on a mesh, the plainest first.
 
@@ -71,8 +95,9 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
         problem: the mesh.
         counts: the microbatch counts to choose from.
     """
+    at_least = max(problem.request.replicas, default=1)
     for policy in policies(problem.request, differentiate=problem.differentiate):
-        for count in counts:
+        for count in (count for count in counts if count >= at_least):
             for name, stages_per_rank in schedules(problem.request):
                 if count > 1 or len(counts) == 1 or name in _FOR_ONE or problem.request.schedule is not None:
                     yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)

@@ -23,7 +23,7 @@ from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stage_problem import Floats
-from partitioner.planner.step_bounds import least_step
+from partitioner.planner.step_bounds import least_shared_step, least_step
 from partitioner.planner.unit_prices import Shares
 from passes.axes import Axes, find_axes
 from passes.ir.mesh import ROWS, TILES, Mesh
@@ -93,12 +93,28 @@ class MeshBounds:
         ]
         return (min(steps) + exchanging) * (1 - _ROUNDING)
 
-    def _working(self, count: int, rows: int, stages: int, parts: int, request: PlanRequest) -> float:
-        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches."""
+    def of_shared(self, replicas: tuple[int, ...]) -> float:
+        """The same of a pipeline whose stages are on so many ranks each."""
+        if len(replicas) > self._n_units or self._fixed > self._limit:
+            return math.inf
+        request = dataclasses.replace(self._request, replicas=replicas)
+        steps = [math.inf]
+        for count in microbatch_choices(self._whole.graph, self._request, sum(replicas)):
+            if count >= max(replicas):
+                whole, longest, shares, _ = self._seconds_of(microbatch_size(self._whole.batch_size, count))
+                steps += [least_shared_step(Candidate(name, 1, count, replicas), whole, longest, shares) for name, _ in schedules(request)]
+        return min(steps) * (1 - _ROUNDING)
+
+    def _seconds_of(self, rows: int) -> tuple[float, float, Shares, Floats]:
+        """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
         if rows not in self._known:
             seconds = self._prices.times(rows).min(axis=1)
             self._known[rows] = float(seconds.sum()), float(seconds.max()), self._prices.least_shares(rows), seconds
-        whole, longest, shares, seconds = self._known[rows]
+        return self._known[rows]
+
+    def _working(self, count: int, rows: int, stages: int, parts: int, request: PlanRequest) -> float:
+        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches."""
+        whole, longest, shares, seconds = self._seconds_of(rows)
         started = count * float(np.maximum(seconds / parts, self._starts).sum()) / stages
         steps = []
         for name, each in schedules(request):

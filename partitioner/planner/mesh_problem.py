@@ -25,7 +25,7 @@ from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stage_tables import best_bottleneck, bottleneck_table
 from partitioner.planner.staged_model import StagedModel, StageSums, stage_model
-from partitioner.planner.step_bounds import least_load, least_step
+from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.unit_prices import Shares
 from passes.ir.mesh import Mesh, pipelines
 from passes.recompute import Recompute
@@ -157,8 +157,8 @@ class MeshProblem:
         n_stages = candidate.n_stages(self.n_places)
         rows, parts = problems.rows(candidate), (self.n_places, n_stages)
         whole, longest, shares = self._least_seconds(problems, rows)
-        if candidate.replicas:  # what all ranks work, shared equally
-            return candidate.n_microbatches * whole / self.n_places * (1 - _ROUNDING)
+        if candidate.replicas:
+            return least_shared_step(candidate, whole, longest, shares) * (1 - _ROUNDING) + self._least_sums
         load, slowest = (max(whole / count, longest) for count in parts)
         if whole_units:
             load, slowest = (self._least_load(problems, rows, count, n_stages // count) for count in parts)
@@ -213,8 +213,6 @@ class MeshProblem:
         """
         bound = self.bound(policy, candidate, whole_units=True)
         problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
-        if candidate.replicas:  # paths know one rank of each stage
-            return Promise(None, bound, bound)
         if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
             return Promise(None, bound, bound)
         costs, most = problems.paths(candidate), below - self._least_sums
@@ -255,7 +253,7 @@ class MeshProblem:
         shared_out = self.request.mode == "model" and self.n_places > 1  # what is asked for is a share for each device, not a short step
         if promise.costs is None or shared_out:
             cuts = problems.unlimited(candidate)
-            if cuts is not None and (thorough or shared_out or candidate.replicas) and seconds(cuts.starts) == math.inf:
+            if cuts is not None and (thorough or shared_out) and seconds(cuts.starts) == math.inf:
                 cuts = problems.solve(candidate)
             taken = math.inf if cuts is None else seconds(cuts.starts)
             return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))

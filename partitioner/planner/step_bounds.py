@@ -28,7 +28,7 @@ from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.stage_problem import Floats
 from partitioner.planner.unit_prices import Shares
 
-__all__ = ["least_load", "least_step"]
+__all__ = ["least_load", "least_shared_step", "least_step"]
 
 _ALIKE = 1e-9
 """Relative differences up to which sums of units are the same."""
@@ -109,6 +109,31 @@ def least_step(candidate: Candidate, n_ranks: int, whole: float, load: float, sl
     if candidate.schedule in _ON_A_V:
         return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves))
     return max(step, whole * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
+
+
+def least_shared_step(candidate: Candidate, whole: float, longest: float, shares: Shares) -> float:
+    """Seconds of a step whose stages are on so many ranks each as ``candidate.replicas`` says.
+
+    The last stage, of k ranks that take x seconds for a microbatch, begins when the others have made the first, and what it has done last
+    goes back through them; the other R - k ranks share the rest of the work. With p what of a microbatch's time comes in front and behind
+    (all of it; only forwards where backwards are split),
+
+        step >= p (W - x) + ceil(M / k) x        and        step >= M (W - x) / (R - k)
+
+    of which the first grows with x and the second falls: no x makes both less than they are where they are equal.
+
+    Args:
+        candidate: whose stages ranks share.
+        whole: seconds of all units, for one microbatch.
+        longest: of the longest of them.
+        shares: of forward and backward.
+    """
+    count, n_ranks, last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]
+    is_split = candidate.schedule not in ("GPipe", *_WHOLE_BACKWARDS)
+    beside, rounds, rest = (shares.forward[0] if is_split else 1.0), -(-count // last), count / (n_ranks - last)
+    at_last = max(rest - beside, 0.0) / (rounds - beside + rest)
+    fill = whole * (beside * (1 - at_last) + rounds * at_last)
+    return max(fill, count * whole / n_ranks, count * longest / max(candidate.replicas), whole * (shares.through if is_split else 1.0))
 
 
 @lru_cache(maxsize=1024)
