@@ -118,11 +118,11 @@ def candidate_words(candidate: Candidate) -> str:
 
     >>> candidate_words(Candidate("ZBV", 2, 8))
     'ZBV, 8 microbatches, 2 stages on each device'
-    >>> candidate_words(Candidate("1F1B", 1, 8, (2, 1)))
-    '1F1B, 8 microbatches, stages on 2 + 1 devices'
+    >>> candidate_words(Candidate("1F1B", 1, 8, (2, 1)))  # the mesh tells the ranks of each stage
+    '1F1B, 8 microbatches'
     """
     microbatches = "1 microbatch" if candidate.n_microbatches == 1 else f"{candidate.n_microbatches} microbatches"
     if candidate.replicas:
-        return f"{candidate.schedule}, {microbatches}, stages on {' + '.join(map(str, candidate.replicas))} devices"
+        return f"{candidate.schedule}, {microbatches}"
     stages = "1 stage" if candidate.stages_per_rank == 1 else f"{candidate.stages_per_rank} stages"
     return f"{candidate.schedule}, {microbatches}, {stages} on each device"
