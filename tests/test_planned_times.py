@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.transformer import gpt
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
 
 TOLERANCE = 0.05
 """Plans count what overlaps by formula, the simulation by events; a plan does not know which message waits for which."""
@@ -47,4 +48,36 @@ def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_and_simulation_agree(name: str) -> None:
     pm = on_a100s(SETTINGS[name])
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+def _images(norm: nn.Module) -> tuple[nn.Module, Tensor, Mapping[str, int], Constraints]:
+    return (
+        nn.Sequential(nn.Conv2d(4, 16, 1), norm, nn.Conv2d(16, 1, 1)),
+        torch.zeros(4, 4, 512, 512),
+        {"tile": 2},
+        Constraints(halo="exchange"),
+    )
+
+
+def _rows(norm: nn.Module) -> tuple[nn.Module, Tensor, Mapping[str, int], Constraints]:
+    model = nn.Sequential(nn.Linear(16, 1024), norm, nn.Linear(1024, 16))
+    return model, torch.zeros(32, 1024, 16), {"tensor": 2}, Constraints(axes={"hidden": "tensor"})
+
+
+WRITTEN_OUT: Mapping[str, Callable[[], tuple[nn.Module, Tensor, Mapping[str, int], Constraints]]] = {
+    "batch": lambda: _images(nn.BatchNorm2d(16)),
+    "group": lambda: _images(nn.GroupNorm(4, 16)),
+    "instance": lambda: _images(nn.InstanceNorm2d(16)),
+    "layer": lambda: _rows(nn.LayerNorm(1024)),
+    "root mean square": lambda: _rows(nn.RMSNorm(1024)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
+    """Such a norm is a dozen kernels forward, two dozen backward, and goes over its part four times as often as one kernel does."""
+    with torch.device("meta"):
+        model, x, mode, constraints = WRITTEN_OUT[name]()
+    pm = partition(model, 2, mode, example_inputs=(x,), cluster="l4:1x2", constraints=constraints, training=True, progress=False)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)

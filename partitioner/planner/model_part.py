@@ -19,11 +19,12 @@ from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums, reduced_in_parts
+from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.unfold import RepeatedPrices
 from partitioner.planner.unit_prices import PriceList, Prices
+from partitioner.planner.written_out import with_written_out
 from passes.axes import Axes
 from passes.cut_axes import AxisCut, layouts_of_cut
 from passes.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -148,7 +149,7 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differ
     layouts = layouts_of_cut(of.graph, axes, cut)
     sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
     cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes, reading=of.reading(differentiate=differentiate))
-    cost = _with_parts_of_norms(cost, axes, layouts)
+    cost = with_written_out(cost, of.graph, axes, layouts)
     sums = tuple(
         dataclasses.replace(each, parameter=name)
         for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)
@@ -156,13 +157,6 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differ
     )
     part = ModelPart(of, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
     return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
-
-
-def _with_parts_of_norms(cost: GraphCost, axes: Axes, layouts: Layouts) -> GraphCost:
-    """A norm over what is cut is written out in the ranks' programs: what it keeps are the centred and the scaled values, not its input."""
-    norms = [name for name, each in cost.nodes.items() if "input" in each.saves and any(reduced_in_parts(name, axes, layouts))]
-    written = {name: dataclasses.replace(cost.nodes[name], keeps=cost.nodes[name].keeps + cost.bytes[name]) for name in norms}
-    return dataclasses.replace(cost, nodes={**cost.nodes, **written}) if written else cost
 
 
 def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str) -> AxisCut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,24 @@ from passes.inside import attention, classes, norms
 from passes.inside.writer import InsideWriter
 from passes.operators import bound_arguments, packet
 
-__all__ = ["Inside", "inside_of"]
+__all__ = ["Inside", "Kernels", "inside_of"]
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a rank runs for a call that is written out: kernels, and how often they read or write as many elements as the call's result has.
+
+    Attributes:
+        forward: of the call.
+        activation: of the gradients of activations.
+        weight: of the gradients of parameters.
+    """
+
+    forward: tuple[int, int]
+    activation: tuple[int, int] = (0, 0)
+    weight: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,7 @@ class Inside:
         allows: whether this call can be written so.
         by_place: whether it counts places along the factor: a part must then be a run of them.
         single: whether half precision is made float32 inside, as torch's kernels do for what adds up many terms.
+        kernels: what is run, by the argument that asks for it, ``""`` for every call; empty: about as much as for the call in one piece.
     """
 
     write: Callable[[InsideWriter], fx.Node]
@@ -39,6 +55,7 @@ class Inside:
     allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
     by_place: bool = False
     single: bool = False
+    kernels: Mapping[str, Kernels] = field(default_factory=dict)
 
     def on_part(self, write: InsideWriter) -> fx.Node:
         """Write it on a rank's part."""
@@ -66,14 +83,26 @@ def _is_without_storage(arguments: Mapping[str, Any]) -> bool:
 
 _STATISTICS = ("running_mean", "running_var")
 
+_AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4)), "bias": Kernels((1, 2), weight=(1, 1))}
+_STANDARDIZED = {"": Kernels((9, 9), (15, 24)), **_AFFINE}
+"""Mean, distances, squares, their mean, the quotient: a kernel each, most of them over the whole part; twice as many back."""
+_SCALED = {"": Kernels((6, 6), (11, 18)), **_AFFINE}
+_STORED = {"running_mean": Kernels((14, 0))}
+"""Statistics that move: small tensors, and many of them."""
+
 _INSIDE: Mapping[Any, Inside] = {
     aten.batch_norm: Inside(
-        norms.batch_norm, ("batch", "space"), whole=_STATISTICS, allows=lambda arguments: bool(arguments["training"]), single=True
+        norms.batch_norm,
+        ("batch", "space"),
+        whole=_STATISTICS,
+        allows=lambda arguments: bool(arguments["training"]),
+        single=True,
+        kernels={**_STANDARDIZED, **_STORED},
     ),
-    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True),
-    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True),
-    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True),
+    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, kernels=_STANDARDIZED),
+    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, kernels=_SCALED),
+    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, kernels=_STANDARDIZED),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, kernels=_STANDARDIZED),
     aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
     aten.softmax: Inside(classes.softmax, ("dim",), single=True),
     aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True),
