@@ -30,7 +30,7 @@ from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.ir.schedule import ActionKind, Schedule
+from passes.ir.schedule import Action, ActionKind, Schedule
 from passes.recompute import Recompute
 
 SIZES = (2, 2, 3, 4, 4, 6, 8)
@@ -180,7 +180,8 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
 def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> list[float]:
     """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
 
-    Of ranks that share a stage, all gradients of such small models are in one message.
+    While one action goes on, what the next one waits for comes. Of ranks that share a stage, all gradients of such small models are in one
+    message.
     """
     held = [
         [sum(item.amount for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
@@ -191,9 +192,10 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> l
     for actions in schedule.actions:
         stages = {action.stage for action in actions}
         now, made, most = 0.0, dict[int, float](), 0.0
-        for action in actions:
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
             now += kept[action.stage] if action.kind is ActionKind.FORWARD else 0.0
-            most = max(most, now + sum(made.values()) + needed(prices.working, runs[action.stage]))
+            coming = 0.0 if following is None else received(prices, runs, following)
+            most = max(most, now + sum(made.values()) + needed(prices.working, runs[action.stage]) + coming)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 now -= kept[action.stage]
                 made[action.stage] = gradients[action.stage]
@@ -201,6 +203,16 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> l
         summed = sum(made.values()) + min(sum(made.values()), at_once)
         peaks.append(int(sum(fixed[stage] for stage in stages) + max(most, summed)))
     return peaks
+
+
+def received(prices: UnitPrices, runs: tuple[range, ...], action: Action) -> int:
+    """Bytes of the messages that an action waits for: what a stage reads of others, or the gradients of what it gave them."""
+    run = runs[action.stage]
+    if action.kind is ActionKind.FORWARD:
+        return sum(value.gradient_size for value in prices.values if value.producer < run.start and set(value.readers) & set(run))
+    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+        return sum(value.size for value in prices.values if value.producer in run and max(value.readers) >= run.stop)
+    return 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,9 +27,9 @@ def perceptron(mode: str | Mapping[str, int], devices: int, **arguments: object)
     return partition(model, devices, mode, example_inputs=inputs, n_microbatches=1, progress=False, **arguments)  # type: ignore[arg-type]
 
 
-def gpt(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
+def gpt(mode: str | Mapping[str, int], devices: int, schedule: str | None = None) -> PartitionedModel:
     tokens = torch.zeros(8, 6, dtype=torch.long)
-    return partition(Gpt(depth=2), devices, mode, example_inputs=(tokens,), n_microbatches=2, progress=False)
+    return partition(Gpt(depth=2), devices, mode, example_inputs=(tokens,), n_microbatches=2, schedule=schedule, progress=False)
 
 
 def cells(pm: PartitionedModel) -> list[list[str]]:
@@ -57,7 +57,7 @@ def test_ranks_hold_the_parameters_that_the_table_says(mode: str | Mapping[str, 
 
 
 def test_the_text_has_the_cells_of_the_notebook() -> None:
-    pm = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8)
+    pm = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B")
     text = str(pm).splitlines()
     assert [" ".join(line.split()) for line in text[2:-1]] == [" ".join(" ".join(row).split()) for row in cells(pm)]
     assert max(map(len, text)) <= 140
@@ -110,7 +110,7 @@ def test_explain_tells_axes_and_layouts() -> None:
 
 
 def test_explain_tells_every_kind_of_communication_and_why() -> None:
-    text = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8).explain()
+    text = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B").explain()
     found = {line[0]: line for line in lines_of(text, "COMMUNICATION")}
     assert found["result of blocks.0.projection and 3 more"][4:] == [
         "over tensor",

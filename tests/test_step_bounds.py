@@ -19,7 +19,7 @@ from partitioner.planner.step_bounds import least_load, least_shared_step, least
 from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.planner.unit_prices import Shares
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.in_flight import peak_activation, peak_in_flight
+from partitioner.schedules.in_flight import awaiting, peak_activation, peak_in_flight
 from partitioner.schedules.order import Order, order_of
 from partitioner.schedules.step_clock import step_clock
 from passes.ir.schedule import ActionKind, Schedule
@@ -63,6 +63,7 @@ class Case:
             seconds_per_byte=np.full(self.n_stages - 1, 0.01),
             in_flight=order.in_flight,
             later=order.later,
+            awaiting=order.awaiting,
             limit=(np.inf,) * self.n_ranks,
             forced=frozenset(),
             allowed=None,
@@ -119,21 +120,26 @@ def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
     )
 
 
+def searched(case: Case) -> tuple[float, Floats, Shares]:
+    """The best of all cuts, which the search has to find; the seconds of all units, and what is known of their halves."""
+    best = min(case.seconds(starts) for starts in case.all_cuts())
+    costs = case.costs()
+    path = best_bottleneck(costs)
+    assert path <= best * (1 + 1e-9), case
+    found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
+    assert found.seconds == pytest.approx(best, rel=1e-9), case
+    assert found.bound == found.seconds, case
+    whole = case.halves.sum(axis=0)[:, 0]
+    share = case.halves[0, :, 0] / whole
+    through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
+    return best, whole, Shares((share.min(), share.max()), 1 - share.max(), through, halves)
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):
         case = some_case(seed)
-        best = min(case.seconds(starts) for starts in case.all_cuts())
-        costs = case.costs()
-        path = best_bottleneck(costs)
-        assert path <= best * (1 + 1e-9), seed
-        found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
-        assert found.seconds == pytest.approx(best, rel=1e-9), seed
-        assert found.bound == found.seconds, seed
-        whole = case.halves.sum(axis=0)[:, 0]
-        share = case.halves[0, :, 0] / whole
-        through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
-        shares = Shares((share.min(), share.max()), 1 - share.max(), through, halves)
+        best, whole, shares = searched(case)
         loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
         candidate = Candidate(case.name, case.stages_per_rank, case.n_microbatches)
         assert least_step(candidate, case.n_ranks, float(whole.sum()), *loads, shares) <= best * (1 + 1e-6), seed
@@ -143,17 +149,7 @@ def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> No
 def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -> None:
     for seed in range(block * 25, block * 25 + 25):
         case = some_case(seed, shared=True)
-        best = min(case.seconds(starts) for starts in case.all_cuts())
-        costs = case.costs()
-        path = best_bottleneck(costs)
-        assert path <= best * (1 + 1e-9), seed
-        found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
-        assert found.seconds == pytest.approx(best, rel=1e-9), seed
-        assert found.bound == found.seconds, seed
-        whole = case.halves.sum(axis=0)[:, 0]
-        share = case.halves[0, :, 0] / whole
-        through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
-        shares = Shares((share.min(), share.max()), 1 - share.max(), through, halves)
+        best, whole, shares = searched(case)
         candidate = Candidate(case.name, 1, case.n_microbatches, case.replicas)
         assert least_shared_step(candidate, float(whole.sum()), float(whole.max()), shares) <= best * (1 + 1e-6), seed
 
@@ -246,6 +242,7 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
         assert order.later == tuple(held_later(schedule, stage) for stage in range(schedule.n_stages))
+        assert order.awaiting == awaiting(schedule)
         assert order.splits == SCHEDULES[name].splits_backward
 
 

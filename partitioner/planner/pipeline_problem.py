@@ -85,6 +85,7 @@ class PipelineProblems:
             seconds_per_byte=np.array([self._slope(link) for link in links]),
             in_flight=order.in_flight,
             later=order.later,
+            awaiting=order.awaiting,
             limit=self._limits_of(order.stage_ranks),
             forced=limits.forced,
             allowed=limits.allowed,

@@ -34,6 +34,7 @@ class RunCosts:
         self._next = np.array([[*problem.latency, 0.0], [*problem.seconds_per_byte, 0.0]]).T
         self._previous = np.array([[0.0, *problem.latency], [0.0, *problem.seconds_per_byte]]).T
         self._in_flight, self._later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
+        self._awaiting = np.array(problem.awaiting, dtype=float)
         self.stage_limit = np.array([problem.limit[rank] for rank in problem.rank]) if stage_limit is None else stage_limit
         self._reach = _reach(problem)
         fastest = problem.units.time.min(axis=1)
@@ -95,7 +96,8 @@ class RunCosts:
     def held(self, runs: Runs, stages: slice) -> Held:
         """(stages, C, width) what it holds beside what it holds all the time."""
         in_flight, later = (held[stages, None, None] for held in (self._in_flight, self._later))
-        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, runs.arriving, self.problem.units.summed)
+        comes = list(zip(self._awaiting[:, stages, None, None], np.repeat([runs.entering[1], runs.leaving[1]], 2, axis=0), strict=True))
+        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, comes[::2], comes[1::2], self.problem.units.summed)
 
     def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
         """(stages, C, width) whether the stage alone has the memory, and may hold the units."""

@@ -57,12 +57,6 @@ class Runs:
     behind: Integers
 
     @property
-    def arriving(self) -> Floats:
-        """(C, width) bytes of what comes to the run at a time: values, or gradients of those that leave it."""
-        arriving: Floats = np.maximum(self.leaving[1], self.entering[1])
-        return arriving
-
-    @property
     def width(self) -> int:
         return int(self.fixed.shape[1])
 

@@ -178,8 +178,9 @@ def _of_stages(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, He
     fixed, kept, gradients = (each.held(stage_of, n_stages) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses))
     working = np.zeros(n_stages) if units.working is None else units.working.of_stages(starts)
     in_flight, later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
-    arriving = np.maximum(units.leaving.left(stage_of, n_stages), units.entering.held(stage_of, n_stages))
-    return fixed, Held(in_flight, later, kept, gradients, working, arriving, units.summed)
+    entering, leaving = units.entering.held(stage_of, n_stages), units.leaving.left(stage_of, n_stages)
+    comes = list(zip(np.array(problem.awaiting, dtype=float), (entering, entering, leaving, leaving), strict=True))
+    return fixed, Held(in_flight, later, kept, gradients, working, comes[::2], comes[1::2], units.summed)
 
 
 def _held_alone(problem: StageProblem, starts: Sequence[int]) -> Floats:

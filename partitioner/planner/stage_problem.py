@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from partitioner.schedules.in_flight import Awaiting
 
 __all__ = ["Floats", "Held", "Integers", "Shared", "StageProblem", "Units", "Uses", "Value", "Working", "stage_runs", "stages_of", "uses"]
 
@@ -260,6 +262,7 @@ class StageProblem:
         seconds_per_byte: (S-1,) of that link.
         in_flight: (S,) microbatches that each stage holds at once.
         later: (S,) the same from its first gradients on; 0: it computes nothing any more.
+        awaiting: (S,) the same while messages come to it.
         limit: (R,) bytes of each rank; the stages of a rank share them.
         forced: boundaries that must be cuts: b is the boundary in front of unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.
@@ -273,6 +276,7 @@ class StageProblem:
     seconds_per_byte: Floats
     in_flight: tuple[int, ...]
     later: tuple[int, ...]
+    awaiting: Awaiting
     limit: tuple[float, ...]
     forced: frozenset[int]
     allowed: NDArray[np.bool_] | None
@@ -296,15 +300,16 @@ class Held(NamedTuple):
     """What stages hold beside what they hold all the time; arrays of one shape.
 
     Until its first gradients a stage holds n microbatches at once, from then on n' of them and the gradients; what it computes with comes
-    on top, and what is on its way to it for the next microbatch. At the end of the step the gradients are left, some of them twice while
-    they are summed.
+    on top, and what is on its way to it for its next action: receives are posted one action ahead. At the end of the step the gradients are
+    left, some of them twice while they are summed.
 
     Attributes:
         in_flight, later: n, n'; where n' is 0, no gradients are there while the stage computes.
         kept: bytes of each microbatch.
         gradients: bytes of them.
         working: bytes that the stage computes with.
-        arriving: bytes of a message to it: receives are posted one action ahead.
+        comes: how many microbatches it holds while a message comes, and bytes of that; without gradients.
+        comes_later: the same with gradients.
         summed: bytes of gradients that are there twice, at most.
     """
 
@@ -313,14 +318,19 @@ class Held(NamedTuple):
     kept: Floats
     gradients: Floats
     working: Floats
-    arriving: Floats
+    comes: Sequence[tuple[Floats, Floats]]
+    comes_later: Sequence[tuple[Floats, Floats]]
     summed: float
 
     @property
     def most(self) -> Floats:
         """Bytes at the fullest moment."""
-        computing = np.maximum(self.in_flight * self.kept, np.where(self.later > 0, self.later * self.kept + self.gradients, 0.0))
-        computing = computing + self.working + np.where(self.later > 0, self.arriving, 0.0)
+        nothing = np.zeros_like(self.working)
+        early, late = (
+            reduce(np.maximum, (np.where(held > 0, held * self.kept + size, 0.0) for held, size in moments))
+            for moments in (((self.in_flight, nothing), *self.comes), ((self.later, nothing), *self.comes_later))
+        )
+        computing = np.maximum(early, np.where(self.later > 0, late + self.gradients, 0.0)) + self.working
         most: Floats = np.maximum(computing, self.gradients + np.minimum(self.gradients, self.summed))
         return most
 

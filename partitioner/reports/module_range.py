@@ -9,6 +9,8 @@ from collections.abc import Sequence
 __all__ = ["module_range", "rank_list", "short_name"]
 
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
+_BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
+"""The path of the outermost module with a number."""
 
 
 def module_range(modules: Sequence[str], width: int = 44) -> str:
@@ -20,6 +22,8 @@ def module_range(modules: Sequence[str], width: int = 44) -> str:
     'encoder.embeddings ... classifier.dense'
     >>> [module_range(("h.1.ln_1", "h.1.attn.c_attn", "h.1.attn.c_proj"), width) for width in (26, 20)]
     ['h.1.(ln_1 ... attn.c_proj)', 'part of h.1']
+    >>> module_range(("wte", "h.0.ln_1", "h.0.attn.c_attn"), 16), module_range(("h.1", "h.1.attn.c_proj"), 16)
+    ('wte ... h.0', 'part of h.1')
     """
     named = [name or "(the model itself)" for name in modules]
     parts: list[str] = []
@@ -39,14 +43,18 @@ def module_range(modules: Sequence[str], width: int = 44) -> str:
 def _from_to(first: str, joint: str, last: str, width: int) -> str:
     """Two names, and where they are too long, the module that holds both but once, or nothing but the block that does."""
     plain = f"{first}{joint}{last}"
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split(".")[:-1], last.split(".")[:-1], strict=False))
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split("."), last.split("."), strict=False))
     shared = ".".join(part for part, _ in pairs)
-    if len(plain) <= width or not shared:
+    if len(plain) <= width:
         return plain
     inside = f"{first.removeprefix(f'{shared}.')}{joint}{last.removeprefix(f'{shared}.')}"
-    if len(shared) + len(inside) + 3 <= width:
+    if shared and first != shared and len(shared) + len(inside) + 3 <= width:
         return f"{shared}.({inside})"
-    return f"part of {shared}" if _NUMBERED.fullmatch(shared) else f"...{inside}"
+    if _NUMBERED.fullmatch(shared):
+        return f"part of {shared}"
+    blocks = (_BLOCK.match(first), _BLOCK.match(last))
+    shorter = joint.join(block[0] if block else name for block, name in zip(blocks, (first, last), strict=True))
+    return f"...{inside}" if shared and len(inside) + 3 < len(shorter) else shorter
 
 
 def short_name(name: str, width: int = 24) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.in_flight import peak_in_flight
+from partitioner.schedules.in_flight import Awaiting, awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind
 
 __all__ = ["Order", "order_of"]
@@ -25,6 +25,7 @@ class Order:
             ended.
         in_flight: the same for the weight half: microbatches whose activations a rank holds at once. Equal where backwards are whole.
         later: as many while it computes behind its first whole backward, or weight half.
+        awaiting: as many while a message comes to it.
     """
 
     n_microbatches: int
@@ -34,6 +35,7 @@ class Order:
     ahead: tuple[int, ...]
     in_flight: tuple[int, ...]
     later: tuple[int, ...]
+    awaiting: Awaiting
 
 
 @lru_cache(maxsize=256)
@@ -49,11 +51,24 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int,
         all_of_them, most = (n_microbatches,) * n_ranks, (min(n_microbatches, n_ranks),) * n_ranks
         ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
         later = tuple(min(held, n_microbatches - 1) for held in in_flight)
-        return Order(n_microbatches, tuple((rank,) for rank in ranks), name == "ZB1P", name == "GPipe", ahead, in_flight, later)
+        stage_ranks, splits, fills = tuple((rank,) for rank in ranks), name == "ZB1P", name == "GPipe"
+        comes = _awaiting_alone(name, n_microbatches, in_flight)
+        return Order(n_microbatches, stage_ranks, splits, fills, ahead, in_flight, later, comes)
     schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas)
     ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
     in_flight, later = peak_in_flight(schedule), peak_in_flight(schedule, later=True)
-    return Order(n_microbatches, schedule.stage_ranks, SCHEDULES[name].splits_backward, name == "GPipe", ahead, in_flight, later)
+    splits, fills = SCHEDULES[name].splits_backward, name == "GPipe"
+    return Order(n_microbatches, schedule.stage_ranks, splits, fills, ahead, in_flight, later, awaiting(schedule))
+
+
+def _awaiting_alone(name: str, n_microbatches: int, in_flight: tuple[int, ...]) -> Awaiting:
+    """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages."""
+    if name == "GPipe":
+        last, first = (n_microbatches - 1,) * len(in_flight), (0,) * len(in_flight)
+        return Awaiting(last, first, in_flight, last if n_microbatches > 2 else first)
+    if n_microbatches > len(in_flight) + 1:
+        return Awaiting(in_flight, in_flight, in_flight, in_flight)
+    return awaiting(make_schedule(name, len(in_flight), n_microbatches))
 
 
 _ALONE = ("GPipe", "1F1B", "ZB1P")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,7 @@ def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
     stages = sorted({action.stage for action in actions})
     held, has_gradients = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     found = dict[tuple[int, ...], None]()
-    for action, following in zip(actions, (*actions[1:], None), strict=True):
+    for action, following in zip_longest(actions, actions[1:]):
         if action.kind is ActionKind.FORWARD:
             held[action.stage] += 1
         acts = [int(stage == action.stage) for stage in stages]
