@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from passes.blocks import Block, block_of
 from passes.cut_axes import CutModel
 from passes.extents import Extents
+from passes.inside.normalize import normalize
 from passes.ir import collectives
 from passes.ir.mesh import Mesh
 from tests.traced import SEED, Run, backward, own_values
@@ -130,6 +131,8 @@ def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, An
             results = [own[nodes[0].name] for own in given]
         elif target in collectives.COLLECTIVES:
             results = _communicate(target, mesh, args)
+        elif target is normalize:
+            results = _normalized(mesh, [dict(zip((each.name for each in target._schema.arguments), own, strict=True)) for own in args])
         else:
             results = [_called(target, own, named) for own, named in zip(args, kwargs, strict=True)]
         for own, node, result in zip(values, nodes, results, strict=True):
@@ -166,6 +169,30 @@ def _communicate(operator: Any, mesh: Mesh, args: Sequence[tuple[Any, ...]]) -> 
             found = _Collective.apply(operator, rest, *tensors)  # type: ignore[no-untyped-call]
         for rank, result in zip(ranks, found, strict=True):
             results[rank] = result
+    return results
+
+
+def _normalized(mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """By statistics of all parts, which autograd goes through; those that are given must be the same."""
+    results: list[Tensor] = [torch.empty(0)] * mesh.size
+    for ranks in {mesh.group(rank, tuple(given[0]["over"])) for rank in range(mesh.size)}:
+        parts = [given[rank]["x"].unflatten(1, (given[rank]["mean"].shape[-1], -1)) for rank in ranks]
+        dims = [0] * (given[0]["mean"].dim() == 1) + list(range(2, parts[0].dim()))
+
+        def average(parts: Sequence[Tensor], dims: Sequence[int] = dims) -> Tensor:
+            sums = [each.sum(tuple(dims), keepdim=True) for each in parts]
+            return _sum(sums) / int(given[0]["count"])
+
+        mean = average(parts) if given[0]["centred"] else parts[0].new_zeros(())
+        variance = average([(each - mean) ** 2 for each in parts])
+        for rank, part in zip(ranks, parts, strict=True):
+            own = given[rank]
+            for name, value in (("mean", mean), ("variance", variance)):
+                torch.testing.assert_close(own[name], value.expand_as(variance).reshape(own[name].shape).detach())
+            result = ((part - mean) / torch.sqrt(variance + own["eps"])).reshape(own["x"].shape)
+            sizes = [1, -1, *[1] * (result.dim() - 2)]
+            result = result if own["weight"] is None else result * own["weight"].view(sizes)
+            results[rank] = result if own["bias"] is None else result + own["bias"].view(sizes)
     return results
 
 

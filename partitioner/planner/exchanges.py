@@ -27,6 +27,7 @@ from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
 from passes.extents import Extents
+from passes.inside.table import inside_of
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.ir.runs import segments
@@ -171,17 +172,21 @@ def find_halos(
 
 
 def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
-    """What a call sends that reduces over what is cut: statistics, one number for each element of the other loops, twice each way."""
+    """What a call sends that reduces over what is cut, and its backward: statistics, numbers for each element of the other loops."""
     for index, factor in reduced_in_parts(node.name, axes, layouts):
-        if not isinstance(node.meta["val"], Tensor):
+        inside = inside_of(node, axes.loops[node.name].factors[factor].name)
+        if inside is None or not isinstance(node.meta["val"], Tensor):
             continue
         name, whole = layouts.mesh[index][0], cast(Size, 1)
         for axis in axes.factors[node.name][factor]:
             whole = whole * sizes.axis(axis, ())
         size = sizes.whole_along(node, layouts.results[node.name][0], index) / whole
-        backward: Collective | None = "all_reduce" if node.name in flowing else None
-        for place in range(_STATISTICS):
-            yield (node.name, index, place), Exchange(node.name, size, name, "all_reduce", backward)
+        if inside.single:
+            size = size * max(_SINGLE // node.meta["val"].dtype.itemsize, 1)
+        for place, numbers in enumerate(inside.sends):
+            yield (node.name, index, place), Exchange(node.name, size * numbers, name, "all_reduce", None)
+        for place, numbers in enumerate(inside.returns if node.name in flowing else ()):
+            yield (node.name, index, "back", place), Exchange(node.name, size * numbers, name, None, "all_reduce")
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:
@@ -191,8 +196,8 @@ def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[
             yield index, cut.factor
 
 
-_STATISTICS = 2
-"""Sums that an operation that reduces inside needs: of the values and of their squares, or a maximum and a sum."""
+_SINGLE = 4
+"""Bytes of a statistic of half precision."""
 
 
 def find_gradient_sums(layouts: Layouts, size_of: Mapping[str, Size], flowing: frozenset[str]) -> list[GradientSum]:

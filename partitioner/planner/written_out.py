@@ -1,9 +1,9 @@
 """What calls cost that are written out on ranks' parts, because they reduce inside over what is cut.
 
 group_norm of one device    a kernel that reads twice and writes once
-cut in space                sum | all_reduce | distances, squares, sum | all_reduce | quotient, times the weight, plus the bias
+cut in space                sum | all_reduce | distances, squares, sum | all_reduce | normalize
 
-The second is what the ranks' programs run, and autograd differentiates: ``passes.inside`` tells the kernels of each call.
+The second is what the ranks' programs run: ``passes.inside`` tells the kernels of each call, and those of its backward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: La
 
 
 def _written_out(cost: OperationCost, node: fx.Node, inside: Inside, result: Size) -> OperationCost:
-    """What a normalisation keeps are the centred and the scaled values, not its input."""
     given = bound_arguments(node)
     kernels = [each for name, each in inside.kernels.items() if not name or given.get(name) is not None]
     size = result * _SINGLE / cost.dtype.itemsize if cost.dtype.itemsize < _SINGLE else result
@@ -51,7 +50,7 @@ def _written_out(cost: OperationCost, node: fx.Node, inside: Inside, result: Siz
         forward=_work(cost.forward, (each.forward for each in kernels), size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
         backward_weight=_work(cost.backward_weight, (each.weight for each in kernels), size),
-        keeps=cost.keeps + result if "input" in cost.saves else cost.keeps,
+        keeps=cost.keeps + result * sum(each.keeps for each in kernels) if cost.saves else cost.keeps,
     )
 
 

@@ -26,11 +26,13 @@ class Kernels:
         forward: of the call.
         activation: of the gradients of activations.
         weight: of the gradients of parameters.
+        keeps: how many values like the result are kept for the backward, beside those of the call in one piece.
     """
 
-    forward: tuple[int, int]
+    forward: tuple[int, int] = (0, 0)
     activation: tuple[int, int] = (0, 0)
     weight: tuple[int, int] = (0, 0)
+    keeps: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Inside:
         allows: whether this call can be written so.
         by_place: whether it counts places along the factor: a part must then be a run of them.
         single: whether half precision is made float32 inside, as torch's kernels do for what adds up many terms.
+        sends: how many statistics, numbers for each element of the other loops, are summed over ranks in each message of the forward.
+        returns: the same of the backward.
         kernels: what is run, by the argument that asks for it, ``""`` for every call; empty: about as much as for the call in one piece.
     """
 
@@ -55,6 +59,8 @@ class Inside:
     allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
     by_place: bool = False
     single: bool = False
+    sends: tuple[int, ...] = (1, 1)
+    returns: tuple[int, ...] = (1, 1)
     kernels: Mapping[str, Kernels] = field(default_factory=dict)
 
     def on_part(self, write: InsideWriter) -> fx.Node:
@@ -83,12 +89,18 @@ def _is_without_storage(arguments: Mapping[str, Any]) -> bool:
 
 _STATISTICS = ("running_mean", "running_var")
 
-_AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4)), "bias": Kernels((1, 2), weight=(1, 1))}
-_STANDARDIZED = {"": Kernels((9, 9), (15, 24)), **_AFFINE}
-"""Mean, distances, squares, their mean, the quotient: a kernel each, most of them over the whole part; twice as many back."""
-_SCALED = {"": Kernels((6, 6), (11, 18)), **_AFFINE}
-_STORED = {"running_mean": Kernels((14, 0))}
-"""Statistics that move: small tensors, and many of them."""
+_NORMALIZED = Kernels((7, 9), (8, 8))
+"""Sum, mean, distances, squares, sum, variance, ``normalize``; back two over the part and their sum, and what is small."""
+
+_OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0))}
+"""Statistics that move are small tensors, and many of them."""
+
+_OF_GROUPS = {"": Kernels((7, 9), (13, 8)), "weight": Kernels(activation=(2, 0), weight=(1, 0)), "bias": Kernels(weight=(1, 0))}
+_OF_IMAGES = {**_OF_GROUPS, "": _NORMALIZED}
+
+_AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4), keeps=1), "bias": Kernels((1, 2), weight=(1, 1))}
+_OF_ROWS = {"": _NORMALIZED, **_AFFINE}
+_SCALED = {"": Kernels((5, 6), (8, 8)), **_AFFINE}
 
 _INSIDE: Mapping[Any, Inside] = {
     aten.batch_norm: Inside(
@@ -97,12 +109,13 @@ _INSIDE: Mapping[Any, Inside] = {
         whole=_STATISTICS,
         allows=lambda arguments: bool(arguments["training"]),
         single=True,
-        kernels={**_STANDARDIZED, **_STORED},
+        returns=(2,),
+        kernels=_OF_CHANNELS,
     ),
-    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, kernels=_STANDARDIZED),
-    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, kernels=_SCALED),
-    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, kernels=_STANDARDIZED),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, kernels=_STANDARDIZED),
+    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, returns=(2,), kernels=_OF_ROWS),
+    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
+    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, returns=(2,), kernels=_OF_GROUPS),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, returns=(2,), kernels=_OF_IMAGES),
     aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
     aten.softmax: Inside(classes.softmax, ("dim",), single=True),
     aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True),

@@ -1,0 +1,118 @@
+"""Normalisation by statistics of a whole, of which a rank has a part, as one operator with a backward of its own.
+
+    statistics of the whole, as constants        normalize(x, mean, variance, ...)        one kernel
+
+Autograd of the formula written out would go back through the statistics, kernel after kernel over all of x. To this operator they are
+constants, and its backward adds what they move. With s = 1 / sqrt(variance + eps), y = (x - mean) s, n elements that share statistics, and
+D the gradient of the result times the weight:
+
+    gradient of x              s (D - sum(D) / n - y sum(D y) / n)        sums over all ranks' parts: one small message
+    gradient of weight, bias   of this rank's part; summed as those of other parameters are
+
+(Ioffe, Szegedy, "Batch Normalization", 2015, section 3.) The kernels are those of batch normalisation with stored statistics: one forward;
+back one for the first term and all sums, one for the other two, and what adds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.traceback import annotate, get_current_meta
+
+from passes.ir.collectives import GRADIENT, all_reduce
+
+__all__ = ["normalize"]
+
+torch.library.define(
+    "partitioner::normalize",
+    "(Tensor x, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps, SymInt count, str[] over, bool centred) -> Tensor",
+)
+
+normalize = torch.ops.partitioner.normalize.default
+"""``x``, (rows, channels, ...), normalised by statistics of the whole: ``mean`` and ``variance``, (groups,) or (rows, groups), each of
+neighbouring channels; times ``weight`` and plus ``bias``, (channels,). ``count``: how many elements of the whole share statistics;
+``over``: the mesh dimensions that cut these; ``centred``: whether the mean is one of the statistics, or zero."""
+
+
+def _run(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    count: Any,  # noqa: ARG001  the backward reads it
+    over: list[str],  # noqa: ARG001
+    centred: bool,  # noqa: ARG001
+) -> Tensor:
+    channels = _Channels(x, mean)
+    means, variances = (channels.of_statistics(each) for each in (mean, variance))
+    return F.batch_norm(channels.flat(x), means, variances, channels.of_weight(weight), channels.of_weight(bias), eps=eps).view(x.shape)
+
+
+class _Channels:
+    """Every number that has statistics of its own as a channel of a batch normalisation: where rows have theirs, all rows' in one row."""
+
+    def __init__(self, x: Tensor, mean: Tensor) -> None:
+        self._rows, self._channels = x.shape[:2]
+        self._by_row = mean.dim() == 2
+        self._groups = tuple(mean.shape)
+        self._group = self._channels // mean.shape[-1]
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(0) if self._by_row else x
+
+    def of_statistics(self, value: Tensor) -> Tensor:
+        """One number for each channel."""
+        return value.unsqueeze(-1).expand(*self._groups, self._group).reshape(-1)
+
+    def of_weight(self, value: Tensor | None) -> Tensor | None:
+        """The same of a parameter."""
+        return value if value is None or not self._by_row else value.expand(self._rows, self._channels).reshape(-1)
+
+    def in_statistics(self, sums: Tensor) -> Tensor:
+        """Sums of channels, (kinds, channels), for each of the statistics."""
+        return sums.view(-1, *self._groups, self._group).sum(-1) if self._group != 1 else sums.view(-1, *self._groups)
+
+    def in_weight(self, sums: Tensor) -> Tensor:
+        """Sums of channels for each number of a parameter."""
+        return sums.view(self._rows, self._channels).sum(0) if self._by_row else sums
+
+
+def _fake(x: Tensor, *_rest: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  the names that torch calls it by
+    x, mean, variance, weight, bias, *ctx.rest = inputs
+    ctx.save_for_backward(x, mean, variance, weight)
+    ctx.has_bias = bias is not None
+    ctx.about = get_current_meta().get("custom", {})
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, mean, variance, weight = ctx.saved_tensors
+    eps, count, over, centred = ctx.rest
+    channels = _Channels(x, mean)
+    flat, factor = channels.flat(x), channels.of_weight(weight)
+    means, variances = (channels.of_statistics(each) for each in (mean, variance))
+    direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        channels.flat(grad), flat, factor, means, variances, None, None, False, eps, [True, True, True]
+    )
+    sums = torch.stack([of_weight, of_bias] if centred else [of_weight])
+    sums = channels.in_statistics(sums if factor is None else sums * factor)
+    for dimension in over:
+        with annotate({**ctx.about, GRADIENT: True}):
+            sums = all_reduce(sums, dimension, "sum")
+    moved = [channels.of_statistics(each) for each in (sums * (torch.rsqrt(variance + eps) / -count)).unbind(0)]
+    through = F.batch_norm(flat, means, variances, moved[0], moved[1] if centred else None, eps=eps)
+    of_parameters = (None if weight is None else channels.in_weight(of_weight), channels.in_weight(of_bias) if ctx.has_bias else None)
+    return ((direct + through).view(x.shape), None, None, *of_parameters, *(None for _ in ctx.rest))
+
+
+torch.library.impl(normalize.name(), "CompositeExplicitAutograd", _run)
+torch.library.register_fake(normalize.name(), _fake)
+torch.library.register_autograd(normalize.name(), _backward, setup_context=_remember)
