@@ -59,7 +59,6 @@ class _Mailbox:
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
     given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
     waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
-    reduced: dict[tuple[_Collective, int], Tensor] = field(default_factory=dict)
     drawn: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
 
 
@@ -134,8 +133,6 @@ class _EmbeddedTransport(CollectiveTransport):
         group = pending.collective.group
         if len(group) == 1:
             return exchange.tensor.detach().contiguous()
-        if (pending.collective, index) in self._mailbox.reduced:
-            return self._own(pending.collective, index)
         pieces = [given[rank][index].pieces[group.index(self.rank)].to(self.device) for rank in group]
         for rank, piece, shape in zip(group, pieces, exchange.shapes, strict=True):
             if tuple(piece.shape) != tuple(shape):
@@ -143,17 +140,7 @@ class _EmbeddedTransport(CollectiveTransport):
                     f"{pending}: rank {rank} gives rank {self.rank} shape {tuple(piece.shape)} where it expects {tuple(shape)}",
                     remedy="every rank of a group gives tensors that fit together: pm.verify() names the nodes",
                 )
-        result = exchange.result(pieces, pending.operation)
-        if not exchange.is_alike:
-            return result
-        self._mailbox.reduced[pending.collective, index] = result
-        return self._own(pending.collective, index)
-
-    def _own(self, collective: _Collective, index: int) -> Tensor:
-        """What the first rank has reduced, in memory of this one: the last takes it, the others a copy."""
-        if self._mailbox.waited[collective] + 1 == len(collective.group):
-            return self._mailbox.reduced.pop((collective, index)).to(self.device)
-        return self._mailbox.reduced[collective, index].to(self.device, copy=True)
+        return exchange.result(pieces, pending.operation)
 
     def finish(self) -> None:
         """Nothing is ever under way here."""

@@ -34,11 +34,6 @@ class Exchange:
     concat_dim: int | None
     make: Callable[[Sequence[Tensor]], Tensor] | None = None
 
-    @property
-    def is_alike(self) -> bool:
-        """Whether every rank of the group is given the same, and makes the same of it."""
-        return self.split_dim is None and self.concat_dim is None and self.make is None
-
     def result(self, pieces: Sequence[Tensor], operation: Operation = "sum") -> Tensor:
         """What the collective gives, in new memory, from what each rank of the group has given, in the group's order."""
         return assemble(pieces, self.concat_dim, operation) if self.make is None else self.make(pieces)
