@@ -35,6 +35,8 @@ _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten, aten.to, aten.type_as, aten.unflatten, aten.dropout, aten.einsum})
 """Their schemas say that they view; whether they do depends on how the argument lies, which tracing knows."""
 
+_RESHAPES = frozenset({aten.reshape, aten.flatten, aten.unflatten})
+"""Those of them that copy nothing where the argument lies densely, as what comes from another rank does."""
 
 _NO_SOURCES: Mapping[Hashable, Storage] = MappingProxyType({})
 
@@ -144,7 +146,7 @@ class GraphReader(ABC):
             self.values[node] = UNKNOWN
             return 0.0
         sources = {leaf.key: leaf.storage for source in node.all_input_nodes for leaf in leaves_of(self.values[source])}
-        viewed = () if packet(node.target) in _MAY_COPY else viewed_arguments(node)
+        viewed = () if packet(node.target) in _MAY_COPY and not _only_reshapes(node) else viewed_arguments(node)
         fallback = next((leaf.storage for source in viewed for leaf in leaves_of(self.values[source])), None)
         self.values[node] = self.traced(node, {} if packet(node.target) in _COPIES else sources, fallback)
         if node in self._fused:
@@ -213,3 +215,9 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(value)
                 last.setdefault(node, []).append(value)
     return last
+
+
+def _only_reshapes(node: fx.Node) -> bool:
+    """Whether a node gives what lies densely another shape, which copies nothing."""
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    return packet(node.target) in _RESHAPES and isinstance(source, Tensor) and source.is_contiguous()
