@@ -4,10 +4,10 @@
     python -m benchmarks.predictions --rounds 15  # on a noisy machine
 
 A program is simulated with costs of this machine, and run. In one process of one thread ranks take turns: a step takes as long as all of
-them compute together, and is measured in processor seconds, of which other processes take none. Two processes compute at once, and
-messages take what is measured between them. Each round measures every placement, times the operations and messages anew and predicts with
-them, since a shared machine is not equally fast all the time; the tables show medians over rounds. The last lines tell the median error and
-the rank correlation (Spearman) over all placements.
+them compute, and add up what others have, together; it is measured in processor seconds, of which other processes take none. Two processes
+compute at once, and messages take what is measured between them. Each round measures every placement, times the operations and messages
+anew and predicts with them, since a shared machine is not equally fast all the time; the tables show medians over rounds. The last lines
+tell the median error and the rank correlation (Spearman) over all placements.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from cost_models.cost_model import CostModel
 from cost_models.devices import Device, Link
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts, fitted
+from cost_models.measurement.clock import median_seconds
 from cost_models.measurement.machine import gloo_link
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import PartitionedModel, partition
@@ -158,14 +159,14 @@ def partitioned(placement: Placement) -> tuple[PartitionedModel, Callable[[], Te
     return pm, step
 
 
-def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link: Link | None) -> float:
-    """Seconds of a step; without a link ranks take turns and send nothing."""
-    cluster = Cluster([MACHINE] * placement.ranks, link or Link(0.0, 1e30))
-    rows = pm.data_parallel_size
-    simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=rows)
-    if link is not None:
+def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link: Link, *, in_turn: bool) -> float:
+    """Seconds of a step; of ranks that take turns, what all of them compute, and put together of what others have."""
+    cluster = Cluster([MACHINE] * placement.ranks, link)
+    simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=pm.data_parallel_size)
+    if not in_turn:
         return simulation.step_time
-    return simulation.step_time * placement.ranks * (1 - simulation.bubble_fraction)
+    computed = simulation.step_time * placement.ranks * (1 - simulation.bubble_fraction)
+    return computed + sum(each.end - each.start for each in simulation.timeline.communicated if each.kind != "message")
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def in_one_process(rounds: int) -> list[Prediction]:
     """Every placement of ``IN_ONE_PROCESS``."""
     contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_ONE_PROCESS]
     for _ in range(rounds):
-        _round(contestants, _processor_seconds, None)
+        _round(contestants, _processor_seconds, adding_link(), in_turn=True)
     return [each.prediction for each in contestants]
 
 
@@ -195,18 +196,18 @@ def in_two_processes(rounds: int) -> list[Prediction]:
     """Every placement of ``IN_TWO_PROCESSES``; both processes time operations at once, as they compute at once."""
     contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_TWO_PROCESSES]
     for _ in range(rounds):
-        _round(contestants, _wall_seconds, swap_link())
+        _round(contestants, _wall_seconds, swap_link(), in_turn=False)
     return [each.prediction for each in contestants]
 
 
-def _round(contestants: Sequence[Contestant], seconds: Callable[[Callable[[], Tensor]], float], link: Link | None) -> None:
+def _round(contestants: Sequence[Contestant], seconds: Callable[[Callable[[], Tensor]], float], link: Link, *, in_turn: bool) -> None:
     """Measure each placement, time the operations anew, and predict with both kinds of costs."""
     measured = [seconds(each.step) for each in contestants]
     costs = MeasuredCosts()
-    timed = [simulated(each.pm, each.placement, costs, link) for each in contestants]
+    timed = [simulated(each.pm, each.placement, costs, link, in_turn=in_turn) for each in contestants]
     calibrated = fitted(costs.samples)
     for each, step, told in zip(contestants, measured, timed, strict=True):
-        each.rounds.append((step, told, simulated(each.pm, each.placement, calibrated, link)))
+        each.rounds.append((step, told, simulated(each.pm, each.placement, calibrated, link, in_turn=in_turn)))
 
 
 def _processor_seconds(step: Callable[[], Tensor]) -> float:
@@ -218,6 +219,12 @@ def _processor_seconds(step: Callable[[], Tensor]) -> float:
 
 def _wall_seconds(step: Callable[[], Tensor]) -> float:
     return measure({"step": step}, 1, repeats=2)["step"].wall
+
+
+def adding_link() -> Link:
+    """As fast as one rank adds what it has to what another has: in one process that is all that a collective of two does."""
+    one, other = torch.rand(2, _ADDED_FLOATS)
+    return Link(0.0, one.nbytes / median_seconds(lambda: one + other, one.device, among_others=True))
 
 
 def swap_link(rounds: int = 5) -> Link:
@@ -243,6 +250,7 @@ def swap_link(rounds: int = 5) -> Link:
     return gloo_link({4.0 * count: added[count, False] for count in _MESSAGE_FLOATS}, share)
 
 
+_ADDED_FLOATS = 2**18
 _MESSAGE_FLOATS = (2**10, 2**14, 2**16, 2**18, 2**20)
 
 
