@@ -12,7 +12,7 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.operators import bound_arguments
 from passes.rules.loops import Loops
 
-__all__ = ["CallAlong", "Cut"]
+__all__ = ["CallAlong", "Cut", "bytes_moved"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class CallAlong:
     def having(self, factor: int) -> list[int]:
         """The operands that have the loop, or over which it slides."""
         assert self.loops is not None
-        running = [place for place, dimensions in enumerate(self.loops.operands) if any(factor in each for each in dimensions)]
-        return [*running, *self.slid.get(factor, {})]
+        return [*self.loops.running[factor], *self.slid.get(factor, {})]
 
     def need_of_sum(self, place: int) -> Placement:
         """How an operand is read by a call that parts of sums go through."""
@@ -108,3 +107,16 @@ class CallAlong:
         needs = (self.need(cut, place) for place in range(len(self.operands)))
         gathers = any(isinstance(lies, Shard) and not isinstance(need, Shard) for lies, need in zip(self.lying, needs, strict=True))
         return gathers or isinstance(self.gives(cut, 0), Partial)
+
+
+def bytes_moved(lies: Placement | None, need: Placement, is_parameter: bool) -> float:
+    """Bytes that a change of layout moves, forward and backward, in sizes of the value (a ring; the number of ranks taken as large)."""
+    if lies == need or isinstance(need, Partial):
+        return 0.0
+    if lies is None:
+        return 2.0 if isinstance(need, Varying) and is_parameter else 0.0
+    if isinstance(lies, Replicate):
+        return 2.0 if isinstance(need, Varying) else 1.0 if isinstance(need, Shard) else 0.0
+    if isinstance(lies, Shard):
+        return 1.0 if isinstance(need, Replicate | Shard) else 2.0
+    return 4.0 if isinstance(need, Varying) else 2.0

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
 from passes.axis_names import beside_rows, space_axes
-from passes.call_along import CallAlong, Cut
+from passes.call_along import CallAlong, Cut, bytes_moved
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import TILES
@@ -140,6 +140,7 @@ class LayoutWalk:
             axis for name in graph.parameters if name in axes.tensors for dimension in axes.of(name) for axis in dimension
         }
         self.lies: dict[tuple[str, int], list[Placement | None]] = {}
+        self._clear: dict[tuple[str, Cut], bool] = {}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.held}
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
@@ -273,7 +274,7 @@ class LayoutWalk:
         if call.loops is None or draws(call.node):
             return None
         written = {argument.name for argument in mutated_arguments(call.node)}
-        allowed = []
+        allowed: list[tuple[Cut, list[Placement]]] = []
         for factor, axes in enumerate(self.axes.factors[call.node.name]):
             for axis in axes[:1] if factor in call.slid else axes:  # what slides is cut into intervals
                 cut = Cut(factor, axis)
@@ -284,8 +285,10 @@ class LayoutWalk:
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
                 writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
                 if self._starts_here(call, cut) and not any(isinstance(need, Varying) for need in writes):
-                    allowed.append(cut)
-        return min(allowed, key=lambda cut: self._price(call, cut, index)) if len(allowed) > 1 else next(iter(allowed), None)
+                    allowed.append((cut, needs))
+        if len(allowed) > 1:
+            return min(allowed, key=lambda each: self._price(call, each[0], each[1], index))[0]
+        return allowed[0][0] if allowed else None
 
     def _fits(self, axis: int, index: int) -> bool:
         """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""
@@ -300,6 +303,12 @@ class LayoutWalk:
 
         Rows times rows, made flat, hold it twice; (rows, 16), made flat and taken as (2, 8 rows), has other axes than the operand.
         """
+        key = (call.node.name, cut)
+        if key not in self._clear:
+            self._clear[key] = self._is_just_there(call, cut)
+        return self._clear[key]
+
+    def _is_just_there(self, call: CallAlong, cut: Cut) -> bool:
         assert call.loops is not None
         operands = [self.axes.of(operand.name) for operand in call.operands]
         pairs = (pair for tensor, held in zip(operands, call.loops.operands, strict=True) for pair in zip(tensor, held, strict=True))
@@ -326,31 +335,29 @@ class LayoutWalk:
         value = node.meta.get("val")
         return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
 
-    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
+    def _price(self, call: CallAlong, cut: Cut, needs: Sequence[Placement], index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
         """Of a cut: over tiles space first; axes of parameters, then what needs no reduction inside, then the fewest bytes.
 
         Of parameters first those that the call itself reads: a sequence may be an axis of learned positions, which it does not.
         Where rows are cut: only the axis of a parameter that the call reads. For its sake what lies in parts is exchanged (tokens go to
         their experts), and neither gathered nor summed, unless it was chosen for just that: where weights are larger than activations.
+
+        Args:
+            needs: how the call reads its operands, so cut.
         """
         assert call.loops is not None
         by_rows, beside_space = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES and cut.axis not in self.space
         together = by_rows and call.comes_together(cut) and cut.axis not in self.beside_rows[index]
-        is_read = self._reads_in_parts(call, cut)
+        reads = list(zip(call.operands, call.lying, needs, strict=True))
+        is_read = any(operand.name in self.graph.parameters and isinstance(need, Shard) for operand, _, need in reads)
         of_parameter = is_read if by_rows else cut.axis in self.of_parameters
         moved = 0.0
-        for place, operand in enumerate(call.operands):
-            times = _moved(call.lying[place], call.need(cut, place), operand.name in self.graph.parameters)
-            moved += times * self.bytes.of(operand)
+        for operand, lies, need in reads:
+            moved += bytes_moved(lies, need, operand.name in self.graph.parameters) * self.bytes.of(operand)
         reduction = call.loops.factors[cut.factor].reduction
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
         return together, beside_space, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
-
-    def _reads_in_parts(self, call: CallAlong, cut: Cut) -> bool:
-        """Whether a cut reads a parameter in parts."""
-        needs = ((operand, call.need(cut, place)) for place, operand in enumerate(call.operands))
-        return any(operand.name in self.graph.parameters and isinstance(need, Shard) for operand, need in needs)
 
     def _use(self, node: fx.Node, layout: Layout) -> None:
         """Note that somebody reads a value so; a partial sum that is read otherwise is reduced, for all readers."""
@@ -384,16 +391,3 @@ class LayoutWalk:
             shards = [use[index] for use in uses if isinstance(use[index], Shard)]
             layout.append(max(shards, key=shards.count) if shards else Replicate())
         return tuple(layout)
-
-
-def _moved(lies: Placement | None, need: Placement, is_parameter: bool) -> float:
-    """Bytes that a change of layout moves, forward and backward, in sizes of the value (a ring; the number of ranks taken as large)."""
-    if lies == need or isinstance(need, Partial):
-        return 0.0
-    if lies is None:
-        return 2.0 if isinstance(need, Varying) and is_parameter else 0.0
-    if isinstance(lies, Replicate):
-        return 2.0 if isinstance(need, Varying) else 1.0 if isinstance(need, Shard) else 0.0
-    if isinstance(lies, Shard):
-        return 1.0 if isinstance(need, Replicate | Shard) else 2.0
-    return 4.0 if isinstance(need, Varying) else 2.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -92,3 +93,9 @@ class Loops:
     unread: frozenset[int] = frozenset()
     windows: tuple[Window, ...] = ()
     localize: Callable[[LocalCall], Mapping[str, Any]] | None = field(default=None, compare=False)
+
+    @cached_property
+    def running(self) -> tuple[tuple[int, ...], ...]:
+        """For each factor the operands that have it in a dimension."""
+        held = [{factor for dimension in dimensions for factor in dimension} for dimensions in self.operands]
+        return tuple(tuple(place for place, each in enumerate(held) if factor in each) for factor in range(len(self.factors)))
