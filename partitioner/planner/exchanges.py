@@ -172,17 +172,19 @@ def find_halos(
 
 
 def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
-    """What a call sends that reduces over what is cut, and its backward: statistics, numbers for each element of the other loops."""
+    """What a call sends that reduces over what is cut, and its backward: statistics, numbers for each row of its first operand."""
     for index, factor in reduced_in_parts(node.name, axes, layouts):
         inside = inside_of(node, axes.loops[node.name].factors[factor].name)
         if inside is None or not isinstance(node.meta["val"], Tensor):
             continue
         name, whole = layouts.mesh[index][0], cast(Size, 1)
-        for axis in axes.factors[node.name][factor]:
-            whole = whole * sizes.axis(axis, ())
-        size = sizes.whole_along(node, layouts.results[node.name][0], index) / whole
+        for each, held in zip(axes.loops[node.name].factors, axes.factors[node.name], strict=True):
+            for axis in held if each.reduction == "whole" else ():
+                whole = whole * sizes.axis(axis, ())
+        operand = axes.operands[node.name][0]
+        size = sizes.whole_along(operand, layouts.needs[node.name][0], index) / whole
         if inside.single:
-            size = size * max(_SINGLE // node.meta["val"].dtype.itemsize, 1)
+            size = size * max(_SINGLE // operand.meta["val"].dtype.itemsize, 1)
         for place, numbers in enumerate(inside.sends):
             yield (node.name, index, place), Exchange(node.name, size * numbers, name, "all_reduce", None)
         for place, numbers in enumerate(inside.returns if node.name in flowing else ()):

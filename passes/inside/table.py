@@ -60,7 +60,7 @@ class Inside:
     by_place: bool = False
     single: bool = False
     sends: tuple[int, ...] = (1, 1)
-    returns: tuple[int, ...] = (1, 1)
+    returns: tuple[int, ...] = (2,)
     kernels: Mapping[str, Kernels] = field(default_factory=dict)
 
     def on_part(self, write: InsideWriter) -> fx.Node:
@@ -109,20 +109,23 @@ _INSIDE: Mapping[Any, Inside] = {
         whole=_STATISTICS,
         allows=lambda arguments: bool(arguments["training"]),
         single=True,
-        returns=(2,),
         kernels=_OF_CHANNELS,
     ),
-    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, returns=(2,), kernels=_OF_ROWS),
+    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
     aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
-    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, returns=(2,), kernels=_OF_GROUPS),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, returns=(2,), kernels=_OF_IMAGES),
-    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True),
-    aten.softmax: Inside(classes.softmax, ("dim",), single=True),
-    aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True),
-    aten._softmax: Inside(classes.softmax, ("dim",), single=True),  # noqa: SLF001
-    aten._log_softmax: Inside(classes.log_softmax, ("dim",), single=True),  # noqa: SLF001
-    aten.scaled_dot_product_attention: Inside(attention.causal_attention, ("queries",), allows=_is_without_dropout, by_place=True),
-    aten.cross_entropy_loss: Inside(classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True, single=True),
+    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, kernels=_OF_IMAGES),
+    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
+    aten.softmax: Inside(classes.softmax, ("dim",), single=True, returns=(1,)),
+    aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True, returns=(1,)),
+    aten._softmax: Inside(classes.softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
+    aten._log_softmax: Inside(classes.log_softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
+    aten.scaled_dot_product_attention: Inside(
+        attention.causal_attention, ("queries",), allows=_is_without_dropout, by_place=True, sends=(), returns=()
+    ),
+    aten.cross_entropy_loss: Inside(
+        classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True, single=True, sends=(1, 1, 1), returns=()
+    ),
 }
 """Operator -> how it is cut inside."""
 
