@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -325,13 +325,19 @@ class Held(NamedTuple):
     @property
     def most(self) -> Floats:
         """Bytes at the fullest moment."""
-        nothing = np.zeros_like(self.working)
-        early, late = (
-            reduce(np.maximum, (np.where(held > 0, held * self.kept + size, 0.0) for held, size in moments))
-            for moments in (((self.in_flight, nothing), *self.comes), ((self.later, nothing), *self.comes_later))
-        )
-        computing = np.maximum(early, np.where(self.later > 0, late + self.gradients, 0.0)) + self.working
-        most: Floats = np.maximum(computing, self.gradients + np.minimum(self.gradients, self.summed))
+        early, late = self._fullest(self.in_flight, self.comes), self._fullest(self.later, self.comes_later) + self.gradients
+        if not self.later.all():
+            late = np.where(self.later > 0, late, 0.0)
+        most: Floats = np.maximum(np.maximum(early, late) + self.working, self.gradients + np.minimum(self.gradients, self.summed))
+        return most
+
+    def _fullest(self, held: Floats, comes: Sequence[tuple[Floats, Floats]]) -> Floats:
+        """Bytes of microbatches, and of messages that come."""
+        most: Floats = held * self.kept
+        for number, size in comes:
+            if number.any():
+                here = number * self.kept + size
+                most = np.maximum(most, here if number.all() else np.where(number > 0, here, 0.0))
         return most
 
     @property

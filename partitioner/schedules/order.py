@@ -62,13 +62,19 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int,
 
 
 def _awaiting_alone(name: str, n_microbatches: int, in_flight: tuple[int, ...]) -> Awaiting:
-    """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages."""
-    if name == "GPipe":
-        last, first = (n_microbatches - 1,) * len(in_flight), (0,) * len(in_flight)
-        return Awaiting(last, first, in_flight, last if n_microbatches > 2 else first)
-    if n_microbatches > len(in_flight) + 1:
+    """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages.
+
+    F F ... F | B F | B F ... | B B ... B    what a rank holds grows, stays, where there are more microbatches than that, and shrinks
+    """
+    if n_microbatches > len(in_flight) + 1 and name != "GPipe":
         return Awaiting(in_flight, in_flight, in_flight, in_flight)
-    return awaiting(make_schedule(name, len(in_flight), n_microbatches))
+    if name == "ZB1P":
+        return awaiting(make_schedule(name, len(in_flight), n_microbatches))
+    growing = tuple(min(held, n_microbatches - 1) for held in in_flight)
+    staying = tuple(held if n_microbatches > held + 1 else 0 for held in in_flight)
+    last = n_microbatches - 1 if n_microbatches > 2 else 0
+    shrinking = tuple(held if held < n_microbatches else last for held in in_flight)
+    return Awaiting(growing, staying, in_flight, shrinking)
 
 
 _ALONE = ("GPipe", "1F1B", "ZB1P")
