@@ -64,3 +64,14 @@ def test_torch_can_trace_it() -> None:
     x, weight, bias = torch.randn(2, 6, 5, requires_grad=True), torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
     arguments: tuple[Any, ...] = (x, torch.zeros(2, 3), torch.ones(2, 3), weight, bias, EPS, 10, [], True)
     assert set(torch.library.opcheck(normalize, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_a_rank_that_has_no_elements_gets_none_and_adds_nothing(shape: tuple[int, ...]) -> None:
+    """Of three rows over four ranks the last has an empty part."""
+    x, weight = torch.zeros(2, 6, 0, 3, requires_grad=True), torch.ones(6, requires_grad=True)
+    found = normalize(x, torch.zeros(shape), torch.ones(shape), weight, None, EPS, 10, [], True)
+    assert found.shape == x.shape
+    of_x, of_weight = torch.autograd.grad(found.sum(), (x, weight))
+    assert of_x.shape == x.shape
+    assert torch.equal(of_weight, torch.zeros(6))

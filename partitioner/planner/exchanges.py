@@ -27,7 +27,7 @@ from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
 from passes.extents import Extents
-from passes.inside.table import inside_of
+from passes.inside.table import SINGLE_BYTES, inside_of
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.ir.runs import segments
@@ -184,7 +184,7 @@ def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowi
         operand = axes.operands[node.name][0]
         size = sizes.whole_along(operand, layouts.needs[node.name][0], index) / whole
         if inside.single:
-            size = size * max(_SINGLE // operand.meta["val"].dtype.itemsize, 1)
+            size = size * max(SINGLE_BYTES // operand.meta["val"].dtype.itemsize, 1)
         for place, numbers in enumerate(inside.sends):
             yield (node.name, index, place), Exchange(node.name, size * numbers, name, "all_reduce", None)
         for place, numbers in enumerate(inside.returns if node.name in flowing else ()):
@@ -196,10 +196,6 @@ def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[
     for index, cut in enumerate(layouts.cuts.get(node, ())):
         if cut is not None and axes.loops[node].factors[cut.factor].reduction == "whole":
             yield index, cut.factor
-
-
-_SINGLE = 4
-"""Bytes of a statistic of half precision."""
 
 
 def find_gradient_sums(layouts: Layouts, size_of: Mapping[str, Size], flowing: frozenset[str]) -> list[GradientSum]:

@@ -19,15 +19,12 @@ from cost_models.sizes import Size
 from cost_models.work import Work
 from partitioner.planner.exchanges import reduced_in_parts
 from passes.axes import Axes
-from passes.inside.table import Inside, inside_of
+from passes.inside.table import SINGLE_BYTES, Inside, inside_of
 from passes.ir.graph import ModelGraph
 from passes.layouts import Layouts
 from passes.operators import bound_arguments
 
 __all__ = ["with_written_out"]
-
-_SINGLE = 4
-"""Bytes of an element where half precision is made float32 inside."""
 
 
 def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts) -> GraphCost:
@@ -44,7 +41,7 @@ def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: La
 def _written_out(cost: OperationCost, node: fx.Node, inside: Inside, result: Size) -> OperationCost:
     given = bound_arguments(node)
     kernels = [each for name, each in inside.kernels.items() if not name or given.get(name) is not None]
-    size = result * _SINGLE / cost.dtype.itemsize if cost.dtype.itemsize < _SINGLE else result
+    size = result * SINGLE_BYTES / cost.dtype.itemsize if cost.dtype.itemsize < SINGLE_BYTES else result
     return dataclasses.replace(
         cost,
         forward=_work(cost.forward, (each.forward for each in kernels), size),

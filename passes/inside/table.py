@@ -13,9 +13,12 @@ from passes.inside import attention, classes, norms
 from passes.inside.writer import InsideWriter
 from passes.operators import bound_arguments, packet
 
-__all__ = ["Inside", "Kernels", "inside_of"]
+__all__ = ["SINGLE_BYTES", "Inside", "Kernels", "inside_of"]
 
 aten = torch.ops.aten
+
+SINGLE_BYTES = 4
+"""Of an element where half precision is made float32 inside."""
 
 
 @dataclass(frozen=True)
