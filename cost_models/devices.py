@@ -99,9 +99,11 @@ class Link:
         bandwidth: B/s one way that large messages reach.
         name: for reading: ``"NVLink"``.
         host_share: the part of a message's time that both ends' processors are busy with it and compute nothing else: 0 where engines of
-            the devices move data, most of it where a CPU hands bytes to sockets. The overhead of LogP (Culler et al., "LogP: towards a
-            realistic model of parallel computation", 1993), as a part of the whole.
+            the devices move data, the processors that a library's kernels take of all on a GPU, most of it where a CPU hands bytes to
+            sockets. The overhead of LogP (Culler et al., "LogP: towards a realistic model of parallel computation", 1993), as a part of
+            the whole.
         gathered_bytes: of all ranks' tensors up to which an all-reduce is one exchange, each rank reducing what it gathers.
+        start: s that a collective takes once, whatever its steps.
     """
 
     latency: float
@@ -109,10 +111,12 @@ class Link:
     name: str = ""
     host_share: float = 0.0
     gathered_bytes: int = 0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")
         check(self.bandwidth > 0, f"a link's bandwidth must be positive, got {self.bandwidth}")
+        check(self.start >= 0, f"a link's start must not be negative, got {self.start}")
         check(0 <= self.host_share <= 1, f"a link's host_share must lie in [0, 1], got {self.host_share}")
 
 

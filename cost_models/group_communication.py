@@ -65,14 +65,14 @@ class GroupLinks:
         if self.n_ranks < 2:
             return 0.0
         if kind == "all_reduce" and size * self.n_ranks <= self.ring.gathered_bytes:
-            return float(communication.gathered_all_reduce(size, self.n_ranks, self.ring))
+            return self.ring.start + float(communication.gathered_all_reduce(size, self.n_ranks, self.ring))
         formula = getattr(communication, kind)
         times = [float(formula(size, self.n_ranks, self.ring))]
         if kind == "all_reduce":
             times.append(float(communication.tree_all_reduce(size, self.n_ranks, self.ring)))
             if len(self.levels) > 1:
                 times.append(float(communication.hierarchical_all_reduce(size, self.levels)))
-        return min(times)
+        return self.ring.start + min(times)
 
 
 def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> GroupLinks:
@@ -85,10 +85,10 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:
-    """What a ring of the group waits for: the step with the least bandwidth left, with the longest latency of all."""
+    """What a ring of the group waits for: the step with the least bandwidth left, with the longest latency and start of all."""
     links = message_links([pair for each in (group, *at_once) for pair in _ring(each)], cluster)[: len(_ring(group))]
     slowest = min(links, key=lambda link: link.bandwidth)
-    return replace(slowest, latency=max(link.latency for link in links))
+    return replace(slowest, latency=max(link.latency for link in links), start=max(link.start for link in links))
 
 
 def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list[Link]:

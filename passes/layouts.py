@@ -11,7 +11,8 @@ loops over; what it does not loop over it needs whole. With heads and ffn cut ov
 
 A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes. Over
 tiles space comes first: another axis stands in for it where nothing of space is cut (early in a model the height, late the batch).
-Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced.
+Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced. Where no other sum comes on
+the way, a call that can be cut has its operand reduced: as much is sent, and each rank computes its part alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from passes.call_along import CallAlong, Cut, bytes_moved
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import TILES
+from passes.meetings import summed_together
 from passes.operators import draws
 from passes.rules.loops import Loops
 from passes.value_bytes import ValueBytes
@@ -140,6 +142,7 @@ class LayoutWalk:
             axis for name in graph.parameters if name in axes.tensors for dimension in axes.of(name) for axis in dimension
         }
         self.lies: dict[tuple[str, int], list[Placement | None]] = {}
+        self._together = summed_together(graph.graph, axes)
         self._clear: dict[tuple[str, Cut], bool] = {}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.held}
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
@@ -209,8 +212,9 @@ class LayoutWalk:
                 cuts.append(None)
                 continue
             call = CallAlong(node, loops, tuple(operands), lying, self._slid(node, loops, operands, index))
-            passing = self._passes_sum(call)
-            cut = None if passing else self._cut(call, index, cuts)
+            cut = self._cut(call, index, cuts)
+            passing = self._passes_sum(call) and (cut is None or node.name in self._together)
+            cut = None if passing else cut
             cuts.append(cut)
             for place, layout in enumerate(needs):
                 layout.append(call.need_of_sum(place) if passing else call.need(cut, place))

@@ -4,14 +4,15 @@
     "selective"   keeps what is dear; makes again, cheapest per byte first, until no more than half of the bytes is left:
                     1. values larger than all that they are made from: scores and weights of attention from queries and keys, embeddings
                        from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
-                       dropout, from the state of the generator
-                    2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention
+                       dropout that are larger than what the dropped values are made from, drawn from the state of the generator
+                    2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks
     "full"        keeps the stage's arguments; everything else is computed again
 
 A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
-reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. In a transformer whose attention is
-written out, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer Models, 2022) keep:
-34 of the 34 + 5 heads x length / width bytes an element, but for the masks.
+reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random numbers are dear where they are
+no part of what is made again anyway: one that is drawn takes a CPU as long as 20 that are copied, and gives back a byte. In a transformer
+whose attention is written out, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
+Models, 2022) keep: 34 of the 34 + 5 heads x length / width bytes an element.
 
 Whatever the policy, results of random operations other than masks and of operations that write to buffers are saved: computing them again
 would draw other numbers or update twice. Views of parameters are taken again, never saved.
@@ -44,7 +45,7 @@ from passes.ir.collectives import (
 from passes.joint_nodes import JointNodes, computed_by
 from passes.size_expression import bytes_of
 
-__all__ = ["Recompute", "draw_again", "kept_values"]
+__all__ = ["Recompute", "kept_values"]
 
 aten = torch.ops.aten
 
@@ -65,20 +66,25 @@ ENOUGH = 0.5
 """The part of the bytes of ``"none"`` down to which ``"selective"`` makes values again."""
 
 
-def kept_values(nodes: JointNodes, recompute: Recompute, gradients: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The values of the forward that its backward takes from it where it needs them.
+def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozenset[fx.Node]]:
+    """The nodes of a joint graph, and the values of the forward that its backward takes from it where it needs them.
 
-    Args:
-        gradients: what the backward computes.
+    Masks that the backward draws again are drawn with the state of the generator: the graph changes (``_draw_again``).
     """
+    again: dict[fx.Node, fx.Node] = {}
     if recompute == "selective":
-        sizes = _Sizes(nodes)
-        kept = _smaller_than_sources(nodes, sizes)
+        again = _draw_again(joint, _masks_larger_than_sources(joint))
+        nodes = JointNodes(joint, again)
+        sizes, gradients = _Sizes(nodes), joint.gradients.values()
+        kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
         enough = ENOUGH * sizes.saved(_where(nodes, lambda node: node not in nodes.bound_views), gradients)
-        return kept if sizes.saved(kept, gradients) <= enough else _where(nodes, lambda node: _is_dear(node, nodes))
-    if recompute == "full":
-        return _where(nodes, nodes.cannot_repeat)
-    return _where(nodes, lambda node: node not in nodes.bound_views)
+        if sizes.saved(kept, gradients) <= enough:
+            return nodes, kept
+    if recompute == "none":
+        nodes = JointNodes(joint, again)
+        return nodes, _where(nodes, lambda node: node not in nodes.bound_views)
+    nodes = JointNodes(joint, {**again, **_draw_again(joint, _masks(joint))})
+    return nodes, _where(nodes, nodes.cannot_repeat if recompute == "full" else lambda node: _is_dear(node, nodes))
 
 
 def _where(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
@@ -89,21 +95,47 @@ def _is_dear(node: fx.Node, nodes: JointNodes) -> bool:
     return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node)
 
 
-def _smaller_than_sources(nodes: JointNodes, sizes: _Sizes) -> frozenset[fx.Node]:
-    """What is dear, and what is no larger than the kept values that it would be made from."""
-    kept: set[fx.Node] = set()
-    sources: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset() if node in nodes.bound else frozenset({node}) for node in nodes.inputs}
+def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The kept values from which each is made, itself alone where it is kept: what is dear, and what is no larger than its sources.
+
+    Args:
+        drawn: masks that are drawn from nothing.
+    """
+    found: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset() if node in nodes.bound else frozenset({node}) for node in nodes.inputs}
     for node in nodes.forward:
         inputs = (nodes.again.get(source, source) for source in computed_by(node).all_input_nodes)
-        made_from = frozenset[fx.Node]().union(*(sources[source] for source in inputs))
-        is_dear = _is_dear(node, nodes)
+        made_from = frozenset[fx.Node]().union(*(found[source] for source in inputs))
+        is_dear = _is_dear(node, nodes) and node not in drawn
         is_free = node in nodes.bound_views or computed_by(node).target in GATHERS or nodes.is_view(computed_by(node))
         is_value = isinstance(node.meta.get("val"), Tensor)
-        if is_dear or (is_value and not is_free and sizes.of(node) <= sum(sizes.of(source) for source in made_from)):
-            kept.add(node)
-            made_from = frozenset({node})
-        sources[node] = made_from
-    return frozenset(kept)
+        is_kept = is_dear or (is_value and not is_free and sizes.of(node) <= sum(sizes.of(source) for source in made_from))
+        found[node] = frozenset({node}) if is_kept else made_from
+    return found
+
+
+def _masks(joint: Joint) -> list[fx.Node]:
+    """All that the forward draws, but those that it returns."""
+    return [node for node in joint.graph.nodes if node.target is dropout_mask and node not in joint.outputs]
+
+
+def _masks_larger_than_sources(joint: Joint) -> list[fx.Node]:
+    """Those that are larger, in the part that is read, than what the values are made from that they are laid over."""
+    masks = _masks(joint)
+    if not masks:
+        return []
+    nodes = JointNodes(joint, {})
+    sizes = _Sizes(nodes)
+    sources = _sources(nodes, sizes, drawn=masks)
+
+    def is_larger(part: fx.Node) -> bool:
+        for reader in (user for user in part.users if user in nodes.forward):
+            values = {value for value in reader.all_input_nodes if isinstance(value.meta.get("val"), Tensor)} - {part}
+            made_from = frozenset[fx.Node]().union(*(sources[value] for value in values))
+            if not (sizes.of(part) > sum(map(sizes.of, made_from)) if values else is_larger(reader)):
+                return False
+        return True
+
+    return [mask for mask in masks if is_larger(mask)]
 
 
 class _Sizes:
@@ -136,8 +168,8 @@ class _Sizes:
         return sum(memory.values())
 
 
-def draw_again(joint: Joint) -> dict[fx.Node, fx.Node]:
-    """Have the forward keep the generator's state beside every mask of dropout that is larger; mask -> the node that draws it again.
+def _draw_again(joint: Joint, masks: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Have the forward keep the generator's state beside each mask that is larger than that; mask -> the node that draws it again.
 
     Before:                            After:
 
@@ -147,7 +179,7 @@ def draw_again(joint: Joint) -> dict[fx.Node, fx.Node]:
     """
     found: dict[fx.Node, fx.Node] = {}
     with fake_mode(joint.graph):
-        for node in [node for node in joint.graph.nodes if node.target is dropout_mask and node not in joint.outputs]:
+        for node in masks:
             values = fx.map_arg(node.args, lambda each: each.meta["val"])
             drawn = dropout_mask_with_state(*values)
             if _elements(drawn[0]) <= drawn[1].numel():

@@ -24,7 +24,7 @@ from passes.ir.collectives import AGAIN
 from passes.joint_nodes import JointNodes, computed_by, is_item
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import draws
-from passes.recompute import Recompute, draw_again, kept_values
+from passes.recompute import Recompute, kept_values
 
 __all__ = ["DifferentiatedStage", "split_backward"]
 
@@ -117,8 +117,7 @@ class _Cut:
 
     def __init__(self, joint: Joint, recompute: Recompute) -> None:
         self.joint = joint
-        self.nodes = JointNodes(joint, draw_again(joint) if recompute != "none" else {})
-        self.keep = kept_values(self.nodes, recompute, joint.gradients.values())
+        self.nodes, self.keep = kept_values(joint, recompute)
 
     def is_given(self, node: fx.Node) -> bool:
         """Whether the backward gets the node's value from outside: an input, a gradient, or saved by the forward."""

@@ -6,6 +6,7 @@ import datetime as dt
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -62,6 +63,15 @@ def test_the_fastest_algorithm_is_taken() -> None:
     assert collective_time("all_reduce", 1e9, group, cluster) == pytest.approx(all_reduce(1e9, 8, NEAR))
     assert collective_time("all_reduce", 10, group, cluster) == pytest.approx(tree_all_reduce(10, 8, NEAR))
     assert collective_time("all_reduce", 10, (3,), cluster) == 0
+
+
+def test_a_collective_starts_once_whatever_its_steps() -> None:
+    cluster, group = Cluster([DEVICE] * 8, replace(NEAR, start=1e-3)), tuple(range(8))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"):
+        assert collective_time(kind, 1e6, group, cluster) == pytest.approx(1e-3 + collective_time(kind, 1e6, group, nodes(1, 8)))
+    assert collective_time("all_reduce", 1e6, (3,), cluster) == 0
+    with pytest.raises(ConfigError, match="start"):
+        replace(NEAR, start=-1.0)
 
 
 def test_small_tensors_are_gathered_where_the_link_says_so() -> None:

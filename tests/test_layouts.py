@@ -165,6 +165,30 @@ def test_partial_sums_pass_through_what_is_linear_in_them() -> None:
     assert picture.table() == ["linear(S1, S1) = P", "linear(S1, S1) = P", "add(P, P) = P", "mul(P) = P", "relu(R) = R"]
 
 
+class Dropped(nn.Module):
+    """A feed-forward layer whose result is dropped in part, beside another such layer where there is one, on a cut sequence."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(7, 6))
+        self.up = nn.Linear(6, 8, bias=False)
+        self.down = nn.ModuleList(nn.Linear(8, 6, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = x + self.position
+        sums = [layer(self.up(x)) * kept for layer in self.down]
+        return x + sum(sums[1:], sums[0])
+
+
+def test_a_sum_is_reduced_where_calls_are_cut_that_it_could_pass() -> None:
+    """Each rank drops its own part; a sum that would meet another one waits for it, and both are reduced at once."""
+    arguments = torch.randn(5, 7, 6), torch.ones(5, 7, 6)
+    one, two = (Picture(Dropped(layers), *arguments, tensor=("up.weight:0", "position:0")) for layers in (1, 2))
+    assert one.table() == ["add(S1, S0) = S1", "linear(V, S0) = S2", "linear(S2, S1) = P", "mul(S1, S1) = S1", "add(S1, S1) = S1"]
+    sums = ["linear(V, S0) = S2", "linear(S2, S1) = P", "mul(P, V) = P"]
+    assert two.table() == ["add(S1, S0) = S1", *sums * 2, "add(P, P) = P", "add(S1, S1) = S1"]
+
+
 class Product(nn.Module):
     """A product of two partial sums is no sum of products."""
 

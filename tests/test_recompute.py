@@ -134,12 +134,21 @@ def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str) -> None:
 
 
 def test_the_attention_core_is_made_again_and_no_more() -> None:
-    """34 of 34 + 5 heads x length / width bytes an element in half precision, of which masks take 2 (Korthikanti et al. 2022)."""
+    """34 of 34 + 5 heads x length / width bytes an element in half precision (Korthikanti et al. 2022)."""
     kept = {recompute: written_out(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
     values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2
     assert 2 * values * half <= kept["selective"] <= 1.2 * 2 * values * half  # besides, inputs and masks
+
+
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
+def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
+    """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
+    x = torch.rand(8, LENGTH, 16)
+    pm = partition(WrittenOut(), 2, {"tensor": 2}, example_inputs=(x,), recompute=recompute, memory_limit="1TiB")
+    pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+    assert sum(node.target is dropout_mask_again for node in pm.graph(0).graph.nodes) == drawn_again
 
 
 def test_repeated_blocks_with_dropout_are_planned_cut() -> None:

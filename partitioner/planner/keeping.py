@@ -89,8 +89,25 @@ class Keeping:
         return float(self._numbers[self._cost.bytes[name]])
 
     def _larger_than_sources(self) -> frozenset[str]:
-        """What is no contraction with weights, and larger than the kept values that it is made from; views among it."""
-        again: set[str] = set()
+        """What is no contraction with weights, and larger than the kept values that it is made from; views among it.
+
+        Masks are, where they are larger than what the values are made from that they are laid over.
+        """
+        drawn = {name for name in self._within if self._nodes[name].target is dropout_mask}
+        sources = self._sources(drawn)
+        drawn = {name for name in drawn if all(self._is_larger(name, reader, sources) for reader in self._nodes[name].users)}
+        return frozenset(name for name, made_from in self._sources(drawn).items() if name in self._within and made_from != {name})
+
+    def _is_larger(self, mask: str, reader: fx.Node, sources: Mapping[str, frozenset[str]]) -> bool:
+        laid_over = {value.name for value in reader.all_input_nodes} - {mask}
+        return self._size(mask) > sum(map(self._size, frozenset[str]().union(*(sources[value] for value in laid_over))))
+
+    def _sources(self, drawn: Collection[str]) -> dict[str, frozenset[str]]:
+        """The kept values from which each is made, itself alone where it is kept.
+
+        Args:
+            drawn: masks that are drawn from nothing.
+        """
         sources: dict[str, frozenset[str]] = {}
         for name, node in self._nodes.items():
             if name not in self._within:
@@ -99,13 +116,10 @@ class Keeping:
                 continue
             made_from = frozenset[str]().union(*(sources[source.name] for source in node.all_input_nodes))
             is_view = not self._cost.nodes[name].forward.launches
-            grows = is_view or node.target is dropout_mask or self._size(name) > sum(map(self._size, made_from))
-            if grows and not self._is_dear(node):
-                again.add(name)
-                sources[name] = made_from
-            else:
-                sources[name] = frozenset({name})
-        return frozenset(again)
+            grows = name in drawn or is_view or self._size(name) > sum(map(self._size, made_from))
+            is_again = grows and not self._is_dear(node) and (node.target is not dropout_mask or name in drawn)
+            sources[name] = made_from if is_again else frozenset({name})
+        return sources
 
     def _savers(self, *, gathered: bool) -> dict[int, set[str]]:
         """Allocations that the backward keeps, with what is needed to make others again.
