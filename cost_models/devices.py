@@ -104,6 +104,8 @@ class Link:
             the whole.
         gathered_bytes: of all ranks' tensors up to which an all-reduce is one exchange, each rank reducing what it gathers.
         start: s that a collective takes once, whatever its steps.
+        copies: whether ranks copy tensors into the message of a collective and out of it, where they lie otherwise than it needs them: all
+            but ranks of one process do.
     """
 
     latency: float
@@ -112,6 +114,7 @@ class Link:
     host_share: float = 0.0
     gathered_bytes: int = 0
     start: float = 0.0
+    copies: bool = True
 
     def __post_init__(self) -> None:
         check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")

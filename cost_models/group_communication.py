@@ -10,6 +10,7 @@ share an adapter (``Level.shared``). Steps that leave through one port at the sa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,11 +55,17 @@ class GroupLinks:
         n_ranks: how many take part.
         ring: what a ring of them waits for.
         levels: how many parts each level of a hierarchy joins, and by which link; empty where parts are unequal.
+        memory: B/s of the memory of the slowest rank.
     """
 
     n_ranks: int
     ring: Link
     levels: tuple[tuple[int, Link], ...] = ()
+    memory: float = math.inf
+
+    def copying(self, size: float) -> float:
+        """Seconds of copying so many bytes into a message, or out of one."""
+        return 2 * size / self.memory if self.ring.copies else 0.0
 
     def seconds(self, kind: Collective, size: float) -> float:
         """Of a collective, by the fastest algorithm for it; ``size`` as ``collective_time`` has it."""
@@ -81,7 +88,8 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
         return GroupLinks(len(group), cluster.link(0, 0))
     group = _sorted(group, cluster)
     others = [_sorted(other, cluster) for other in at_once if other != group]
-    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)))
+    memory = min(cluster.devices[rank].bandwidth for rank in group)
+    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)), memory)
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:

@@ -1,9 +1,9 @@
 """Which values are, by calls that are linear, on their way to be added to another sum.
 
-    a = mm(x, v)            b = mm(x, w)        parts of two sums, where what is contracted is cut
-    c = a * mask            d = b * mask        both meet
-    e = c + d                                   reduced once, for both
-    y = x + e                                   e meets nothing: x is no sum
+a = mm(x, v)            b = mm(x, w)        parts of two sums, where what is contracted is cut
+c = a * mask            d = b * mask        both meet
+e = c + d                                   reduced once, for both
+y = x + e                                   e meets nothing: x is no sum
 """
 
 from __future__ import annotations

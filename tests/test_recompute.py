@@ -145,7 +145,7 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
 @pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
 def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
     """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
-    x = torch.rand(8, LENGTH, 16)
+    x = torch.rand(4, 2 * LENGTH, 16)
     pm = partition(WrittenOut(), 2, {"tensor": 2}, example_inputs=(x,), recompute=recompute, memory_limit="1TiB")
     pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
     assert sum(node.target is dropout_mask_again for node in pm.graph(0).graph.nodes) == drawn_again

@@ -15,15 +15,18 @@ from cost_models.communication import all_reduce, send_receive
 from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.simulator import stage_template
+from cost_models.simulator.collected import copied
 from cost_models.simulator.events import run_ranks
 from cost_models.simulator.links import Passages
 from cost_models.simulator.read_program import RankWork, _ProgramReader
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
 from cost_models.simulator.steps import Step, Transfer
+from cost_models.simulator.values import Held, Storage
 from cost_models.work import Work
 from partitioner import partition
 from partitioner.schedules.catalog import find_schedule
+from passes.ir import communication
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from tests.models.case import Case, mean_squared_error, real
@@ -111,6 +114,41 @@ def test_a_collective_takes_what_its_formula_says() -> None:
     loss = all_reduce(4, 4, link)
     assert found.step_time == pytest.approx(1 + 1 + all_reduce(size, 4, link) + loss, rel=0.05)
     assert found.communication[0, 1] == pytest.approx((size + 4) * 2 * 3 / 4, abs=1)
+
+
+def _held(*shape: int) -> Held:
+    return Held(Storage("", 0, "activations"), shape, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "got", "dims", "goes_in", "comes_out"),
+    [
+        ("all_reduce", [(4, 6)], [(4, 6)], [], 24, 0),  # what is summed in place is a copy
+        ("all_gather", [(4, 6)], [(8, 6)], [[0]], 0, 0),  # parts arrive where they lie
+        ("all_gather", [(4, 6)], [(4, 12)], [[1]], 0, 48),  # are put together, row by row
+        ("all_gather", [(1, 6)], [(1, 12)], [[1]], 0, 0),  # of one row they are one run of memory
+        ("all_gather", [(4, 6), (2,)], [(8, 6), (4,)], [[0], [0]], 26, 52),  # two in one message
+        ("reduce_scatter", [(4, 6)], [(2, 6)], [[0]], 0, 0),
+        ("reduce_scatter", [(4, 6)], [(4, 3)], [[1]], 24, 0),
+        ("all_to_all", [(4, 6)], [(2, 12)], [[0], [1]], 0, 24),
+        ("all_to_all", [(4, 6)], [(8, 3)], [[1], [0]], 24, 0),
+        ("halo_exchange", [(4, 6)], [(4, 8)], [[1]], 0, 0),
+    ],
+)
+def test_what_does_not_lie_as_it_is_sent_is_copied(
+    kind: str, given: list[tuple[int, ...]], got: list[tuple[int, ...]], dims: list[list[int]], goes_in: int, comes_out: int
+) -> None:
+    """In elements; on two ranks."""
+    found = copied(getattr(communication, kind), [_held(*shape) for shape in given], got, dims)
+    assert found == (4 * goes_in, 4 * comes_out)
+
+
+def test_copies_take_time_where_the_link_says_so() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.zeros(8, WIDTH)
+    pm = partition(model, 4, "data", example_inputs=(x,), cluster=Cluster([DEVICE] * 4, Link(1e-3, 1e4)), progress=False)
+    apart, alone = (pm.simulate(Cluster([DEVICE] * 4, Link(0.0, 1e18, copies=copies))).step_time for copies in (True, False))
+    copies = (Work(0, 2 * size, 1) for size in (WIDTH * WIDTH * 4, 4))  # the gradient, and the loss
+    assert apart - alone == pytest.approx(sum(Roofline().operation_time(work, DEVICE, torch.uint8) for work in copies), rel=1e-6)
 
 
 def test_transfers_that_share_a_link_share_its_bandwidth() -> None:

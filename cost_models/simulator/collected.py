@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from cost_models.simulator.values import Held
 from passes.ir import communication
 from passes.ir.runs import from_text, length, segments
 
-__all__ = ["collected"]
+__all__ = ["collected", "copied"]
 
 
 def collected(
@@ -43,6 +44,38 @@ def collected(
         return shapes, given
     results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
     return shapes, sum(result.bytes for result in results)
+
+
+def copied(
+    function: Callable[..., Any], tensors: Sequence[Held], shapes: Sequence[tuple[int, ...]], dims: Sequence[Sequence[int]]
+) -> tuple[int, int]:
+    """The bytes that a rank copies into the message of a collective, and out of it.
+
+    What is summed is summed in a copy. A single tensor whose parts are runs of memory is sent from where it lies, and lies where it is
+    received; all others are put together. What a halo is put together with is no part of the message, and not counted.
+
+    Args:
+        shapes: of what the collective gives.
+        dims: for each tensor the dimension that is split, that is put together, or one of each.
+    """
+    given = sum(tensor.bytes for tensor in tensors)
+    if function in (communication.halo_exchange, communication.halo_add):
+        return 0, 0
+    if function is communication.all_reduce:
+        return given, 0
+    first, taken = tensors[0], sum(Held(each.storage, shape, each.dtype).bytes for shape, each in zip(shapes, tensors, strict=True))
+    bundled = len(tensors) > 1
+    if function is communication.all_gather:
+        return given * bundled, taken * (bundled or not _leads(shapes[0], dims[0][0]))
+    goes_in = given * (bundled or not _leads(first.shape, dims[0][0]))
+    if function is communication.reduce_scatter:
+        return goes_in, 0
+    return goes_in, taken * (bundled or not _leads(shapes[0], dims[1][0]))
+
+
+def _leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether parts along the dimension are runs of memory."""
+    return math.prod(shape[:dim]) == 1
 
 
 def _halos(

@@ -30,10 +30,12 @@ class NodePrices:
         device: where they run.
         cost_model: turns work into seconds.
         fusion: which operators one kernel does together.
+        copies: whether tensors are copied into messages and out of them (``Link.copies``).
     """
 
-    def __init__(self, device: Device, cost_model: CostModel, fusion: Fusion = "none") -> None:
+    def __init__(self, device: Device, cost_model: CostModel, fusion: Fusion = "none", *, copies: bool = True) -> None:
         self.fusion = fusion
+        self._copies = copies
         self._device = device
         self._cost_model = cost_model
         self._known: dict[Call, float] = {}
@@ -75,6 +77,10 @@ class NodePrices:
     def writing(self, size: float) -> float:
         """Seconds of a kernel that writes so many bytes."""
         return self.seconds(Work(0, size, 1), torch.bool)
+
+    def copying(self, size: float) -> float:
+        """Seconds of copying so many bytes into a message, or out of one."""
+        return self.seconds(Work(0, 2 * size, 1), torch.uint8) if self._copies and size else 0.0
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
         """Of work; nothing that starts no kernel takes time."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from cost_models.simulator.collected import collected
+from cost_models.simulator.collected import collected, copied
 from cost_models.simulator.gradient_nodes import gradient_nodes, passed_on
 from cost_models.simulator.graph_reader import GraphReader
 from cost_models.simulator.pricing import NodePrices
@@ -88,6 +88,7 @@ class _ProgramReader(GraphReader):
         self._bound: dict[str, Held] = {}
         self._groups: dict[tuple[int, Group], Group] = {}
         self._pending: dict[fx.Node, tuple[Transfer, Any]] = {}
+        self._copied_out: dict[fx.Node, int] = {}
         self._started: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def run(self) -> None:
@@ -292,6 +293,8 @@ class _ProgramReader(GraphReader):
             size = 0
         else:
             shapes, size = collected(node.target, tensors, arguments[1:], keywords, group.index(self.program.rank))
+            copied_in, self._copied_out[node] = copied(node.target, tensors, shapes, arguments[1:])
+            self._copy(node, copied_in)
             results = [self.tensor(node, shape, tensor.dtype, "communication") for shape, tensor in zip(shapes, tensors, strict=True)]
         inputs = tuple(storages_of(list(tensors)))
         buffers = tuple(self.made)
@@ -317,6 +320,13 @@ class _ProgramReader(GraphReader):
         self.values[node] = [arrived(held) for held in value] if isinstance(value, list) else arrived(value)
         made = self.made
         self.steps.append(Step("wait", node.name, _section(node), 0.0, made, self.end(node), transfer))
+        self._copy(node, self._copied_out.pop(started, 0))
+
+    def _copy(self, node: fx.Node, size: int) -> None:
+        """Into a message or out of it."""
+        seconds = self.prices.copying(size)
+        if seconds:
+            self.steps.append(Step("compute", node.name, _section(node), seconds))
 
 
 class _CallReader(_ProgramReader):

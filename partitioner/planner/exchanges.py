@@ -49,6 +49,7 @@ class Exchange:
         forward: what is done; None: nothing is sent.
         backward: the same for the backward.
         again: what the backward does besides: a parameter that is not kept whole is gathered once more.
+        runs: in how many runs of memory a rank's part of the whole value lies: more than one are copied into a message or out of it.
     """
 
     reader: str
@@ -57,17 +58,34 @@ class Exchange:
     forward: Collective | None
     backward: Collective | None
     again: Collective | None = None
+    runs: Size = 1
 
-    def seconds(self, size: float, links: GroupLinks) -> tuple[float, float]:
-        """Forward and backward, for so many bytes, on the links between the ranks."""
-        forward, backward, again = (_seconds(kind, size, links) for kind in (self.forward, self.backward, self.again))
+    def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
+        """Forward and backward, for so many bytes in so many runs of memory, on the links between the ranks."""
+        forward, backward, again = (_seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
         return forward, backward + again
 
 
-def _seconds(kind: Collective | None, size: float, links: GroupLinks) -> float:
+def _seconds(kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
+    if kind is None:
+        return 0.0
     if kind == "all_to_all":  # of what a rank holds
         size /= links.n_ranks
-    return 0.0 if kind is None else links.seconds(kind, size)
+    return links.seconds(kind, size) + _COPIES[kind][runs > 1] * links.copying(size)
+
+
+_COPIES: Mapping[Collective, tuple[int, int]] = {
+    "all_reduce": (1, 1),
+    "all_gather": (0, 1),
+    "reduce_scatter": (0, 1),
+    "all_to_all": (1, 2),
+    "halo_exchange": (0, 0),
+}
+"""How often a rank copies what is sent, where parts are one run of memory and where they are several.
+
+What is summed is summed in a copy; parts that lie one after another are sent from where they lie. What a halo is put together with is no
+part of the message, and not counted.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,8 +155,10 @@ def _changes(
         again: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
         if forward is not None or backward is not None:
             size = sizes.whole_along(operand, need if isinstance(wanted, Shard) else have, index)
+            cut = next((each for each in (wanted, lies) if isinstance(each, Shard)), None)
+            runs = 1 if cut is None else sizes.runs(operand, need if cut is wanted else have, index, cut.dimension)
             key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
-            yield key, Exchange(reader, size, name, forward, backward, again)
+            yield key, Exchange(reader, size, name, forward, backward, again, runs)
 
 
 def find_halos(

@@ -129,8 +129,9 @@ class MeshBounds:
         links = self._links.of(mesh)
         numbers, seconds = Numbers(rows), 0.0
         for exchange, count in part.exchange_counts:
-            size = numbers[exchange.size] * (rows / self._whole.batch_size if part.of.graph.batch is None else 1.0)
-            seconds += sum(exchange.seconds(size, links[exchange.dimension])) * count
+            share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
+            sizes = numbers[exchange.size] * share, links[exchange.dimension], numbers[exchange.runs] * share
+            seconds += sum(exchange.seconds(*sizes)) * count
         return seconds
 
     def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:

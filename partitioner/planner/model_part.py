@@ -129,7 +129,8 @@ class ModelPart:
 
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
-        return sum(links[name].seconds("all_reduce", size) for name, size in bytes_by_dimension.items() if size)
+        sums = ((links[name], size) for name, size in bytes_by_dimension.items() if size)
+        return sum(each.seconds("all_reduce", size) + each.copying(size) for each, size in sums)
 
 
 def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:

@@ -134,8 +134,18 @@ class PartSizes:
 
     def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
         """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
+        return self._whole_along(node, layout, index).bytes
+
+    def runs(self, node: fx.Node, layout: Layout, index: int, dimension: int) -> Size:
+        """In how many runs of memory a part along a dimension lies in such a value."""
+        runs: Size = 1
+        for size in self._whole_along(node, layout, index).shape[:dimension]:
+            runs = runs * size
+        return runs
+
+    def _whole_along(self, node: fx.Node, layout: Layout, index: int) -> TensorShape:
         whole = (*layout[:index], Replicate(), *layout[index + 1 :])
-        return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole).bytes
+        return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole)
 
     def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
         """The size of an axis cut into so many parts, again and again."""

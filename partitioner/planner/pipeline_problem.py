@@ -108,7 +108,8 @@ class PipelineProblems:
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
         gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks))
         links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
-        return max(each.seconds("all_reduce", size) for each, size in zip(links, gradients.tolist(), strict=True))
+        sums = zip(links, gradients.tolist(), strict=True)
+        return max(each.seconds("all_reduce", size) + each.copying(size) for each, size in sums)
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""

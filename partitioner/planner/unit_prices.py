@@ -294,9 +294,9 @@ class PriceList:
         seconds = np.zeros((3, len(self._points.units)))
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self._exchanges:
-            key = (exchange.size, exchange.dimension, exchange.forward, exchange.backward, exchange.again)
+            key = (exchange.size, exchange.dimension, exchange.forward, exchange.backward, exchange.again, exchange.runs)
             if key not in known:
-                known[key] = exchange.seconds(numbers[exchange.size] * share, links)
+                known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
             gathers = exchange.forward == "all_gather" and self.recompute != "none"
             again = forward if gathers or exchange.reader in self._again else 0.0
