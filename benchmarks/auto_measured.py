@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.predictions import MACHINE, given, squares, swap_link
+from benchmarks.predictions import given, machine, squares, swap_link
 from benchmarks.rounds import measure, milliseconds, run_tables, say, table
 from benchmarks.tile import UNet
 from cost_models.hardware import Cluster
@@ -84,16 +84,13 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def automatic(problem: Problem) -> Plan:
-    """The plan of the first process, on all processes: their measurements differ."""
+    """The plan of the first process, on all processes: their measurements differ. All plan at once, and so time operations as they run: at once."""
     model, batch, _, _ = problem
-    cluster = Cluster([MACHINE] * dist.get_world_size(), swap_link(15))
-    text: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        subject = trace_subject("the model", (model, (batch,)), training=True)
-        request = PlanRequest(mode="auto", devices=("cpu",) * len(cluster.devices), modules=subject.modules)
-        text = [plan_auto(subject.graph, cluster, request, MeasuredCosts()).to_json()]
+    cluster = Cluster([machine()] * dist.get_world_size(), swap_link(15))
+    subject = trace_subject("the model", (model, (batch,)), training=True)
+    request = PlanRequest(mode="auto", devices=("cpu",) * len(cluster.devices), modules=subject.modules)
+    text = [plan_auto(subject.graph, cluster, request, MeasuredCosts()).to_json()]
     dist.broadcast_object_list(text)
-    assert text[0] is not None
     return Plan.from_json(text[0])
 
 

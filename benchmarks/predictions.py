@@ -12,6 +12,7 @@ tell the median error and the rank correlation (Spearman) over all placements.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -35,8 +36,14 @@ from cost_models.measurement.machine import gloo_link
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import PartitionedModel, partition
 
-MACHINE = Device("this machine", {"float32": 1e11}, 2**34, 1e10)
-"""What no measurement tells; operations that cannot be timed alone are priced with it."""
+
+@functools.cache
+def machine() -> Device:
+    """What operations are priced with that cannot be timed alone, copies into messages among them: its memory is as fast as copies are."""
+    numbers = torch.rand(_ADDED_FLOATS)
+    return Device(
+        "this machine", {"float32": 1e11}, 2**34, 2 * numbers.nbytes / median_seconds(numbers.clone, numbers.device, among_others=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ def partitioned(placement: Placement) -> tuple[PartitionedModel, Callable[[], Te
 
 def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link: Link, *, in_turn: bool) -> float:
     """Seconds of a step; of ranks that take turns, what all of them compute, and put together of what others have."""
-    cluster = Cluster([MACHINE] * placement.ranks, link)
+    cluster = Cluster([machine()] * placement.ranks, link)
     simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=pm.data_parallel_size)
     if not in_turn:
         return simulation.step_time

@@ -21,7 +21,7 @@ from torch import fx
 from passes.aliasing import mutated_arguments
 from passes.differentiate import Joint
 from passes.ir.collectives import AGAIN
-from passes.joint_nodes import JointNodes, computed_by, is_item
+from passes.joint_nodes import computed_by, is_item
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import draws
 from passes.recompute import Recompute, kept_values
