@@ -84,7 +84,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def automatic(problem: Problem) -> Plan:
-    """The plan of the first process, on all processes: their measurements differ. All plan at once, and so time operations as they run: at once."""
+    """The plan of the first process, on all processes: their measurements differ. All time operations at once, as they compute at once."""
     model, batch, _, _ = problem
     cluster = Cluster([machine()] * dist.get_world_size(), swap_link(15))
     subject = trace_subject("the model", (model, (batch,)), training=True)

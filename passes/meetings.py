@@ -16,7 +16,7 @@ __all__ = ["summed_together"]
 
 
 def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
-    """The values that add up two sums or more, and those that do, or are read by such alone, once calls are through that are linear in them."""
+    """The values that add up two sums or more, and those that are added to another sum once calls are through that are linear in them."""
     sums: set[fx.Node] = set()
     for node in graph.nodes:
         if _contracts(node, axes) or any(all(each in sums and len(each.users) == 1 for each in read) for read in _linear_in(node, axes)):

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.unit_time import Durations, draw, simulate
 from passes.ir.errors import ConfigError, VerificationError
@@ -160,3 +161,13 @@ def test_a_result_that_nobody_computes_is_named() -> None:
 def test_an_action_done_twice_is_named(ranks: tuple[str, ...]) -> None:
     with pytest.raises(VerificationError, match=r"computes 0[FIW]0 twice"):
         simulate(Schedule("hand-made", 1, ((0,),), (_actions(*ranks),)))
+
+
+@pytest.mark.parametrize(("share", "makespan"), [(0.0, 11.0), (0.5, 12.0), (1.0, 13.0)])
+def test_who_moves_a_message_computes_less_meanwhile(share: float, makespan: float) -> None:
+    """
+    rank 0   |F0|F1|. . . . .|B0 B0|B1 B1|        F1 came while rank 1 computed F0, and the gradient of B1 while rank 0 computed B0:
+    rank 1   . . |F0|F1|B0 B0|B1 B1|              each of 1 s, of which a part is the processor's; who is idle loses nothing
+    """
+    stages = [StageTimes(1.0, 1.0, 1.0, 1.0, 1.0, share)] * 2
+    assert simulate_step(make_schedule("GPipe", 2, 2), stages).makespan == makespan

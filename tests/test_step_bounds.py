@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -232,6 +232,7 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         schedule, clock = make_schedule(name, n_ranks, count, each), step_clock(name, n_ranks, count, each)
         draw = random.Random(count)
         times = [StageTimes(*(draw.random() for _ in range(5))) for _ in schedule.stage_ranks]
+        times = [replace(each, share=draw.choice((0.0, 0.5))) for each in times]
         columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
         assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
         kept, gradients, working, entering, leaving = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(5))

@@ -24,11 +24,15 @@ class MessageTimes:
         units: what crosses between them.
         links: from each stage to the next.
         cost_model: prices messages.
+
+    Attributes:
+        shares: (S,) the part of the messages between a stage and the next in which who receives computes nothing.
     """
 
     def __init__(self, units: Units, links: Sequence[Link], cost_model: CostModel) -> None:
         kinds = list(dict.fromkeys(links))
         self._n_stages = len(links) + 1
+        self.shares = np.array([*(link.host_share for link in links), 0.0])
         self._link = np.array([kinds.index(link) for link in links], dtype=np.int64)
         self._leaving, self._entering = units.leaving, units.entering
 

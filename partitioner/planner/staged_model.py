@@ -131,7 +131,8 @@ def _times(
     if len(again.unit):
         needed = [Uses(again.before, again.unit, seconds).held(stage_of, len(stages)) for seconds in again.amount.T]
         halves[0] += np.stack(needed)[kinds, stages]
-    return tuple(column.tolist() for column in (*halves, *problems.messages(candidate).of(stage_of)))
+    messages = problems.messages(candidate)
+    return tuple(column.tolist() for column in (*halves, *messages.of(stage_of), messages.shares))
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ class StageTimes:
         backward_weight: compute of the weight half.
         send: until what it sends forward has arrived.
         send_gradient: until the gradients that it sends back have arrived.
+        share: the part of the time of messages between it and the next stage in which who receives computes nothing.
     """
 
     forward: float
@@ -28,6 +29,7 @@ class StageTimes:
     backward_weight: float
     send: float
     send_gradient: float
+    share: float = 0.0
 
     def of(self, kind: ActionKind) -> float:
         """Seconds of an action."""
@@ -45,5 +47,8 @@ def simulate_step(schedule: Schedule, stages: Sequence[StageTimes]) -> Timing:
     def on_its_way(stage: int, kind: ActionKind) -> float:
         return stages[stage].send if kind is ActionKind.FORWARD else stages[stage].send_gradient
 
+    def share(stage: int, kind: ActionKind) -> float:
+        return stages[stage if kind is ActionKind.FORWARD else stage - 1].share
+
     seconds = {kind: [times.of(kind) for times in stages] for kind in ActionKind}
-    return run_on_clock(schedule, lambda action: seconds[action.kind][action.stage], on_its_way)
+    return run_on_clock(schedule, lambda action: seconds[action.kind][action.stage], on_its_way, share)

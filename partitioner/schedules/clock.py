@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Timing", "run_on_clock"]
+__all__ = ["Timing", "held_up", "run_on_clock"]
 
 _Result = tuple[int, ActionKind, int]
 """Something computed: a stage, FORWARD, BACKWARD_INPUT or BACKWARD_WEIGHT, a microbatch."""
@@ -64,14 +64,30 @@ class Timing:
         return 1 - max(self.busy) / self.longest_span
 
 
+def held_up(left: float, there: float, free: float, share: float) -> float:
+    """How much later a rank is done with what it computed while a message came, of which its processor moved a part.
+
+        message           left |~~~~~~~~| there
+        rank     ... computing ...   | free          held up by share x (free - left), of there - left at most
+
+    Args:
+        share: the part of the message's time that is the processor's (``Link.host_share``).
+    """
+    return share * max(0.0, min(there, free) - left)
+
+
 def run_on_clock(
-    schedule: Schedule, duration: Callable[[Action], float], on_its_way: Callable[[int, ActionKind], float] | None = None
+    schedule: Schedule,
+    duration: Callable[[Action], float],
+    on_its_way: Callable[[int, ActionKind], float] | None = None,
+    share: Callable[[int, ActionKind], float] | None = None,
 ) -> Timing:
     """Run a schedule on the clock.
 
     Args:
         duration: of an action.
         on_its_way: how long a stage's result (of a FORWARD, or a BACKWARD_INPUT) takes to the stage that reads it. None: no time.
+        share: the part of that time in which the processor of who receives is busy with it. None: nothing.
 
     Raises:
         VerificationError: the schedule cannot run: ranks wait for each other, or for what no rank computes, or compute twice.
@@ -86,10 +102,12 @@ def run_on_clock(
         for rank, actions in enumerate(schedule.actions):
             while len(starts[rank]) < len(actions):
                 action = actions[len(starts[rank])]
-                start = _earliest(action, schedule.n_stages, ready, on_its_way)
-                if start is None:
+                message = _last_message(action, schedule.n_stages, ready, on_its_way)
+                if message is None:
                     break
-                starts[rank].append(max(clock[rank], start))
+                left, start, need = message
+                moved = 0.0 if share is None or need is None else held_up(left, start, clock[rank], share(*need))
+                starts[rank].append(max(clock[rank], start) + moved)
                 lasts = duration(action)
                 clock[rank] = starts[rank][-1] + lasts
                 busy[rank] += lasts
@@ -104,19 +122,20 @@ def run_on_clock(
     return Timing(schedule, tuple(tuple(rank_starts) for rank_starts in starts), tuple(busy), tuple(clock))
 
 
-def _earliest(
+def _last_message(
     action: Action, n_stages: int, ready: dict[_Result, float], on_its_way: Callable[[int, ActionKind], float] | None
-) -> float | None:
-    """When all that the action needs is there; None: not computed yet."""
-    start = 0.0
+) -> tuple[float, float, tuple[int, ActionKind] | None] | None:
+    """When what the action needs of another stage left, when all that it needs is there, and the message; None: not computed yet."""
+    left, start, message = 0.0, 0.0, None
     for need in _needs(action, n_stages):
         arrival = ready.get(need)
         if arrival is None:
             return None
         if on_its_way is not None and need[0] != action.stage:
-            arrival += on_its_way(need[0], need[1])
+            left, message = arrival, (need[0], need[1])
+            arrival += on_its_way(*message)
         start = max(start, arrival)
-    return start
+    return left, start, message
 
 
 def _needs(action: Action, n_stages: int) -> list[_Result]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.schedules.catalog import make_schedule
+from partitioner.schedules.clock import held_up
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
@@ -80,20 +81,33 @@ class StepClock:
         backward_weight: Sequence[float],
         send: Sequence[float],
         send_gradient: Sequence[float],
+        shares: Sequence[float] = (),
     ) -> float:
-        """Seconds until the last action has ended; all arguments in seconds, one for each stage.
+        """Seconds until the last action has ended; all arguments but the last in seconds, one for each stage.
 
         Args:
             send: until what a stage sends forward has arrived.
             send_gradient: until the gradients that it sends back have arrived.
+            shares: the part of messages between a stage and the next that processors move (``Link.host_share``).
         """
         whole = [one + other for one, other in zip(backward_input, backward_weight, strict=True)]
         lasting = [*forward, *backward_input, *backward_weight, *whole]
         sending = [*send, *send_gradient, 0.0]
+        if any(shares):
+            return self._makespan_of_movers(lasting, sending, [*shares, 0.0, *shares[:-1], 0.0])
         ends = [0.0]
         for before, other, sent, lasts in self._rows:
             free, there = ends[before + 1], ends[other + 1] + sending[sent]
             ends.append((there if there > free else free) + lasting[lasts])  # noqa: FURB136  max() is a call, in every row
+        return max(ends)
+
+    def _makespan_of_movers(self, lasting: Sequence[float], sending: Sequence[float], shares: Sequence[float]) -> float:
+        """The same where who receives has moved a part of the message itself, which held up what it computed meanwhile."""
+        ends = [0.0]
+        for before, other, sent, lasts in self._rows:
+            free, left = ends[before + 1], ends[other + 1]
+            there = left + sending[sent]
+            ends.append(max(there, free) + held_up(left, there, free, shares[sent]) + lasting[lasts])
         return max(ends)
 
 
