@@ -14,6 +14,7 @@ from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import schedule_of
 from passes.cut_axes import CutModel
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
+from passes.garbage import nothing_collected
 from passes.inline_stages import inline_stages
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, pipelines
@@ -229,5 +230,6 @@ class Lowering:
 
     def _keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
         if key not in self._kept:
-            self._kept[key] = make()
+            with nothing_collected():
+                self._kept[key] = make()
         return cast(Value, self._kept[key])

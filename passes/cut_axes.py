@@ -21,6 +21,7 @@ from passes.axes import Axes, TensorAxes
 from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
+from passes.garbage import nothing_collected
 from passes.interior import variety
 from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.halo_run import ends_of
@@ -96,6 +97,7 @@ class CutModel:
         return tuple(parts)
 
 
+@nothing_collected()
 def cut_by_plan(
     graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: Mapping[str, Layout] | None = None
 ) -> CutModel:

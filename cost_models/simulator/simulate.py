@@ -7,10 +7,8 @@ programs -> steps, each node priced       read_program
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,6 +23,7 @@ from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_program import RankWork, Templates, read_program
 from cost_models.simulator.simulation import Simulation
 from cost_models.simulator.timeline import Timeline
+from passes.garbage import nothing_collected
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 
@@ -80,20 +79,8 @@ def simulate_programs(
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """
     everybody = representatives or Representatives.everybody(len(programs))
-    with _nothing_collected():
+    with nothing_collected():
         return _simulated(programs, cluster, cost_model, batch, optimizer, n_row_parts, everybody, fusion, mixed_precision)
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """What a simulation makes lives to its end: to look for garbage among millions of objects, again and again, takes half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _simulated(

@@ -29,6 +29,7 @@ from partitioner.tracing.trace import trace
 from passes.cut_axes import CutModel, cut_by_plan
 from passes.emit_programs import LossForm, emit_forward, emit_train_step
 from passes.fix_batch import fix_batch
+from passes.garbage import nothing_collected
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import Mesh, pipelines
 from passes.ir.plan import Plan
@@ -56,6 +57,7 @@ class Timed:
     n_row_parts: int
 
 
+@nothing_collected()
 def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -> Timed:
     """The programs that ``pm.graphs`` shows, of a training step or a forward, without anything that runs them.
 

@@ -33,6 +33,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.plan_search import PlanSearch
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
+from passes.garbage import nothing_collected
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
@@ -60,6 +61,7 @@ class _Cut:
         return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
+@nothing_collected()
 def plan_auto(
     graph: ModelGraph,
     cluster: Cluster,

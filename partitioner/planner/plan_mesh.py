@@ -25,6 +25,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
 from passes.axis_names import axes_named, batch_axes, shortened
+from passes.garbage import nothing_collected
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
@@ -35,6 +36,7 @@ from passes.weights_digest import weights_digest
 __all__ = ["cut_described", "plan_mesh", "stages_mode"]
 
 
+@nothing_collected()
 def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> Plan:
     """Plan for a mesh that the user asked for.
 

@@ -13,14 +13,13 @@ says when the last one ends.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.schedules.catalog import make_schedule
-from partitioner.schedules.clock import held_up
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
@@ -45,7 +44,10 @@ class StepClock:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._rows = tuple(_rows(schedule))
-        self._states = tuple(_states(actions) for actions in schedule.actions)
+
+    @cached_property
+    def _states(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:
+        return tuple(_states(actions) for actions in self.schedule.actions)
 
     def peak_memory(
         self,
@@ -102,12 +104,15 @@ class StepClock:
         return max(ends)
 
     def _makespan_of_movers(self, lasting: Sequence[float], sending: Sequence[float], shares: Sequence[float]) -> float:
-        """The same where who receives has moved a part of the message itself, which held up what it computed meanwhile."""
+        """The same where who receives moves a part of the message itself: ``clock.held_up``, written out because it is in every row."""
         ends = [0.0]
         for before, other, sent, lasts in self._rows:
             free, left = ends[before + 1], ends[other + 1]
             there = left + sending[sent]
-            ends.append(max(there, free) + held_up(left, there, free, shares[sent]) + lasting[lasts])
+            start, beside = (there, free - left) if there > free else (free, there - left)
+            if beside > 0:
+                start += shares[sent] * beside
+            ends.append(start + lasting[lasts])
         return max(ends)
 
 

@@ -18,6 +18,7 @@ from partitioner.tracing.inputs import BatchLayout, ModelInputs, flatten_inputs
 from partitioner.tracing.outputs import with_outputs
 from partitioner.tracing.ties import refuse_overlaps
 from passes.batch.values import FittedValues, OpenValues, pair_nodes
+from passes.garbage import nothing_collected
 from passes.ir.autocast import Autocast
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph
@@ -25,6 +26,7 @@ from passes.ir.graph import ModelGraph
 __all__ = ["trace"]
 
 
+@nothing_collected()
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | None = None,
