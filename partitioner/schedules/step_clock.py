@@ -12,9 +12,8 @@ says when the last one ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,30 +122,22 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
 
 
 def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """The stages of a rank, and (moments, 5, stages) of each.
+    """The stages of a rank, and (actions, 5, stages) of each.
 
     How many microbatches it holds, whether it has gradients, whether it acts, whether its forward, and its backward, comes next.
     """
     stages = sorted({action.stage for action in actions})
-    held, has_gradients = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    found = dict[tuple[int, ...], None]()
-    for action, following in zip_longest(actions, actions[1:]):
-        if action.kind is ActionKind.FORWARD:
-            held[action.stage] += 1
-        acts = [int(stage == action.stage) for stage in stages]
-        forward, backward = ([int(_awaits(following, stage, kinds)) for stage in stages] for kinds in (_FORWARDS, _BACKWARDS))
-        found[*held.values(), *has_gradients.values(), *acts, *forward, *backward] = None
-        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-            held[action.stage] -= 1
-            has_gradients[action.stage] = 1
-    return stages, np.array(list(found), dtype=np.int64).reshape(-1, 5, len(stages))
+    kind = np.array([_NUMBER[action.kind] for action in actions], dtype=np.int64)
+    acts = np.eye(len(stages), dtype=np.int64)[[stages.index(action.stage) for action in actions]]
+    nothing = np.zeros((1, len(stages)), dtype=np.int64)
 
+    def those(*kinds: ActionKind) -> NDArray[np.int64]:
+        return np.where(np.isin(kind, [_NUMBER[each] for each in kinds])[:, None], acts, 0)
 
-_FORWARDS, _BACKWARDS = (ActionKind.FORWARD,), (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-
-
-def _awaits(action: Action | None, stage: int, kinds: Collection[ActionKind]) -> bool:
-    return action is not None and action.stage == stage and action.kind in kinds
+    forwards, backwards = those(ActionKind.FORWARD), those(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    ended = np.concatenate([nothing, those(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT).cumsum(axis=0)])[: len(actions)]
+    following = (np.concatenate([each, nothing])[1:] for each in (forwards, backwards))
+    return stages, np.stack([forwards.cumsum(axis=0) - ended, (ended > 0).astype(np.int64), acts, *following], axis=1)
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
