@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,9 +133,9 @@ def meshes(given: Instance) -> Iterator[Mesh]:
     yield from map(Mesh, found)
 
 
-def shared(given: Instance) -> Iterator[tuple[int, ...]]:
-    """All ways to give the ranks to fewer stages."""
-    n = len(given.request.devices)
+def shared(given: Instance, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """All ways to give the places of a mesh's pipeline to fewer stages."""
+    n = mesh.length("pipeline")
     if given.request.schedule in (None, "GPipe", "1F1B", "ZB1P"):
         for n_stages in range(2, n):
             yield from (counts for counts in itertools.product(range(1, n), repeat=n_stages) if sum(counts) == n)
@@ -242,10 +242,16 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
         for each in problem.part.sums:
             if set(problems.prices.users(each.parameter)) & mine:
                 summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
-        sums.append(sum(problem.links[name].seconds("all_reduce", size) for name, size in summed.items()))
-    taking_turns = [
-        collective_time("all_reduce", sum(item.amount for item in prices.gradients if set(item.units) & run), ranks, problem.places)
-        for ranks, run in zip(stage_ranks, runs, strict=True)
-        if len(ranks) > 1
-    ]
-    return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns, default=0.0)
+        sums.append(sum(problem.links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
+    taking_turns = [0.0]
+    for ranks, run in zip(stage_ranks, runs, strict=True):
+        if len(ranks) > 1:
+            size = sum(item.amount for item in prices.gradients if set(item.units) & run)
+            taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
+    return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns)
+
+
+def copying(size: float, problem: MeshProblem, places: Sequence[int] | None = None) -> float:
+    """Seconds in which the slowest rank of those that sum so many bytes copies them into a message: it reads and writes each."""
+    devices = problem.places.devices if places is None else [problem.places.devices[place] for place in places]
+    return 2 * size / min(device.bandwidth for device in devices)

@@ -22,9 +22,10 @@ def best_by_brute_force(given: Instance) -> float:
     model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=False))
     best = math.inf
     pipeline = Mesh((("pipeline", len(given.request.devices)),))
+    beside_others = [mesh for mesh in meshes(given) if mesh.length("pipeline") > 1 and mesh.cutting.size > 1]
     every = [
         *((mesh, beside, ()) for mesh in meshes(given) for beside in (False, True)),
-        *((pipeline, False, each) for each in shared(given)),
+        *((mesh, False, each) for mesh in (pipeline, *beside_others) for each in shared(given, mesh)),
     ]
     for mesh, beside, replicas in every:
         problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)

@@ -51,7 +51,7 @@ def with_stages(seed: int) -> tuple[Instance, Mesh]:
 def with_shapes(seed: int) -> tuple[Instance, list[tuple[int, ...]]]:
     """A small model, and the ways to give unlike numbers of its ranks to stages: none where its schedule has several stages a rank."""
     given = instance(seed)
-    return given, [shape for shape in shared(given) if max(shape) > 1]
+    return given, [shape for shape in shared(given, Mesh((("pipeline", len(given.request.devices)),))) if max(shape) > 1]
 
 
 def open_candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:

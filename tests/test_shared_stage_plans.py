@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware import Cluster, Device, Level, Link
 from partitioner import Constraints, partition
 from partitioner.planner.auto_space import allowed_sharing
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.tracing.trace import trace
+from passes.ir.mesh import Mesh
 from tests.test_shared_stages import ALIKE, Shape, perceptron
 
 
@@ -52,16 +53,40 @@ def test_a_heavy_front_gets_two_of_three_devices() -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
-def sharing(model: nn.Module, n_devices: int, **arguments: Any) -> set[Shape]:
+def test_stages_are_given_unlike_numbers_of_nodes() -> None:
+    """Three nodes of two devices with slow links between them: the heavy front gets two nodes, and each node cuts its layers."""
+    torch.manual_seed(0)
+    model, images, target = HeavyFront().double(), torch.randn(48, 3, 16, 16, dtype=torch.float64), torch.randint(10, (48,))
+    device = Device("d", {"float64": 1e9}, 2**34, 1e12, launch_overhead=1e-7)
+    cluster = Cluster([device] * 6, [Level(2, Link(1e-7, 1e9)), Level(6, Link(1e-6, 5e6))])
+    pm = partition(model, 6, example_inputs=(images,), cluster=cluster, progress=False)
+    assert pm.plan.mesh == (("pipeline", 3), ("tensor", 2))
+    assert pm.plan.stage_ranks == ((0, 1), (2,))
+    assert pm.plan.gap == 0.0
+    assert pm.simulate().step_time == pytest.approx(pm.plan.step_time, rel=0.02)
+    for other in ({"pipeline": 3, "tensor": 2}, {"pipeline": 3, "data": 2}, {"pipeline": (4, 2)}, {"data": 6}):
+        plan = partition(model, 6, other, example_inputs=(images,), cluster=cluster, progress=False).plan
+        assert plan.step_time > 1.04 * pm.plan.step_time, other
+    expected = nn.functional.cross_entropy(model(images), target)
+    expected.backward()
+    torch.testing.assert_close(pm.train_step(images, target=target, loss_fn=nn.functional.cross_entropy), expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def sharing(model: nn.Module, n_devices: int, mesh: Mesh | None = None, **arguments: Any) -> set[Shape]:
     graph = trace(model, (torch.zeros(12, 8, dtype=torch.float64),), {}, training=True)
     cluster = Cluster([ALIKE.devices[0]] * n_devices, Link(0.0, 1e15))
-    return set(allowed_sharing(graph, cluster, PlanRequest("auto", ("cpu",) * n_devices, **arguments)))
+    alone = Mesh((("pipeline", n_devices),))
+    return set(allowed_sharing(graph, cluster, PlanRequest("auto", ("cpu",) * n_devices, **arguments), mesh or alone))
 
 
 def test_few_devices_are_given_to_fewer_stages_in_all_ways() -> None:
     assert sharing(perceptron(), 3) == {(2, 1), (1, 2)}
     assert sharing(perceptron(), 4) == {(3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
     assert {(4, 2, 2), (7, 1)} <= sharing(perceptron(), 8)
+    assert sharing(perceptron(), 6, Mesh((("pipeline", 3), ("tensor", 2)))) == {(2, 1), (1, 2)}
+    assert sharing(perceptron(), 8, Mesh((("data", 4), ("pipeline", 2)))) == set()
     assert sharing(perceptron(), 4, n_microbatches=2) == {(2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
 
 

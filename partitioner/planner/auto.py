@@ -113,10 +113,10 @@ class _Auto:
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
-        for replicas in allowed_sharing(self._graph, self._cluster, self._request):
-            self._n_cuts += 1
-            mesh = Mesh((("pipeline", sum(replicas)),))
-            self._search.add(bounds.of_shared(replicas), _Cut(mesh, beside=False, rows=self._graph.batch_size, replicas=replicas))
+        alone = Mesh((("pipeline", len(self._cluster.devices)),))
+        for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
+            for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(mesh, bounds, replicas)
         self._look_at(shapes, bounds)
         if self._search.best is None:  # tiles hold less at once than rows of whole images
             self._look_at([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
@@ -128,11 +128,12 @@ class _Auto:
             self._open_mesh(mesh, bounds)
         self._search.run()
 
-    def _open_mesh(self, mesh: Mesh, bounds: MeshBounds) -> None:
+    def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
         """Add a mesh, and the same with the sequence cut beside."""
         try:
-            for beside in (False, True)[: 1 + self._model.can_cut_beside(mesh)]:
-                bound, item = bounds.of(mesh, beside=beside), _Cut(mesh, beside, self._graph.batch_size)
+            for beside in (False, True)[: 1 + (not replicas and self._model.can_cut_beside(mesh))]:
+                bound = bounds.of(mesh, beside=beside, replicas=replicas)
+                item = _Cut(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
                 self._search.add(bound, item)
                 if bound == math.inf:

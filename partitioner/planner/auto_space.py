@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from cost_models.hardware import Cluster, Link
 from partitioner.planner.candidates import Candidate, schedules
@@ -18,7 +20,7 @@ from partitioner.schedules.catalog import SCHEDULES
 from partitioner.shared_stages import written_buffers
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import ROWS, Mesh
 from passes.recompute import Recompute
 
 __all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "candidates_of", "microbatch_choices"]
@@ -67,25 +69,27 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
                 yield model.with_grid(mesh)
 
 
-def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, ...]]:
-    """How many ranks each stage of a pipeline could have, where some have more than one: on few devices, of a batch that can be cut."""
-    n_devices, constraints = len(cluster.devices), request.constraints
+def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """How many places of a mesh's pipeline each stage could have, some more than one: on few devices, of a batch that can be cut."""
+    n_devices, n_places, constraints = len(cluster.devices), stages_length(mesh), request.constraints
     kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
     is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
     if n_devices > _MOST_SHARING or not is_shared or constraints.device_map is not None or named_dimensions(constraints):
         return
     if graph.microbatching or written_buffers(graph):
         return
-    most = max(microbatch_choices(graph, request, n_devices))
-    for n_stages in range(2, n_devices if n_devices <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
-        for ends in itertools.combinations(range(1, n_devices), n_stages - 1):
-            replicas = tuple(end - start for start, end in itertools.pairwise((0, *ends, n_devices)))
+    rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
+    most = max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // rows)), request, n_places))
+    for n_stages in range(2, n_places if n_places <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
+        for ends in itertools.combinations(range(1, n_places), n_stages - 1):
+            replicas = tuple(end - start for start, end in itertools.pairwise((0, *ends, n_places)))
             if max(replicas) <= most:
                 yield replicas
 
 
 _MOST_SHARING, _FEW_SHARING, _MOST_SHARED_STAGES = 8, 4, 3
-"""Devices up to which stages on unlike numbers of ranks are proposed; up to which there are as many stages as may be; how many for more."""
+"""Devices up to which stages on unlike numbers of ranks are proposed; places of a pipeline up to which there are as many stages as may be;
+how many for more."""
 
 
 def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple[Recompute, Candidate]]:

@@ -63,47 +63,41 @@ class MeshBounds:
         self._longest = dict(every)
         self._in_parts: dict[int, tuple[int, float]] = {}
 
-    def of(self, mesh: Mesh, *, beside: bool = False) -> float:
+    def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = ()) -> float:
         """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
 
         What ranks exchange that cut the same axes is told by two of them: the sizes are those of whole values, and more ranks take
         longer. Microbatches send no less in more messages.
 
+        Args:
+            beside: whether the sequence, or tiles' other axes, may be cut beside.
+            replicas: how many ranks of the pipeline each stage is on; empty where each is on one.
+
         Raises:
             ConfigError: the mesh cannot cut the model.
         """
-        stages, parts = stages_length(mesh), mesh.cutting.size
+        places, parts = stages_length(mesh), mesh.cutting.size
+        stages = len(replicas) or places
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
         in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
         if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
             return float("inf")
         if in_parts:
             seconds = self._prices.times(self._whole.batch_size).min(axis=1)
-            return float(np.maximum(seconds / parts, self._starts).sum()) / stages * (1 - _ROUNDING)
+            return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
         sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
         inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
-        exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / stages if inner.dimensions else 0.0
+        exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / places if inner.dimensions else 0.0
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
-        request = dataclasses.replace(self._request, devices=self._request.devices[:stages])
+        request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
         steps = [
-            self._working(count, microbatch_size(own_rows, count), stages, parts // rows, request)
+            self._working(count, microbatch_size(own_rows, count), places, parts // rows, request)
             + sending * (1 if kind == "data" else count)
-            for count in microbatch_choices(part, request, stages)
+            for count in microbatch_choices(part, request, places)
+            if count >= max(replicas, default=1)
         ]
-        return (min(steps) + exchanging) * (1 - _ROUNDING)
-
-    def of_shared(self, replicas: tuple[int, ...]) -> float:
-        """The same of a pipeline whose stages are on so many ranks each."""
-        if len(replicas) > self._n_units or self._fixed > self._limit:
-            return math.inf
-        request = dataclasses.replace(self._request, replicas=replicas)
-        steps = [math.inf]
-        for count in microbatch_choices(self._whole.graph, self._request, sum(replicas)):
-            if count >= max(replicas):
-                whole, longest, shares, _ = self._seconds_of(microbatch_size(self._whole.batch_size, count))
-                steps += [least_shared_step(Candidate(name, 1, count, replicas), whole, longest, shares) for name, _ in schedules(request)]
-        return min(steps) * (1 - _ROUNDING)
+        return (min(steps, default=math.inf) + exchanging) * (1 - _ROUNDING)
 
     def _seconds_of(self, rows: int) -> tuple[float, float, Shares, Floats]:
         """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
@@ -118,6 +112,9 @@ class MeshBounds:
         started = count * float(np.maximum(seconds / parts, self._starts).sum()) / stages
         steps = []
         for name, each in schedules(request):
+            if request.replicas:
+                steps.append(least_shared_step(Candidate(name, 1, count, request.replicas), whole / parts, longest / parts, shares))
+                continue
             load, slowest = (max(whole / (stages * runs), longest) / parts for runs in (1, each))
             if stages * each <= self._n_units:
                 steps.append(least_step(Candidate(name, each, count), stages, whole / parts, load, slowest, shares))
