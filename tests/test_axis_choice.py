@@ -16,11 +16,14 @@ from partitioner.planner.axis_choice import AxisProblem, axis_groups
 from partitioner.planner.axis_terms import axis_terms
 from partitioner.planner.choices import ChoiceProblem
 from partitioner.planner.pace import Pace
+from partitioner.planner.part_graph import part_graph
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.tracing.trace import trace
 from passes.axes import find_axes
+from passes.fold_repeats import fold_repeats
 from passes.ir.graph import ModelGraph
 from passes.layout_choices import layout_choices
+from passes.split_randomness import split_randomness
 from passes.value_bytes import ValueBytes
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
@@ -85,11 +88,24 @@ def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
     assert all(later < 0.85 * earlier for earlier, later in itertools.pairwise(times)), times
 
 
-def test_dropout_in_repeated_blocks_is_planned() -> None:
-    """Masks that are drawn apart are nodes that the model has not: stages are named all the same."""
+def dropping_blocks() -> ModelGraph:
     block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
     model = nn.Sequential(*(nn.Sequential(*(type(layer)(*_arguments(layer)) for layer in block)) for _ in range(8)))
-    graph = trace(model, (torch.rand(8, 16),), {}, training=True)
+    return trace(model, (torch.rand(8, 16),), {}, training=True)
+
+
+def test_what_is_written_in_a_block_counts_for_all_its_copies() -> None:
+    """Masks, and what is multiplied with them, stand in each of the eight blocks: as often is sent what they are cut for."""
+    graph = dropping_blocks()
+    of = part_graph(fold_repeats(graph), graph, split_randomness)
+    whole = [node.name for node in split_randomness(graph).graph.nodes if node.op == "call_function"]
+    assert len(of.graph.graph.nodes) < len(whole)
+    assert sorted(copy for node in of.graph.computing_nodes() for copy in of.copies(node.name)) == sorted(whole)
+
+
+def test_dropout_in_repeated_blocks_is_planned() -> None:
+    """Masks that are drawn apart are nodes that the model has not: stages are named all the same."""
+    graph = dropping_blocks()
     plan = plan_auto(graph, Cluster.preset("v100", 1, 4), PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))))
     assert math.prod(size for _, size in plan.mesh) == 4
 

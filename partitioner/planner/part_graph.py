@@ -69,11 +69,24 @@ def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph]
     if folded.n_copies > 1:
         graph = prepare(folded.graph)
         points = _thinned(graph, folded)
-        unfolding = unfolding_of(points, folded.copies, folded.following)
+        unfolding = unfolding_of(points, _with_written(folded, graph), folded.following)
         if unfolding is not None:
             return PartGraph(graph, points, whole, unfolding)
     graph = prepare(whole)
     return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
+
+
+def _with_written(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
+    """The copies of each node of the block, and of each that was written in the place of one: it bears that name in front."""
+    known = {node.name for node in folded.graph.graph.nodes}
+    found = dict(folded.copies)
+    for name in (node.name for node in graph.graph.nodes if node.name not in known):
+        parts = name.split("_")
+        fronts = ("_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+        source = next((front for front in fronts if front in known), None)
+        if source in folded.copies:
+            found[name] = tuple(f"{copy}{name.removeprefix(source)}" for copy in folded.copies[source])
+    return found
 
 
 def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
