@@ -127,8 +127,8 @@ class MeshBounds:
         numbers, seconds = Numbers(rows), 0.0
         for exchange, count in part.exchange_counts:
             share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
-            sizes = numbers[exchange.size] * share, links[exchange.dimension], numbers[exchange.runs] * share
-            seconds += sum(exchange.seconds(*sizes)) * count
+            # Of microbatches of one row the parts may be runs of memory, which nobody copies.
+            seconds += sum(exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])) * count
         return seconds
 
     def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:
