@@ -128,7 +128,8 @@ class _Paced:
 
     def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: Pace) -> None:
         self.message, self._count, self._pace = pace.latency, count, pace
-        self._runs = contractions_of(axes, graph.batch_size)
+        self._runs, self._flowing = contractions_of(axes, graph.batch_size), _floating(graph)
+        self._values = {node.name: node.meta.get("val") for node in graph.graph.nodes}
         self._passes = 3 if graph.training else 1
 
     def work(self, name: str, found: CallLayout) -> float:
@@ -140,10 +141,18 @@ class _Paced:
         """Of a parameter that is not cut."""
         return 0.0
 
-    def change(self, _value: str, have: Placement, need: Placement, size: float) -> float:
+    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Of a change of layout, forward and backward."""
-        times, messages = _moved(have, need, self._count)
-        return times * size / self._pace.bandwidth + messages * self.message
+        times, messages = _moved(have, need, self._count, flows=value in self._flowing)
+        copies = messages if self._is_copied(value, have, need) else 0
+        return times * size / self._pace.bandwidth + messages * self.message + copies * size * self._pace.copying
+
+    def _is_copied(self, value: str, have: Placement, need: Placement) -> bool:
+        """Whether what is sent is a copy: what is summed on all ranks is, and parts that are no runs of memory, even of a single row."""
+        cut = next((each for each in (need, have) if isinstance(each, Shard)), None)
+        if cut is None:
+            return True
+        return any(isinstance(size, int) and size > 1 for size in self._values[value].shape[: cut.dimension])
 
 
 class _Asked:
@@ -153,7 +162,7 @@ class _Asked:
     """What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
 
     def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: Pace | None = None) -> None:
-        self._count = count
+        self._count, self._flowing = count, _floating(graph)
         nodes = {node.name: node for node in graph.graph.nodes}
         runs = {name: each * copies(name) for name, each in contractions_of(axes, 1 if pace is None else graph.batch_size).items()}
         bytes_per_run = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
@@ -174,16 +183,26 @@ class _Asked:
         """Of a parameter that is not cut."""
         return self._held.get(name, 0.0)
 
-    def change(self, _value: str, have: Placement, need: Placement, size: float) -> float:
+    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Of a change of layout, forward and backward."""
-        times, messages = _moved(have, need, self._count)
+        times, messages = _moved(have, need, self._count, flows=value in self._flowing)
         return times * size + messages * self.message
 
 
-def _moved(have: Placement, need: Placement, count: int) -> tuple[float, int]:
-    """How often a change of layout moves the value, forward and backward, and in how many messages; of a part a rank keeps its own."""
-    times, messages = _CHANGES.get((type(have), type(need)), (0.0, 0))
-    return times * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), messages
+def _floating(graph: ModelGraph) -> frozenset[str]:
+    """The values that may have a gradient: masks, indices and sizes have none."""
+    values = ((node.name, node.meta.get("val")) for node in graph.graph.nodes)
+    return frozenset(name for name, value in values if isinstance(value, Tensor) and value.dtype.is_floating_point)
+
+
+def _moved(have: Placement, need: Placement, count: int, *, flows: bool) -> tuple[float, int]:
+    """How often a change of layout moves the value, and its gradient where one flows, and in how many messages.
+
+    Between two parts of a value a rank keeps what is in both.
+    """
+    forward, backward = _CHANGES.get((type(have), type(need)), (0.0, 0.0))
+    moved = [each for each in (forward, backward if flows else 0.0) if each]
+    return sum(moved) * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), len(moved)
 
 
 def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
@@ -201,14 +220,14 @@ WORTH = 10
 MESSAGES_INSIDE = 4
 """How many small messages an operation that reduces inside sends, forward and backward."""
 
-_CHANGES: Mapping[tuple[type, type], tuple[float, int]] = {
-    (Partial, Replicate): (2.0, 1),
-    (Partial, Varying): (4.0, 2),
-    (Partial, Shard): (2.0, 2),
-    (Shard, Replicate): (1.0, 1),
-    (Shard, Varying): (2.0, 2),
-    (Shard, Shard): (1.0, 2),
-    (Replicate, Shard): (1.0, 1),
-    (Replicate, Varying): (2.0, 1),
+_CHANGES: Mapping[tuple[type, type], tuple[float, float]] = {
+    (Partial, Replicate): (2.0, 0.0),
+    (Partial, Varying): (2.0, 2.0),
+    (Partial, Shard): (1.0, 1.0),
+    (Shard, Replicate): (1.0, 0.0),
+    (Shard, Varying): (1.0, 1.0),
+    (Shard, Shard): (0.5, 0.5),
+    (Replicate, Shard): (0.0, 1.0),
+    (Replicate, Varying): (0.0, 2.0),
 }
-"""How often a change of layout moves the value, forward and backward, for many ranks; and in how many messages. Between shards: for two."""
+"""How often a change of layout moves the value forward, and its gradient backward, in a message each; between shards, for two ranks."""

@@ -20,6 +20,7 @@ class Pace:
         flops: FLOP/s of a rank.
         bandwidth: B/s between ranks.
         latency: s of a message.
+        copying: s a byte that is copied into a message, or out of one.
         asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves, as they do for small
             models; else nothing counts but time.
     """
@@ -27,6 +28,7 @@ class Pace:
     flops: float
     bandwidth: float
     latency: float
+    copying: float = 0.0
     asked: bool = False
 
 
@@ -37,4 +39,5 @@ def pace_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> Pace | None:
     held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
     dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
     link = cluster.link(0, 1)
-    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, asked)
+    copying = 2 / min(device.bandwidth for device in cluster.devices) if link.copies else 0.0
+    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, copying, asked)
