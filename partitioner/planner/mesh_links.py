@@ -34,7 +34,7 @@ class LinkTable:
         self._places: dict[tuple[int, int, int, bool], Cluster] = {}
 
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
-        """For each dimension that cuts axes, the links of the group along it that is slowest; all groups talk at once."""
+        """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once."""
         strides = _strides(mesh)
         return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
 
@@ -49,7 +49,9 @@ class LinkTable:
         if (stride, count) not in self._known:
             groups, cluster = _groups(size, stride, count), self._cluster
             slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
-            self._known[stride, count] = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
+            memory = min(device.bandwidth for device in cluster.devices[:size])
+            found = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
+            self._known[stride, count] = dataclasses.replace(found, memory=memory)
         return self._known[stride, count]
 
 
