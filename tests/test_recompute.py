@@ -42,7 +42,10 @@ def planned(recompute: str | None, memory_limit: int | None = None) -> Partition
 
 @functools.cache
 def saved_bytes(recompute: str) -> tuple[int, ...]:
-    """For each stage the bytes that its lowered forward saves for one microbatch, memory that values share counted once."""
+    """For each stage the bytes that its lowered forward saves for one microbatch, memory that values share counted once.
+
+    What a stage is given of the step's inputs lies in these.
+    """
     plan = planned(recompute).plan
     instance = CASE.build(batch_size=ROWS)
     graph = trace(instance.model, instance.args, instance.kwargs)
@@ -52,16 +55,25 @@ def saved_bytes(recompute: str) -> tuple[int, ...]:
     found = []
     for stage in lowered.training:
         results: Any = stage.forward.graph.output_node().args[0]
-        storages = {key: int(tensor.untyped_storage().nbytes()) for node in results[-1] for tensor, key in memory_keys(node)}
+        inputs = {leaf.placeholder for leaf in graph.inputs}
+        saved = (node for node in results[-1] if node.name not in inputs)
+        storages = {key: int(tensor.untyped_storage().nbytes()) for node in saved for tensor, key in memory_keys(node)}
         found.append(sum(storages.values()) // 4)
     return tuple(found)
 
 
 @pytest.mark.parametrize(("recompute", "margin"), [("none", 0.0), ("selective", 0.25), ("full", 0.05)])
 def test_predicted_activations_are_what_the_graphs_save(recompute: str, margin: float) -> None:
-    """Never less than is saved; with ``"selective"`` a stage's last results count though no reader of its own needs them again."""
-    for stage, saved in zip(planned(recompute).plan.stages, saved_bytes(recompute), strict=True):
-        assert saved * 0.97 <= stage.activation_bytes <= saved * (1.03 + margin) + SMALL
+    """Never less than is saved; with ``"selective"`` a stage's last results count though no reader of its own needs them again.
+
+    Beside what the last stage keeps, the gradient of its result comes from the loss.
+    """
+    stages = planned(recompute).plan.stages
+    result = CASE.build(batch_size=ROWS // 4)
+    from_loss = result.model(*result.args, **result.kwargs).nbytes
+    for stage, saved in zip(stages, saved_bytes(recompute), strict=True):
+        beside = from_loss if stage is stages[-1] else 0
+        assert saved * 0.97 <= stage.activation_bytes <= saved * (1.03 + margin) + beside + SMALL
 
 
 def test_each_policy_saves_less() -> None:
@@ -101,7 +113,7 @@ class WrittenOut(nn.Module):
         return torch.as_tensor(x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))))
 
 
-LENGTH = 96
+LENGTH = 224
 CUT_BESIDE = Constraints(axes={"heads": "tensor", "ffn": "tensor", "sequence": "tensor"})
 
 
@@ -113,8 +125,8 @@ def written_out(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
     return partition(model, 2, {"tensor": 2}, **arguments), model, x  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str) -> None:
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("selective", 2), ("full", 6)])  # those of attention; all
+def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_again: int) -> None:
     pm, model, x = written_out(recompute)
     target, reference = torch.rand_like(x), copy.deepcopy(model)
     torch.manual_seed(5)
@@ -128,7 +140,7 @@ def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str) -> None:
     for name, gradient in pm.full_gradients().items():
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-12, msg=name)
     nodes = [node for node in pm.graph(0).graph.nodes if str(node.meta.get("section")) == "0B0"]
-    assert sum(node.target is dropout_mask_again for node in nodes) == 2  # of attention: other masks are smaller than the generator's state
+    assert sum(node.target is dropout_mask_again for node in nodes) == drawn_again
     again = [node for node in nodes if node.target is communication.all_gather and node.meta["again"]]
     assert len(again) >= 4  # what the first linear layers of each half of both blocks read
 
@@ -139,13 +151,13 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
     values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2
-    assert 2 * values * half <= kept["selective"] <= 1.2 * 2 * values * half  # besides, inputs and masks
+    assert 2 * values * half <= kept["selective"] <= 1.3 * 2 * values * half  # besides, inputs, masks, states of the generator
 
 
 @pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
 def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
     """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
-    x = torch.rand(4, 2 * LENGTH, 16)
+    x = torch.rand(4, LENGTH, 16)
     pm = partition(WrittenOut(), 2, {"tensor": 2}, example_inputs=(x,), recompute=recompute, memory_limit="1TiB")
     pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
     assert sum(node.target is dropout_mask_again for node in pm.graph(0).graph.nodes) == drawn_again
