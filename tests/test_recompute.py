@@ -151,7 +151,10 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
     values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2
-    assert 2 * values * half <= kept["selective"] <= 1.3 * 2 * values * half  # besides, inputs, masks, states of the generator
+    blocks = 2 * values * half
+    masks, statistics, states = 4 * half // 8, 2 * 4 * half // 16, 2 * 5056  # a byte a number; two numbers a row; two of the generator
+    around = 4 * 2 * half  # what the step is given and gives, and its gradient: whole on each rank
+    assert blocks <= kept["selective"] - masks - statistics - states <= blocks + around + SMALL
 
 
 @pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
