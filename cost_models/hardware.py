@@ -79,6 +79,14 @@ class Cluster:
             raise ConfigError(f"no link joins ranks {one} and {other}", remedy=f"add ({one}, {other}) to the links of the cluster")
         return found
 
+    @property
+    def copies(self) -> bool:
+        """Whether tensors are copied into messages over any of the links (``Link.copies``)."""
+        if isinstance(self.links, Link):
+            return self.links.copies
+        links = self.links.values() if isinstance(self.links, Mapping) else (level.link for level in self.links)
+        return any(link.copies for link in links)
+
     def first(self, n_devices: int) -> Cluster:
         """The cluster of the first so many devices; raises ConfigError when there are fewer."""
         if not 1 <= n_devices <= len(self.devices):

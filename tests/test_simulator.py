@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -149,6 +149,18 @@ def test_copies_take_time_where_the_link_says_so() -> None:
     apart, alone = (pm.simulate(Cluster([DEVICE] * 4, Link(0.0, 1e18, copies=copies))).step_time for copies in (True, False))
     copies = (Work(0, 2 * size, 1) for size in (WIDTH * WIDTH * 4, 4))  # the gradient, and the loss
     assert apart - alone == pytest.approx(sum(Roofline().operation_time(work, DEVICE, torch.uint8) for work in copies), rel=1e-6)
+
+
+def test_not_all_ranks_need_be_joined() -> None:
+    """Nothing joins ranks 0 and 1, and nothing is sent between them."""
+    link = Link(1e-6, 1e9)
+    cluster = Cluster([DEVICE] * 3, {(0, 1): link, (1, 2): replace(link, copies=False)})
+    across = Cluster([DEVICE] * 3, {(0, 2): link, (2, 1): link})
+    assert cluster.copies
+    assert across.copies
+    assert not Cluster([DEVICE] * 3, {(0, 1): replace(link, copies=False)}).copies
+    found = simulate_programs(equal_stages("GPipe", 1, 2, 1), across, UnitTime(), 4)
+    assert found.step_time > 0
 
 
 def test_transfers_that_share_a_link_share_its_bandwidth() -> None:

@@ -95,12 +95,11 @@ def _simulated(
     mixed_precision: bool,
 ) -> Simulation:
     prices: dict[Device, NodePrices] = {}
-    copies = len(cluster.devices) > 1 and cluster.link(0, 1).copies
     templates: dict[Device, Templates] = {}
     work = []
     for program in programs:
         device = cluster.devices[program.rank]
-        price = prices.setdefault(device, NodePrices(device, cost_model, fusion, copies=copies))
+        price = prices.setdefault(device, NodePrices(device, cost_model, fusion, copies=cluster.copies))
         work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), everybody.mesh))
     runs, traffic = run_ranks(work, Passages(cluster, cost_model).of)
     step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
