@@ -184,10 +184,11 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> l
     message.
     """
     held = [
-        [sum(item.amount for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
+        [sum(item.most for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
         for items in (prices.fixed, prices.kept, prices.gradients)
     ]
     fixed, kept, gradients = held
+    assert isinstance(prices.working, Working)
     peaks = list[float]()
     for actions in schedule.actions:
         stages = {action.stage for action in actions}
@@ -246,7 +247,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     taking_turns = [0.0]
     for ranks, run in zip(stage_ranks, runs, strict=True):
         if len(ranks) > 1:
-            size = sum(item.amount for item in prices.gradients if set(item.units) & run)
+            size = sum(item.most for item in prices.gradients if set(item.units) & run)
             taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
     return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns)
 

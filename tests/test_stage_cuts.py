@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from partitioner.planner.stage_cuts import shortfall, solve
-from partitioner.planner.stage_problem import Shared, StageProblem, Units, Value, Working
+from partitioner.planner.stage_problem import Gathered, Shared, StageProblem, Units, Value, Working
 from partitioner.schedules.in_flight import Awaiting
 from partitioner.schedules.order import order_of
 
 Starts = tuple[int, ...]
+MakeProblem = Callable[..., StageProblem]
 ROOMINESS = (6, 8, 9, 10, 12, 40)
 """Limits, in quarters of an even share: most are nearly full."""
 
@@ -80,7 +81,7 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
     in_flight = tuple(draw.randint(1, 4) for _ in range(n_stages))
     later = tuple(draw.randint(0, held) for held in in_flight)
     messages = Awaiting(*(tuple(draw.randint(0, held) for held in most) for most in (in_flight, later, in_flight, later)))
-    share = int(sum(item.amount for item in fixed) + 2 * sum(item.amount for item in kept)) // n_ranks
+    share = int(sum(item.most for item in fixed) + 2 * sum(item.most for item in kept)) // n_ranks
     limit = tuple(float(share * draw.choice(ROOMINESS) // 4 + 1) for _ in range(n_ranks))
     taking_turns = not shared_ranks and draw.random() < 0.4
     replicas = tuple(draw.choice((1, 2, 4)) for _ in range(n_stages)) if taking_turns else ()  # halves of whole numbers are exact
@@ -113,6 +114,36 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
     )
 
 
+def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
+    """One of which every stage is of a kind of its own choice, with other memory and times; some values are made whole to be sent."""
+    problem, draw = random_problem(seed, shared_ranks=shared_ranks), random.Random(-seed - 1)
+    n_units, n_kinds, units = problem.n_units, draw.randint(2, 3), problem.units
+
+    def by_kind(items: tuple[Shared, ...]) -> tuple[Shared, ...]:
+        if draw.random() < 0.2:  # all kinds are alike in this
+            return items
+        factors = [[draw.choice((0.0, 0.5, 1.0, 2.0)) for _ in range(n_kinds)] for _ in items]
+        each = [tuple(factor * item.most for factor in of_item) for of_item, item in zip(factors, items, strict=True)]
+        return tuple(item._replace(amount=amount) if draw.random() < 0.8 else item for amount, item in zip(each, items, strict=True))
+
+    def seconds(most: int) -> tuple[float, ...]:
+        return tuple(float(draw.randint(0, most)) for _ in range(n_kinds))
+
+    workings = [some_working(draw, n_units) or Working.nothing(n_units) for _ in range(n_kinds)]
+    crossing = [value for value in units.values if draw.random() < 0.4]
+    other = dataclasses.replace(
+        units,
+        time=np.array([seconds(9) for _ in range(n_units)]),
+        replicated=tuple((seconds(3), each) for _, each in units.replicated),
+        fixed=by_kind(units.fixed),
+        kept=by_kind(units.kept),
+        gradients=by_kind(units.gradients),
+        working=tuple(workings) if draw.random() < 0.7 else workings[0],
+        gathered=tuple(Gathered(seconds(6), value.producer, value.readers[-1]) for value in crossing),
+    )
+    return dataclasses.replace(problem, units=other, kind=tuple(draw.randrange(n_kinds) for _ in problem.kind))
+
+
 def all_cuts(problem: StageProblem) -> Iterator[Starts]:
     for cuts in itertools.combinations(range(1, problem.n_units), problem.n_stages - 1):
         yield (0, *cuts)
@@ -124,12 +155,17 @@ def runs(problem: StageProblem, starts: Starts) -> list[range]:
 
 def parts_of_memory(problem: StageProblem, starts: Starts) -> Iterator[tuple[float, float, float, float]]:
     """Of each stage: what it holds all the time, for a microbatch, as gradients, and while it computes."""
-    for run in runs(problem, starts):
+    units = problem.units
+    for kind, run in zip(problem.kind, runs(problem, starts), strict=True):
         fixed, gradients = (
-            sum(item.amount for item in items if set(item.units) & set(run)) for items in (problem.units.fixed, problem.units.gradients)
+            sum(amount(item, kind) for item in items if set(item.units) & set(run)) for items in (units.fixed, units.gradients)
         )
-        kept = sum(item.amount for item in problem.units.kept if set(item.units) & set(run) and item.producer not in run)
-        yield fixed, kept, gradients, working_memory(problem.units.working, run)
+        kept = sum(amount(item, kind) for item in units.kept if set(item.units) & set(run) and item.producer not in run)
+        yield fixed, kept, gradients, working_memory(units.working[kind] if isinstance(units.working, tuple) else units.working, run)
+
+
+def amount(item: Shared, kind: int) -> float:
+    return item.amount[kind] if isinstance(item.amount, tuple) else item.amount
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,6 +233,7 @@ def slowest_stage(problem: StageProblem, starts: Starts) -> float:
         kind = problem.kind[stage]
         seconds = sum(problem.units.time[unit, kind] for unit in run)
         seconds += sum(times[kind] for times, units in problem.units.replicated if set(units) & set(run))
+        seconds += sum(item.seconds[kind] for item in problem.units.gathered if item.producer in run and item.reader >= run.stop)
         forward, backward = sent(problem, run)
         for value in forward:
             seconds += problem.latency[stage] + value.size * problem.seconds_per_byte[stage]
@@ -224,11 +261,12 @@ def best_by_brute_force(problem: StageProblem, slack: float = 0.0) -> tuple[floa
     return best, min(near, key=lambda starts: (price(problem, starts), starts))
 
 
+@pytest.mark.parametrize("make", [random_problem, unlike_problem])
 @pytest.mark.parametrize("block", range(10))
-def test_one_stage_a_rank_equals_brute_force(block: int) -> None:
+def test_one_stage_a_rank_equals_brute_force(block: int, make: MakeProblem) -> None:
     solvable = 0
     for seed in range(block * 100, block * 100 + 100):
-        problem = random_problem(seed, shared_ranks=False)
+        problem = make(seed, shared_ranks=False)
         slack = random.Random(seed).choice((0.0, 0.0, 0.25))
         found, reference = solve(problem, slack), best_by_brute_force(problem, slack)
         assert (found is None) == (reference is None), seed
@@ -239,11 +277,12 @@ def test_one_stage_a_rank_equals_brute_force(block: int) -> None:
     assert solvable > 20
 
 
+@pytest.mark.parametrize("make", [random_problem, unlike_problem])
 @pytest.mark.parametrize("block", range(4))
-def test_several_stages_a_rank_equal_brute_force(block: int) -> None:
+def test_several_stages_a_rank_equal_brute_force(block: int, make: MakeProblem) -> None:
     solvable = together = 0
     for seed in range(block * 50, block * 50 + 50):
-        problem = random_problem(seed, shared_ranks=True)
+        problem = make(seed, shared_ranks=True)
         found, reference = solve(problem), best_by_brute_force(problem)
         assert (found is None) == (reference is None), seed
         if found is not None and reference is not None:
@@ -256,9 +295,10 @@ def test_several_stages_a_rank_equal_brute_force(block: int) -> None:
     assert together > 3
 
 
-def test_the_shortfall_is_the_least_that_the_worst_stage_lacks() -> None:
+@pytest.mark.parametrize("make", [random_problem, unlike_problem])
+def test_the_shortfall_is_the_least_that_the_worst_stage_lacks(make: MakeProblem) -> None:
     for seed in range(200):
-        problem = random_problem(seed, shared_ranks=False)
+        problem = make(seed, shared_ranks=False)
         lacking = [
             max(memory - problem.limit[problem.rank[stage]] for stage, memory in enumerate(stage_memory(problem, starts)))
             for starts in all_cuts(problem)

@@ -13,13 +13,13 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
 from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.path_costs import PathCosts
-from partitioner.planner.stage_problem import Floats, StageProblem, Units, Value
+from partitioner.planner.stage_problem import Floats, Gathered, Shared, StageProblem, Units, Value
 from partitioner.planner.stage_tables import best_bottleneck
 from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.step_time import StageTimes, simulate_step
-from partitioner.planner.unit_prices import Shares
+from partitioner.planner.time_shares import Shares
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.in_flight import awaiting, peak_activation, peak_in_flight
+from partitioner.schedules.in_flight import Awaiting, awaiting, peak_activation, peak_in_flight
 from partitioner.schedules.order import Order, order_of
 from partitioner.schedules.step_clock import step_clock
 from passes.ir.schedule import ActionKind, Schedule
@@ -29,7 +29,7 @@ NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.i
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Units of random lengths, on links of which each has its own."""
+    """Units of random lengths, on links of which each has its own; stages may be of unlike kinds, what they hold all the time limited."""
 
     name: str
     n_ranks: int
@@ -39,6 +39,14 @@ class Case:
     latency: Floats
     values: tuple[Value, ...]
     replicas: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
+    fixed: tuple[Shared, ...] = ()
+    gathered: tuple[Gathered, ...] = ()
+    limit: float = np.inf
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        return self.kinds or (0,) * self.n_stages
 
     @property
     def n_stages(self) -> int:
@@ -54,17 +62,18 @@ class Case:
 
     def problem(self) -> StageProblem:
         order = self.order
-        units = Units(self.halves.sum(axis=0), self.values, (), (), (), np.zeros(self.n_units, dtype=np.int64))
+        depth = np.zeros(self.n_units, dtype=np.int64)
+        units = Units(self.halves.sum(axis=0), self.values, (), self.fixed, (), depth, gathered=self.gathered)
         return StageProblem(
             units=units,
-            kind=(0,) * self.n_stages,
+            kind=self.kind,
             rank=tuple(ranks[0] for ranks in order.stage_ranks),
             latency=self.latency,
             seconds_per_byte=np.full(self.n_stages - 1, 0.01),
             in_flight=order.in_flight,
             later=order.later,
-            awaiting=order.awaiting,
-            limit=(np.inf,) * self.n_ranks,
+            awaiting=Awaiting(*((0,) * self.n_stages,) * 4),  # messages take no memory here
+            limit=(self.limit,) * self.n_ranks,
             forced=frozenset(),
             allowed=None,
             replicas=self.replicas,
@@ -74,9 +83,9 @@ class Case:
         return PathCosts(self.problem(), self.halves, self.order)
 
     def seconds(self, starts: tuple[int, ...]) -> float:
-        """On the clock, from the definition."""
+        """On the clock, from the definition; inf where the stages of some rank hold more than fits."""
         runs = list(itertools.pairwise((*starts, self.n_units)))
-        times = []
+        times, held = [], [0.0] * self.n_ranks
         for stage, (start, end) in enumerate(runs):
             leaving = [value.size for value in self.values if start <= value.producer < end <= value.readers[-1]]
             entering = [
@@ -84,7 +93,13 @@ class Case:
             ]
             send = sum(self.latency[stage] + 0.01 * size for size in leaving)
             back = sum(self.latency[stage - 1] + 0.01 * size for size in entering if size)
-            times.append(StageTimes(*map(float, (*self.halves[:, start:end, 0].sum(axis=1), send, back))))
+            forward, *backward = self.halves[:, start:end, self.kind[stage]].sum(axis=1)
+            forward += sum(item.seconds[self.kind[stage]] for item in self.gathered if start <= item.producer < end <= item.reader)
+            times.append(StageTimes(*map(float, (forward, *backward, send, back))))
+            for rank in self.order.stage_ranks[stage]:
+                held[rank] += sum(item.of_kind(self.kind[stage]) for item in self.fixed if set(item.units) & set(range(start, end)))
+        if max(held) > self.limit:
+            return np.inf
         schedule = make_schedule(self.name, self.n_ranks, self.n_microbatches, self.stages_per_rank, self.replicas)
         return simulate_step(schedule, times).makespan
 
@@ -120,19 +135,36 @@ def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
     )
 
 
+def unlike(case: Case, seed: int) -> Case:
+    """The same on stages of unlike kinds: of other lengths, memory that hardly fits, and values that are made whole to be sent."""
+    draw, n_kinds = random.Random(-seed - 1), 3
+    factors = np.array([[draw.choice((0.5, 0.7, 1.0, 2.0)) for _ in range(n_kinds)] for _ in range(case.n_units)])
+    units = [tuple(sorted(draw.sample(range(case.n_units), draw.randint(1, min(2, case.n_units))))) for _ in range(6)]
+    fixed = tuple(Shared(tuple(float(draw.randint(0, 9)) for _ in range(n_kinds)), each) for each in units)
+    gathered = [
+        Gathered(tuple(draw.choice((0.0, 0.5, 3.0)) for _ in range(n_kinds)), value.producer, value.readers[-1])
+        for value in case.values
+        if draw.random() < 0.6
+    ]
+    kinds = tuple(draw.randrange(n_kinds) for _ in range(case.n_stages))
+    limited = replace(case, halves=case.halves * factors, kinds=kinds, fixed=fixed, gathered=tuple(gathered))
+    whole = sum(sum(item.amount) for item in fixed if isinstance(item.amount, tuple)) / n_kinds
+    return replace(limited, limit=float(whole * draw.choice((1.0, 1.5, 2.5)) / min(case.n_ranks, case.n_stages)))
+
+
 def searched(case: Case) -> tuple[float, Floats, Shares]:
     """The best of all cuts, which the search has to find; the seconds of all units, and what is known of their halves."""
     best = min(case.seconds(starts) for starts in case.all_cuts())
     costs = case.costs()
     path = best_bottleneck(costs)
+    shares = Shares.of(case.halves)
     assert path <= best * (1 + 1e-9), case
+    if path == np.inf:
+        return best, case.halves.sum(axis=0).min(axis=1), shares
     found = fastest_cuts(costs, path, 0.0, case.seconds, promising_cuts(costs, path), 10_000)
     assert found.seconds == pytest.approx(best, rel=1e-9), case
     assert found.bound == found.seconds, case
-    whole = case.halves.sum(axis=0)[:, 0]
-    share = case.halves[0, :, 0] / whole
-    through, halves = float(case.halves[:2].sum() / whole.sum()), case.halves / whole.sum()
-    return best, whole, Shares((share.min(), share.max()), 1 - share.max(), through, halves)
+    return best, case.halves.sum(axis=0).min(axis=1), shares
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -152,6 +184,24 @@ def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -
         best, whole, shares = searched(case)
         candidate = Candidate(case.name, 1, case.n_microbatches, case.replicas)
         assert least_shared_step(candidate, float(whole.sum()), float(whole.max()), shares) <= best * (1 + 1e-6), seed
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_cuts_into_stages_of_unlike_kinds_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
+    fit = limited = 0
+    for seed in range(block * 25, block * 25 + 25):
+        case = unlike(some_case(seed, shared=block == 3), seed)
+        best, whole, shares = searched(case)
+        candidate, lengths = Candidate(case.name, case.stages_per_rank, case.n_microbatches, case.replicas), float(whole.sum())
+        loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
+        if case.replicas:
+            assert least_shared_step(candidate, lengths, float(whole.max()), shares) <= best * (1 + 1e-6), seed
+        else:
+            assert least_step(candidate, case.n_ranks, lengths, *loads, shares) <= best * (1 + 1e-6), seed
+        roomy = replace(case, limit=np.inf)
+        fit, limited = fit + (best < np.inf), limited + (best > min(map(roomy.seconds, case.all_cuts())))
+    assert fit > 5
+    assert limited > 4
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (4, 1), (1, 2)])

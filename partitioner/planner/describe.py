@@ -36,12 +36,13 @@ def _slowest(staged: StagedModel) -> tuple[int, float]:
 def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
     """What the slowest stage spends most of its time on."""
     slowest, seconds = _slowest(staged)
-    times, rank = staged.times[slowest], staged.schedule.stage_ranks[slowest][0]
+    times, run, rows = staged.times[slowest], staged.runs[slowest], problems.rows(staged.candidate)
+    kind = problems.kinds(staged.candidate)[slowest]
     if times.send + times.send_gradient > seconds / 2:
         return "sending"
-    if problems.prices.exchanging(staged.runs[slowest], problems.rows(staged.candidate)) > seconds / 2:
+    if problems.prices.exchanging(run, rows, kind) > seconds / 2:
         return "communication between the ranks that cut axes"
-    return problems.prices.limit_of(staged.runs[slowest], problems.cluster.devices[rank], problems.rows(staged.candidate))
+    return problems.prices.limit_of(run, rows, kind)
 
 
 def contender(words: str, solution: Solution) -> Contender:

@@ -24,7 +24,7 @@ from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stage_problem import Floats
 from partitioner.planner.step_bounds import least_shared_step, least_step
-from partitioner.planner.unit_prices import Shares
+from partitioner.planner.time_shares import Shares
 from passes.axes import Axes, find_axes
 from passes.ir.mesh import ROWS, TILES, Mesh
 

@@ -26,7 +26,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stage_tables import best_bottleneck, bottleneck_table
 from partitioner.planner.staged_model import StagedModel, StageSums, stage_model
 from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
-from partitioner.planner.unit_prices import Shares
+from partitioner.planner.time_shares import Shares
 from passes.ir.mesh import Mesh, pipelines
 from passes.recompute import Recompute
 

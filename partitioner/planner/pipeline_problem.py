@@ -55,6 +55,7 @@ class PipelineProblems:
         self.points, self.prices, self.cost_model = points, prices, cost_model
         self._limits = memory_limits(cluster, request)
         self._summing: dict[int, Units] = {}
+        self._kinds: dict[Candidate, tuple[int, ...]] = {}
         self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
         self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
 
@@ -79,7 +80,7 @@ class PipelineProblems:
         links, limits = self.links(order.stage_ranks), self.restrictions(candidate)
         return StageProblem(
             units=self.units(candidate),
-            kind=tuple(map(self.kind_of, order.stage_ranks)),
+            kind=self.kinds(candidate),
             rank=tuple(ranks[0] for ranks in order.stage_ranks),
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
             seconds_per_byte=np.array([self._slope(link) for link in links]),
@@ -106,7 +107,7 @@ class PipelineProblems:
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
         """Until the ranks that take turns at a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
-        gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks))
+        gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks), self.kinds(candidate))
         links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
         sums = zip(links, gradients.tolist(), strict=True)
         return max(each.seconds("all_reduce", size) + each.copying(size) for each, size in sums)
@@ -115,6 +116,12 @@ class PipelineProblems:
         """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""
         stage_ranks = self.order(candidate).stage_ranks
         return restrict(self.request.constraints, self.graph, self.points, self.request.devices, stage_ranks, self.request.modules)
+
+    def kinds(self, candidate: Candidate) -> tuple[int, ...]:
+        """For each stage its kind, a place among the kinds of the prices."""
+        if candidate not in self._kinds:
+            self._kinds[candidate] = tuple(map(self.kind_of, self.order(candidate).stage_ranks))
+        return self._kinds[candidate]
 
     def kind_of(self, ranks: Sequence[int]) -> int:
         """The kind of device of a stage: of unlike ones, the slowest for the whole model."""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.planner.run_sums import Runs, run_table
-from partitioner.planner.stage_problem import Floats, Held, Integers, StageProblem
+from partitioner.planner.stage_memory import Held
+from partitioner.planner.stage_problem import Floats, Integers, StageProblem
 
 __all__ = ["RunCosts"]
 
@@ -71,10 +72,17 @@ class RunCosts:
         return slice(low, high + 1)
 
     def affordable(self, runs: Runs, excess: float = 0.0) -> Runs:
-        """The lengths of which some run fits the roomiest stage, or exceeds it by no more than so many bytes."""
-        least = np.maximum(self._in_flight.min() * runs.kept, self._later.min() * runs.kept + runs.gradients)
-        fits = runs.fixed + least <= self.stage_limit.max() + excess
-        return runs.first(int(fits.sum(axis=1).max(initial=0)))
+        """The lengths of which some run fits the roomiest stage of its kind, or exceeds it by no more than so many bytes."""
+        alike = len(runs.fixed) == len(runs.kept) == len(runs.gradients) == 1
+        groups = [(0, slice(None))] if alike else [(kind, np.flatnonzero(self._kind == kind)) for kind in set(self.problem.kind)]
+        return runs.first(max(self._longest_fitting(runs, kind, stages, excess) for kind, stages in groups))
+
+    def _longest_fitting(self, runs: Runs, kind: int, stages: slice | Integers, excess: float) -> int:
+        """Units of the longest run that fits the roomiest of some stages, all of one kind."""
+        fixed, kept, gradients = (each[min(kind, len(each) - 1)] for each in (runs.fixed, runs.kept, runs.gradients))
+        least = np.maximum(self._in_flight[stages].min() * kept, self._later[stages].min() * kept + gradients)
+        fits = fixed + least <= self.stage_limit[stages].max() + excess
+        return int(fits.sum(axis=1).max(initial=0))
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) seconds of a run with what it sends, of which ranks that take turns have a part each."""
@@ -91,13 +99,22 @@ class RunCosts:
 
     def memory(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) bytes that the stage holds."""
-        return runs.fixed + self.held(runs, stages).most
+        return self.fixed(runs, stages) + self.held(runs, stages).most
+
+    def fixed(self, runs: Runs, stages: slice) -> Floats:
+        """(stages, C, width) what it holds all the time; (1, C, width) where all kinds are alike."""
+        return self._of_kinds(runs.fixed, stages)
+
+    def _of_kinds(self, each: Floats, stages: slice) -> Floats:
+        """Of the kind of each stage; as it is where all kinds are alike."""
+        return each[self._kind[stages]] if len(each) > 1 else each
 
     def held(self, runs: Runs, stages: slice) -> Held:
         """(stages, C, width) what it holds beside what it holds all the time."""
         in_flight, later = (held[stages, None, None] for held in (self._in_flight, self._later))
         comes = list(zip(self._awaiting[:, stages, None, None], np.repeat([runs.entering[1], runs.leaving[1]], 2, axis=0), strict=True))
-        return Held(in_flight, later, runs.kept, runs.gradients, runs.working, comes[::2], comes[1::2], self.problem.units.summed)
+        kept, gradients, working = (self._of_kinds(each, stages) for each in (runs.kept, runs.gradients, runs.working))
+        return Held(in_flight, later, kept, gradients, working, comes[::2], comes[1::2], self.problem.units.summed)
 
     def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
         """(stages, C, width) whether the stage alone has the memory, and may hold the units."""

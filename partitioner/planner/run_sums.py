@@ -8,6 +8,7 @@ of what units add to the runs that reach them from some starts:
     a unit that takes t seconds        t at u           from 0 <= i <= u
     an item, at each of its uses       its amount at u  from w < i <= u
     a value, made at p, last read at q its size at p, and less by it at q, where it has not left     from 0 <= i <= p
+    what makes it whole to be sent     its seconds, likewise
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.planner.stage_problem import Floats, Integers, Units, Uses, Working
+from partitioner.planner.stage_problem import Floats, Integers, Units, Uses
 
 __all__ = ["RunTable", "Runs", "run_table"]
 
@@ -36,13 +37,13 @@ class Runs:
 
     Attributes:
         start: the first unit of the block.
-        time: (K, C, width) seconds on each kind of device.
+        time: (K, C, width) seconds of a stage of each kind.
         leaving: (2, C, width) messages and bytes that leave forward.
         entering: (2, C, width) messages and bytes of the gradients of what enters.
-        fixed: (C, width) bytes.
-        kept: (C, width) bytes for each microbatch in flight.
-        gradients: (C, width) bytes from the first backward on.
-        working: (C, width) bytes while the run computes.
+        fixed: (K, C, width) bytes; (1, C, width) where all kinds are alike, here and below.
+        kept: (K, C, width) bytes for each microbatch in flight.
+        gradients: (K, C, width) bytes from the first backward on.
+        working: (K, C, width) bytes while the run computes.
         behind: (C, width) the unit behind each run; the number of units where a run would go beyond the last.
     """
 
@@ -58,12 +59,12 @@ class Runs:
 
     @property
     def width(self) -> int:
-        return int(self.fixed.shape[1])
+        return int(self.behind.shape[1])
 
     @property
     def starts(self) -> slice:
         """The units of the block."""
-        return slice(self.start, self.start + self.fixed.shape[0])
+        return slice(self.start, self.start + self.behind.shape[0])
 
     def first(self, width: int) -> Runs:
         """The same of the shortest so many runs from each unit."""
@@ -75,7 +76,7 @@ class Runs:
 
     def _part(self, starts: slice, lengths: slice) -> Runs:
         time, leaving, entering = (each[:, starts, lengths] for each in (self.time, self.leaving, self.entering))
-        fixed, kept, gradients, working = (each[starts, lengths] for each in (self.fixed, self.kept, self.gradients, self.working))
+        fixed, kept, gradients, working = (each[:, starts, lengths] for each in (self.fixed, self.kept, self.gradients, self.working))
         start, behind = self.start + (starts.start or 0), self.behind[starts, lengths]
         return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
 
@@ -89,11 +90,11 @@ class RunTable:
 
     def __init__(self, units: Units) -> None:
         self._n_units = len(units)
-        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses))
+        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses), _of_values(units.gathered_uses))
         self._of_leaving = _of_values(_counted(units.leaving))
         self._of_entering = _of_uses(_counted(units.entering))
         self._of_memory = [_of_uses(each) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses)]
-        self._working = Working.nothing(len(units)) if units.working is None else units.working
+        self._workings = units.workings
         self._known: dict[int, Runs] = {}
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -115,8 +116,9 @@ class RunTable:
 
     def _worked_out(self, start: int, stop: int, width: int) -> Runs:
         time, leaving, entering = (each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering))
-        fixed, kept, gradients = (each.sums(start, stop, width)[0] for each in self._of_memory)
-        working = self._working.of_block(start, stop, width)
+        fixed, kept, gradients = (each.sums(start, stop, width) for each in self._of_memory)
+        peaks = [working.of_block(start, stop, width) for working in self._workings]
+        working = np.stack(peaks) if len(peaks) > 1 else peaks[0][None]
         behind = np.minimum(np.arange(start + 1, stop + 1)[:, None] + np.arange(width), self._n_units)
         return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
 
@@ -180,6 +182,5 @@ def _counted(uses: Uses) -> Uses:
     return uses._replace(amount=np.stack([np.ones_like(uses.amount), uses.amount], axis=1))
 
 
-def _together(one: _Additions, other: _Additions) -> _Additions:
-    unit, first, last = (np.concatenate(pair) for pair in zip(one[:3], other[:3], strict=True))
-    return _Additions(unit, first, last, np.concatenate([one.amount, other.amount]))
+def _together(*additions: _Additions) -> _Additions:
+    return _Additions(*map(np.concatenate, zip(*additions, strict=True)))

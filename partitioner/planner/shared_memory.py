@@ -14,7 +14,8 @@ import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
 from partitioner.planner.run_sums import Runs
-from partitioner.planner.stage_problem import Floats, Held, Integers, StageProblem, stages_of
+from partitioner.planner.stage_memory import Held
+from partitioner.planner.stage_problem import Floats, Integers, StageProblem, stages_of
 from partitioner.planner.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
@@ -149,7 +150,7 @@ class Search:
             row, one = self._rows[unit], slice(stage, stage + 1)
             cost = np.where(self._costs.permitted(row, one)[0, 0], self._costs.cost(row, one)[0, 0], np.inf)
             held = self._costs.held(row, one)
-            self._known[stage, unit] = cost, (row.fixed + held.between)[0, 0], held.computing[0, 0]
+            self._known[stage, unit] = cost, (self._costs.fixed(row, one) + held.between)[0, 0], held.computing[0, 0]
         return self._known[stage, unit]
 
     def _extended(self, partial: _Partial, length: int, memory: Floats, working: Floats) -> _Partial:
@@ -173,10 +174,10 @@ class _Partial:
 
 def _of_stages(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Held]:
     """(S,) what each stage holds all the time, and what else."""
-    units = problem.units
+    units, kinds = problem.units, problem.kind
     stage_of, n_stages = stages_of(starts, len(units)), problem.n_stages
-    fixed, kept, gradients = (each.held(stage_of, n_stages) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses))
-    working = np.zeros(n_stages) if units.working is None else units.working.of_stages(starts)
+    fixed, kept, gradients = (each.held(stage_of, n_stages, kinds) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses))
+    working = units.working_of_stages(starts, kinds)
     in_flight, later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
     entering, leaving = units.entering.held(stage_of, n_stages), units.leaving.left(stage_of, n_stages)
     comes = list(zip(np.array(problem.awaiting, dtype=float), (entering, entering, leaving, leaving), strict=True))

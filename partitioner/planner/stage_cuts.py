@@ -73,9 +73,9 @@ def shortfall(problem: StageProblem) -> float:
         return np.inf
     costs = RunCosts(problem)
     units = problem.units
-    everything = sum(item.amount for item in (*units.fixed, *units.gradients, *units.gradients))
-    everything += max(problem.in_flight) * sum(item.amount for item in units.kept)
-    everything += 0.0 if units.working is None else float(units.working.of_stages((0,))[0])
+    everything = sum(item.most for item in (*units.fixed, *units.gradients, *units.gradients))
+    everything += max(problem.in_flight) * sum(item.most for item in units.kept)
+    everything += max(float(working.of_stages((0,))[0]) for working in units.workings)
     excess = max(problem.limit) / 8
     while True:
         found = float(shortfall_table(costs, excess)[0, 0])

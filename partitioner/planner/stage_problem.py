@@ -8,7 +8,7 @@ Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,21 @@ from numpy.typing import NDArray
 
 from partitioner.schedules.in_flight import Awaiting
 
-__all__ = ["Floats", "Held", "Integers", "Shared", "StageProblem", "Units", "Uses", "Value", "Working", "stage_runs", "stages_of", "uses"]
+__all__ = [
+    "Floats",
+    "Gathered",
+    "Integers",
+    "Shared",
+    "StageProblem",
+    "Units",
+    "Uses",
+    "Value",
+    "Working",
+    "shared_uses",
+    "stage_runs",
+    "stages_of",
+    "uses",
+]
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -32,15 +46,43 @@ class Shared(NamedTuple):
     """An amount that a stage needs once, however many of its units need it.
 
     Attributes:
-        amount: bytes, or seconds.
+        amount: bytes; of stages of several kinds, one number for each kind.
         units: who needs it, in order.
         producer: a unit before them that makes the stage that holds it do without: what a stage receives is its producer's elsewhere.
             -1: there is none.
     """
 
-    amount: float
+    amount: float | tuple[float, ...]
     units: tuple[int, ...]
     producer: int = -1
+
+    @property
+    def least(self) -> float:
+        """Of the kind that needs least."""
+        return min(self.amount) if isinstance(self.amount, tuple) else self.amount
+
+    @property
+    def most(self) -> float:
+        """Of the kind that needs most."""
+        return max(self.amount) if isinstance(self.amount, tuple) else self.amount
+
+    def of_kind(self, kind: int) -> float:
+        """Of one kind."""
+        return self.amount[kind] if isinstance(self.amount, tuple) else self.amount
+
+
+class Gathered(NamedTuple):
+    """A value that does not lie whole on the ranks of its stage: they make it whole before they send it, once, to all later stages.
+
+    Attributes:
+        seconds: what that takes a stage of each kind.
+        producer: the unit that computes it; its stage pays.
+        reader: the last unit that reads it: nothing is paid where that is in the same stage.
+    """
+
+    seconds: tuple[float, ...]
+    producer: int
+    reader: int
 
 
 class Uses(NamedTuple):
@@ -56,23 +98,32 @@ class Uses(NamedTuple):
     unit: Integers
     amount: Floats
 
-    def held(self, stage_of: Integers, n_stages: int) -> Floats:
+    def held(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
         """(S,) what each stage needs: of what several of its units use, the first use counts.
 
         Args:
             stage_of: (N + 1,) as ``stages_of`` has it.
+            kinds: (S,) of the stages; not asked for where all kinds are alike.
         """
         stage = stage_of[self.unit + 1]
-        first = stage_of[self.before + 1] < stage
-        needed: Floats = np.bincount(stage[first], self.amount[first], n_stages).astype(float)
-        return needed
+        return self._summed(stage, stage_of[self.before + 1] < stage, n_stages, kinds)
 
-    def left(self, stage_of: Integers, n_stages: int) -> Floats:
+    def left(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
         """(S,) what leaves each stage: of items that their producer sends, once, to the stage of their one use."""
         stage = stage_of[self.before + 1]
-        leaves = stage < stage_of[self.unit + 1]
-        sent: Floats = np.bincount(stage[leaves], self.amount[leaves], n_stages).astype(float)
-        return sent
+        return self._summed(stage, stage < stage_of[self.unit + 1], n_stages, kinds)
+
+    def of_kind(self, kind: int) -> Floats:
+        """(U,) the amounts of one kind."""
+        return self.amount[:, kind] if self.amount.ndim == 2 else self.amount
+
+    def _summed(self, stage: Integers, counts: NDArray[np.bool_], n_stages: int, kinds: Sequence[int]) -> Floats:
+        """(S,) the amounts of the uses that count, at the stage of each."""
+        where, amount = stage[counts], self.amount[counts]
+        if amount.ndim == 2:
+            amount = amount[np.arange(len(where)), np.array(kinds, dtype=np.int64)[where]]
+        summed: Floats = np.bincount(where, amount, n_stages).astype(float)
+        return summed
 
 
 def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], n_kinds: int = 0) -> Uses:
@@ -89,6 +140,14 @@ def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], 
     before[begins[counts > 0]] = np.array(first, np.int64)[counts > 0]
     amount = np.array(amounts, float).reshape((len(users), n_kinds) if n_kinds else len(users))
     return Uses(before, unit, np.repeat(amount, counts, axis=0))
+
+
+def shared_uses(items: Collection[Shared], n_kinds: int) -> Uses:
+    """The uses of what stages share: of so many kinds, where an item tells them apart."""
+    if not any(isinstance(item.amount, tuple) for item in items):
+        return uses((item.amount, item.units, item.producer) for item in items)
+    by_kind = (item.amount if isinstance(item.amount, tuple) else (item.amount,) * n_kinds for item in items)
+    return uses(((amount, item.units, item.producer) for amount, item in zip(by_kind, items, strict=True)), n_kinds)
 
 
 def stages_of(starts: Sequence[int], n_units: int) -> Integers:
@@ -195,15 +254,16 @@ class Units:
     """What is known of N units whatever the stages are.
 
     Attributes:
-        time: (N, K) seconds of each unit on each kind of device.
+        time: (N, K) seconds of each unit in a stage of each kind.
         values: what crosses.
-        replicated: (seconds on each kind, units): computed again in every stage that needs it.
+        replicated: (seconds of each kind, units): computed again in every stage that needs it.
         fixed: bytes that a stage holds all the time: parameters, optimizer state.
         kept: bytes that a stage holds for every microbatch in flight.
         depth: (N,) how bad a cut in front of each unit reads: how many modules it cuts through. Breaks ties.
         gradients: bytes that a stage holds from its first backward on.
         summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
-        working: what is held besides by a stage that computes; None: nothing.
+        working: what is held besides by a stage that computes, one for each kind where these differ; None: nothing.
+        gathered: what a stage makes whole before it sends it: it takes that long forward, beside its units.
     """
 
     time: Floats
@@ -214,30 +274,55 @@ class Units:
     depth: Integers
     gradients: tuple[Shared, ...] = ()
     summed: float = 0.0
-    working: Working | None = None
+    working: Working | tuple[Working, ...] | None = None
+    gathered: tuple[Gathered, ...] = ()
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
 
+    @property
+    def n_kinds(self) -> int:
+        """K."""
+        return int(self.time.shape[1])
+
+    @property
+    def workings(self) -> tuple[Working, ...]:
+        """One where all kinds compute with the same, else one for each kind."""
+        if self.working is None:
+            return (Working.nothing(len(self)),)
+        return self.working if isinstance(self.working, tuple) else (self.working,)
+
+    def working_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
+        """(S,) bytes that stages of these kinds, which start there, compute with."""
+        if self.working is None:
+            return np.zeros(len(starts))
+        each = [working.of_stages(starts) for working in self.workings]
+        return each[0] if len(each) == 1 else np.stack(each)[list(kinds), np.arange(len(starts))]
+
     @cached_property
     def fixed_uses(self) -> Uses:
         """Of what stages hold all the time."""
-        return uses((item.amount, item.units, item.producer) for item in self.fixed)
+        return shared_uses(self.fixed, self.n_kinds)
 
     @cached_property
     def kept_uses(self) -> Uses:
         """Of what stages hold for every microbatch in flight."""
-        return uses((item.amount, item.units, item.producer) for item in self.kept)
+        return shared_uses(self.kept, self.n_kinds)
 
     @cached_property
     def gradient_uses(self) -> Uses:
         """Of what stages hold from their first backward on."""
-        return uses((item.amount, item.units, item.producer) for item in self.gradients)
+        return shared_uses(self.gradients, self.n_kinds)
 
     @cached_property
     def replicated_uses(self) -> Uses:
         """Of what every stage computes for itself: (U, K) seconds."""
-        return uses(((seconds, users, -1) for seconds, users in self.replicated), self.time.shape[1])
+        return uses(((seconds, users, -1) for seconds, users in self.replicated), self.n_kinds)
+
+    @cached_property
+    def gathered_uses(self) -> Uses:
+        """Of what is made whole before it is sent: (U, K) seconds, as ``leaving`` has bytes."""
+        return uses(((item.seconds, (item.reader,), item.producer) for item in self.gathered), self.n_kinds)
 
     @cached_property
     def leaving(self) -> Uses:
@@ -256,7 +341,7 @@ class StageProblem:
 
     Attributes:
         units: the units.
-        kind: (S,) the kind of device of each stage.
+        kind: (S,) the kind of each stage: its device, and how many ranks share it.
         rank: (S,) the rank of each stage; of several, the first.
         latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.
         seconds_per_byte: (S-1,) of that link.
@@ -294,62 +379,6 @@ class StageProblem:
     def taking_turns(self) -> Integers:
         """(S,) how many ranks take turns at each stage."""
         return np.array(self.replicas or (1,) * self.n_stages, dtype=np.int64)
-
-
-class Held(NamedTuple):
-    """What stages hold beside what they hold all the time; arrays of one shape.
-
-    Until its first gradients a stage holds n microbatches at once, from then on n' of them and the gradients; what it computes with comes
-    on top, and what is on its way to it for its next action: receives are posted one action ahead. At the end of the step the gradients are
-    left, some of them twice while they are summed.
-
-    Attributes:
-        in_flight, later: n, n'; where n' is 0, no gradients are there while the stage computes.
-        kept: bytes of each microbatch.
-        gradients: bytes of them.
-        working: bytes that the stage computes with.
-        comes: how many microbatches it holds while a message comes, and bytes of that; without gradients.
-        comes_later: the same with gradients.
-        summed: bytes of gradients that are there twice, at most.
-    """
-
-    in_flight: Floats
-    later: Floats
-    kept: Floats
-    gradients: Floats
-    working: Floats
-    comes: Sequence[tuple[Floats, Floats]]
-    comes_later: Sequence[tuple[Floats, Floats]]
-    summed: float
-
-    @property
-    def most(self) -> Floats:
-        """Bytes at the fullest moment."""
-        early, late = self._fullest(self.in_flight, self.comes), self._fullest(self.later, self.comes_later) + self.gradients
-        if not self.later.all():
-            late = np.where(self.later > 0, late, 0.0)
-        most: Floats = np.maximum(np.maximum(early, late) + self.working, self.gradients + np.minimum(self.gradients, self.summed))
-        return most
-
-    def _fullest(self, held: Floats, comes: Sequence[tuple[Floats, Floats]]) -> Floats:
-        """Bytes of microbatches, and of messages that come."""
-        most: Floats = held * self.kept
-        for number, size in comes:
-            if number.any():
-                here = number * self.kept + size
-                most = np.maximum(most, here if number.all() else np.where(number > 0, here, 0.0))
-        return most
-
-    @property
-    def between(self) -> Floats:
-        """Bytes at the fullest moment at which another stage computes."""
-        most: Floats = np.maximum(self.in_flight * self.kept, self.later * self.kept + self.gradients)
-        return most
-
-    @property
-    def computing(self) -> Floats:
-        """Bytes that come on top of these when the stage itself computes."""
-        return self.most - self.between
 
 
 def stage_runs(starts: Sequence[int], n_units: int) -> tuple[range, ...]:

@@ -8,14 +8,14 @@ the block's entries, stage by stage from the last one back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from partitioner.planner.run_costs import RunCosts
 from partitioner.planner.run_sums import Runs
-from partitioner.planner.stage_problem import Floats, Integers, Shared, uses
+from partitioner.planner.stage_problem import Floats, Integers, Uses, shared_uses
 
 __all__ = [
     "NOTHING",
@@ -92,10 +92,13 @@ def could_fit(costs: RunCosts) -> bool:
     if problem.allowed is not None:
         return True
     n = problem.n_units
-    fixed = _uses_of_units(problem.units.fixed, n)
-    kept = _uses_of_units((item for item in problem.units.kept if item.producer < 0), n)
-    for stage in range(problem.n_stages):
-        start, holds = end, 0.0
+    fixed_uses = problem.units.fixed_uses
+    kept_uses = shared_uses([item for item in problem.units.kept if item.producer < 0], problem.units.n_kinds)
+    is_alike = fixed_uses.amount.ndim == kept_uses.amount.ndim == 1
+    kinds = (0,) * problem.n_stages if is_alike else problem.kind
+    needs = {kind: (_uses_of_units(fixed_uses, kind, n), _uses_of_units(kept_uses, kind, n)) for kind in set(kinds)}
+    for stage, kind in enumerate(kinds):
+        start, holds, (fixed, kept) = end, 0.0, needs[kind]
         while end < n and not (end in problem.forced and end > start):
             holds += sum(amount for before, amount in fixed[end] if before < start)
             holds += problem.in_flight[stage] * sum(amount for before, amount in kept[end] if before < start)
@@ -105,11 +108,10 @@ def could_fit(costs: RunCosts) -> bool:
     return end == n
 
 
-def _uses_of_units(items: Iterable[Shared], n_units: int) -> list[list[tuple[int, float]]]:
-    """For each unit, what it needs, and which unit needed it last."""
+def _uses_of_units(found: Uses, kind: int, n_units: int) -> list[list[tuple[int, float]]]:
+    """For each unit, what it needs in a stage of a kind, and which unit needed it last."""
     needs: list[list[tuple[int, float]]] = [[] for _ in range(n_units)]
-    found = uses((item.amount, item.units, item.producer) for item in items)
-    for before, unit, amount in zip(*(column.tolist() for column in found), strict=True):
+    for before, unit, amount in zip(found.before.tolist(), found.unit.tolist(), found.of_kind(kind).tolist(), strict=True):
         needs[unit].append((before, amount))
     return needs
 

@@ -14,7 +14,7 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.cut_points import module_path
 from partitioner.planner.exchanges import GradientSum
 from partitioner.planner.pipeline_problem import PipelineProblems
-from partitioner.planner.stage_problem import Floats, Integers, Units, Uses, stage_runs, stages_of
+from partitioner.planner.stage_problem import Floats, Integers, Units, stage_runs, stages_of
 from partitioner.planner.step_time import StageTimes, simulate_step
 from partitioner.planner.unit_prices import Prices
 from partitioner.schedules.clock import Timing
@@ -58,18 +58,17 @@ class StagedModel:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """For each stage, bytes kept for one microbatch."""
-        return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages).tolist()))
+        return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """For each rank, peak bytes."""
-        units, schedule, stage_of = self._units, self.schedule, self._stage_of
+        units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
-        for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages), strict=True):
+        for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages, kinds), strict=True):
             fixed[list(ranks)] += held
-        gradients = units.gradient_uses.held(stage_of, schedule.n_stages).tolist()
-        starts = [run.start for run in self.runs]
-        working = [0.0] * len(self.runs) if units.working is None else units.working.of_stages(starts).tolist()
+        gradients = units.gradient_uses.held(stage_of, schedule.n_stages, kinds).tolist()
+        working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
         entering, leaving = units.entering.held(stage_of, schedule.n_stages), units.leaving.left(stage_of, schedule.n_stages)
         sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
         peaks = self.problems.clock(self.candidate).peak_memory(*sizes)
@@ -78,6 +77,10 @@ class StagedModel:
     @property
     def _units(self) -> Units:
         return self.problems.units(self.candidate)
+
+    @property
+    def _kinds(self) -> tuple[int, ...]:
+        return self.problems.kinds(self.candidate)
 
     @property
     def _stage_of(self) -> Integers:
@@ -91,7 +94,7 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
         starts: the first unit of each stage.
     """
     n_units, clock = len(problems.points.units), problems.clock(candidate)
-    columns = _times(problems, candidate, clock.schedule.stage_ranks, starts, stages_of(starts, n_units))
+    columns = _times(problems, candidate, starts, stages_of(starts, n_units))
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
     return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.makespan(*columns))
 
@@ -99,7 +102,8 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:
     """What the plan says of the stages."""
     prices = problems.prices.at(problems.rows(staged.candidate))
-    parameters = _parameters(problems, staged.runs)
+    kinds = problems.kinds(staged.candidate)
+    parameters = _parameters(problems, staged.runs, kinds)
     stage_of = stages_of([run.start for run in staged.runs], len(prices.units))
     leaving = [int(sent) for sent in prices.units.leaving.left(stage_of, len(staged.runs)).tolist()]
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
@@ -110,7 +114,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
             modules=modules,
             parameter_count=count,
             parameter_bytes=size,
-            flops=float(prices.flops[run.start : run.stop].sum()),
+            flops=prices.flops_of(run, kinds[stage]),
             forward_time=times.forward,
             backward_time=times.backward_input + times.backward_weight,
             activation_bytes=kept,
@@ -120,29 +124,27 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     )
 
 
-def _times(
-    problems: PipelineProblems, candidate: Candidate, stage_ranks: Sequence[tuple[int, ...]], starts: Sequence[int], stage_of: Integers
-) -> tuple[list[float], ...]:
+def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], stage_of: Integers) -> tuple[list[float], ...]:
     """The columns of ``StageTimes``: seconds of each stage."""
-    prices, stages = problems.prices.at(problems.rows(candidate)), np.arange(len(stage_ranks))
-    kinds = np.array([problems.kind_of(ranks) for ranks in stage_ranks])
-    halves = np.add.reduceat(prices.halves, starts, axis=1)[:, stages, kinds]
-    again = prices.units.replicated_uses
+    prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
+    halves = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
+    again, gathered = prices.units.replicated_uses, prices.units.gathered_uses
     if len(again.unit):
-        needed = [Uses(again.before, again.unit, seconds).held(stage_of, len(stages)) for seconds in again.amount.T]
-        halves[0] += np.stack(needed)[kinds, stages]
+        halves[0] += again.held(stage_of, n_stages, kinds)
+    if len(gathered.unit):
+        halves[0] += gathered.left(stage_of, n_stages, kinds)
     messages = problems.messages(candidate)
     return tuple(column.tolist() for column in (*halves, *messages.of(stage_of), messages.shares))
 
 
-def _parameters(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[int, int]]:
+def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:
     """For each stage, how many parameters its rank holds, and their bytes."""
     held_by = [(0, 0) for _ in runs]
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
-            size = problems.prices.held_bytes(node.name)
-            count = size // node.meta["val"].dtype.itemsize
             for stage in _stages_reading(problems, node.name, runs):
+                size = problems.prices.held_bytes(node.name, kinds[stage])
+                count = size // node.meta["val"].dtype.itemsize
                 held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
     return held_by
 

@@ -26,7 +26,7 @@ import numpy as np
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.stage_problem import Floats
-from partitioner.planner.unit_prices import Shares
+from partitioner.planner.time_shares import Shares
 
 __all__ = ["least_load", "least_shared_step", "least_step"]
 

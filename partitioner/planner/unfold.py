@@ -16,10 +16,10 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.stage_problem import Floats, Integers, Shared, Value
-from partitioner.planner.unit_prices import PriceList, Shares, UnitPrices
+from partitioner.planner.stage_problem import Floats, Integers, Shared, Value, Working
+from partitioner.planner.time_shares import Shares
+from partitioner.planner.unit_prices import PriceList, UnitPrices
 from passes.recompute import Recompute
 
 __all__ = ["RepeatedPrices", "Unfolding", "unfolding_of"]
@@ -142,19 +142,24 @@ class RepeatedPrices:
         """The prices for microbatches of so many rows."""
         if microbatch_size not in self._known:
             prices, unfolding = self._folded.at(microbatch_size), self._unfolding
+            assert isinstance(prices.working, Working)  # a list prices stages of one width
             self._known[microbatch_size] = UnitPrices(
-                halves=prices.halves[:, unfolding.source],
+                halves=self.halves(microbatch_size),
                 replicated=tuple((seconds, places) for seconds, units in prices.replicated for places in unfolding.places(units)),
                 values=tuple(unfolding.values(prices.values)),
-                fixed=tuple(unfolding.shared(prices.fixed)),
+                fixed=self.fixed,
                 kept=tuple(unfolding.shared(prices.kept)),
                 flops=prices.flops[unfolding.source],
                 depth=prices.depth[unfolding.source],
-                gradients=tuple(unfolding.shared(prices.gradients)),
+                gradients=self.gradients,
                 summed=prices.summed,
                 working=prices.working.repeated(unfolding.source),
             )
         return self._known[microbatch_size]
+
+    def halves(self, microbatch_size: int) -> Floats:
+        """(3, N, K) seconds of each unit, for microbatches of so many rows."""
+        return self._folded.halves(microbatch_size)[:, self._unfolding.source]
 
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
@@ -171,18 +176,32 @@ class RepeatedPrices:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
         if microbatch_size not in self._least_kept:
             items = self._folded.kept_alone(microbatch_size)
-            self._least_kept[microbatch_size] = float(sum(item.amount * self._unfolding.n_places(item.units) for item in items))
+            self._least_kept[microbatch_size] = float(sum(item.least * self._unfolding.n_places(item.units) for item in items))
         return self._least_kept[microbatch_size]
+
+    def kept_alone(self, microbatch_size: int) -> tuple[Shared, ...]:
+        """What is kept for a microbatch of so many rows, whether or not it is received."""
+        return tuple(self._unfolding.shared(self._folded.kept_alone(microbatch_size)))
+
+    @cached_property
+    def fixed(self) -> tuple[Shared, ...]:
+        """What stages hold all the time."""
+        return tuple(self._unfolding.shared(self._folded.fixed))
+
+    @cached_property
+    def gradients(self) -> tuple[Shared, ...]:
+        """What stages hold from their first backward on."""
+        return tuple(self._unfolding.shared(self._folded.gradients))
 
     @cached_property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.amount * self._unfolding.n_places(item.units) for item in self._folded.fixed))
+        return float(sum(item.least * self._unfolding.n_places(item.units) for item in self._folded.fixed))
 
     @cached_property
     def gradient_bytes(self) -> float:
         """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
-        return float(sum(item.amount * self._unfolding.n_places(item.units) for item in self._folded.gradients))
+        return float(sum(item.least * self._unfolding.n_places(item.units) for item in self._folded.gradients))
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit."""
@@ -195,14 +214,14 @@ class RepeatedPrices:
             self._users[first] = tuple(self._unfolding.places(self._folded.users(first)))
         return self._users[first][copy]
 
-    def held_bytes(self, placeholder: str) -> int:
+    def held_bytes(self, placeholder: str, kind: int = 0) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
-        return self._folded.held_bytes(self._unfolding.stands_for.get(placeholder, (placeholder, 0))[0])
+        return self._folded.held_bytes(self._unfolding.stands_for.get(placeholder, (placeholder, 0))[0], kind)
 
-    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+    def limit_of(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> str:
         """What most of the time of some units goes into."""
-        return self._folded.limit_of(self._unfolding.source[list(units)].tolist(), device, microbatch_size)
+        return self._folded.limit_of(self._unfolding.source[list(units)].tolist(), microbatch_size, kind)
 
-    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+    def exchanging(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> float:
         """Seconds that some units wait for the other ranks of their stage."""
-        return self._folded.exchanging(self._unfolding.source[list(units)].tolist(), microbatch_size)
+        return self._folded.exchanging(self._unfolding.source[list(units)].tolist(), microbatch_size, kind)

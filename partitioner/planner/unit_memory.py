@@ -101,9 +101,9 @@ class UnitMemory:
         made, trained = np.zeros((2, len(self._points.units)))
         for item in kept:
             if item.producer < 0:  # what a stage receives is there before
-                made[item.units[0]] += item.amount
+                made[item.units[0]] += item.most
         for item in self.gradients:
-            trained[item.units[-1]] += item.amount
+            trained[item.units[-1]] += item.most
         return self._working.at(numbers, share, made, trained, alone=alone, called=called)
 
     def _find_fixed(self, states: int) -> Iterable[Shared]:

@@ -19,12 +19,13 @@ from cost_models.operations import OperationCost
 from cost_models.work import Work
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange
-from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value, Working
+from partitioner.planner.stage_problem import Floats, Gathered, Integers, Shared, Units, Value, Working
+from partitioner.planner.time_shares import Shares
 from partitioner.planner.unit_memory import UnitMemory
 from passes.ir.graph import ModelGraph
 from passes.recompute import Recompute
 
-__all__ = ["PriceList", "Prices", "Shares", "Triple", "UnitPrices"]
+__all__ = ["PriceList", "Prices", "Triple", "UnitPrices"]
 
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
@@ -32,19 +33,22 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class UnitPrices:
-    """N units, K kinds of devices, one microbatch.
+    """N units, K kinds of stages, one microbatch.
+
+    A kind is a device with how many ranks share a stage on it. Bytes are the same for all kinds, or one number for each (``Shared``).
 
     Attributes:
         halves: (3, N, K) seconds of the forward, and of the input and weight halves of the backward.
-        replicated: (seconds on each kind, units), forward only.
+        replicated: (seconds of each kind, units), forward only.
         values: what crosses between units.
         fixed: bytes held all the time.
         kept: bytes held for each microbatch in flight.
-        flops: (N,) of the forward.
+        flops: (N,) of the forward; (N, K) where kinds differ.
         depth: (N,) how many modules a cut in front of each unit goes through.
         gradients: bytes held from the first backward on.
         summed: bytes of gradients that are there twice at once, at most.
-        working: what units hold while they compute.
+        working: what units hold while they compute, one for each kind where these differ.
+        gathered: what a stage makes whole before it sends it.
     """
 
     halves: Floats
@@ -56,34 +60,23 @@ class UnitPrices:
     depth: Integers
     gradients: tuple[Shared, ...]
     summed: float
-    working: Working
+    working: Working | tuple[Working, ...]
+    gathered: tuple[Gathered, ...] = ()
 
     @cached_property
     def units(self) -> Units:
         """The same for the stage cutter."""
         of_memory = (self.fixed, self.kept, self.depth, self.gradients, self.summed, self.working)
-        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory)
+        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory, gathered=self.gathered)
 
-
-@dataclass(frozen=True)
-class Shares:
-    """What parts of the units' time forwards have, and backwards have at least.
-
-    Attributes:
-        forward: least and most.
-        backward: least.
-        through: of all units together, what the forward and the input half of the backward have at least.
-        halves: (3, A, K) of the same, what the forward and both halves of the backward of each unit have, or of units alike together.
-    """
-
-    forward: tuple[float, float]
-    backward: float
-    through: float
-    halves: Floats
+    def flops_of(self, run: range, kind: int) -> float:
+        """Of the forward of a run of units in a stage of a kind."""
+        flops = self.flops if self.flops.ndim == 1 else self.flops[:, kind]
+        return float(flops[run.start : run.stop].sum())
 
 
 class Prices(Protocol):
-    """Prices of the units of a model: ``PriceList``, or those of a folded model, repeated."""
+    """Prices of the units of a model: ``PriceList``, or those of a folded model, repeated. A kind is a place in ``kinds``."""
 
     recompute: Recompute
     kinds: tuple[Device, ...]
@@ -91,8 +84,11 @@ class Prices(Protocol):
     def at(self, microbatch_size: int) -> UnitPrices:
         """The prices for microbatches of so many rows."""
 
+    def halves(self, microbatch_size: int) -> Floats:
+        """(3, N, K) seconds of each unit for microbatches of so many rows, as ``UnitPrices`` has them."""
+
     def times(self, microbatch_size: int) -> Floats:
-        """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
+        """(N, K) the same, forward and backward together."""
 
     def least_shares(self, microbatch_size: int) -> Shares:
         """What parts forward and backward have of the time of the units that take time."""
@@ -100,13 +96,24 @@ class Prices(Protocol):
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
 
+    def kept_alone(self, microbatch_size: int) -> Sequence[Shared]:
+        """What is kept for a microbatch of so many rows, whether or not it is received."""
+
+    @property
+    def fixed(self) -> tuple[Shared, ...]:
+        """What stages hold all the time."""
+
     @property
     def fixed_bytes(self) -> float:
-        """Bytes that all stages together hold all the time, what they share once."""
+        """Bytes that all stages together hold all the time, what they share once: at least, whatever their kinds are."""
+
+    @property
+    def gradients(self) -> tuple[Shared, ...]:
+        """What stages hold from their first backward on."""
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
+        """Bytes of the gradients that all stages together hold at the end of a step, what they share once: at least."""
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit."""
@@ -114,13 +121,13 @@ class Prices(Protocol):
     def users(self, placeholder: str) -> tuple[int, ...]:
         """The units that read a placeholder, in order."""
 
-    def held_bytes(self, placeholder: str) -> int:
-        """Bytes that a rank holds of a parameter, buffer or constant."""
+    def held_bytes(self, placeholder: str, kind: int = 0) -> int:
+        """Bytes that a rank of a stage holds of a parameter, buffer or constant."""
 
-    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+    def limit_of(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> str:
         """What most of the time of some units goes into."""
 
-    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+    def exchanging(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> float:
         """Seconds that some units wait for the other ranks of their stage."""
 
 
@@ -194,23 +201,22 @@ class PriceList:
         """The formulas of the part, each worked out once for all links."""
         return self._known_numbers.setdefault(microbatch_size, Numbers(microbatch_size))
 
+    def halves(self, microbatch_size: int) -> Floats:
+        """(3, N, K) seconds of each unit, for microbatches of so many rows."""
+        return self._timed(microbatch_size)[1]
+
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
-        times: Floats = self._timed(microbatch_size)[1].sum(axis=0)
+        times: Floats = self.halves(microbatch_size).sum(axis=0)
         return times
 
     def least_shares(self, microbatch_size: int) -> Shares:
         """What parts forward and backward have of the time of the units that take time."""
-        halves = self._timed(microbatch_size)[1]
-        whole = halves.sum(axis=0)
-        shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
-        least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
-        through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
-        return Shares((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))
+        return Shares.of(self.halves(microbatch_size))
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""
-        return float(sum(item.amount for item in self.kept_alone(microbatch_size)))
+        return float(sum(item.least for item in self.kept_alone(microbatch_size)))
 
     def kept_alone(self, microbatch_size: int) -> list[Shared]:
         """What is kept for a microbatch of so many rows, whether or not it is received."""
@@ -227,7 +233,7 @@ class PriceList:
     @property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.amount for item in self.fixed))
+        return float(sum(item.least for item in self.fixed))
 
     @property
     def gradients(self) -> tuple[Shared, ...]:
@@ -237,7 +243,7 @@ class PriceList:
     @property
     def gradient_bytes(self) -> float:
         """Bytes of the gradients that all stages together hold at the end of a step, what they share once."""
-        return float(sum(item.amount for item in self._memory.gradients))
+        return float(sum(item.least for item in self._memory.gradients))
 
     def _timed(self, microbatch_size: int) -> tuple[Floats, Floats]:
         """(C, K, 3) seconds of each distinct operation; (3, N, K) of each unit."""
@@ -284,7 +290,7 @@ class PriceList:
             halves[1] += self._count_calls(self._again) @ seconds[:, :, 0]
         return halves
 
-    def exchanging(self, units: Iterable[int], microbatch_size: int) -> float:
+    def exchanging(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> float:
         """Seconds that some units wait for the other ranks of their stage, forward and backward."""
         seconds = self._exchanging(self._numbers(microbatch_size), self._share(microbatch_size))
         return float(seconds[:, list(units)].sum())
@@ -328,12 +334,13 @@ class PriceList:
         works = [work for work in (cost.forward, cost.backward_input, cost.backward_weight) if work.launches]
         return sum(self._cost_model.operation_time(Work(0, 0, work.launches), device, cost.dtype) for work in works)
 
-    def held_bytes(self, placeholder: str) -> int:
+    def held_bytes(self, placeholder: str, kind: int = 0) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
         return self._memory.held_bytes(placeholder)
 
-    def limit_of(self, units: Iterable[int], device: Device, microbatch_size: int) -> str:
+    def limit_of(self, units: Iterable[int], microbatch_size: int, kind: int = 0) -> str:
         """What most of the time of some units goes into."""
+        device = self.kinds[kind]
         values, share = self._numbers(microbatch_size), self._share(microbatch_size)
         seconds = {"arithmetic": 0.0, "memory traffic": 0.0, "starting kernels": 0.0}
         for cost in (self._cost.nodes[name] for unit in units for name in self._points.units[unit]):
