@@ -25,7 +25,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.reports.module_range import module_range
 from partitioner.reports.table import align
 from partitioner.tracing.trace import trace
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import pipelines
 
 NODE = 4
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     print(f"{words_of(plan)}: {format_seconds(plan.step_time)} a step\n{plan.searched}\n")
     rows = [("stage", "ranks", "devices", "modules", "parameters", "forward", "memory")]
-    places = pipelines(Mesh(plan.mesh))
+    places = pipelines(plan.grid)
     for index, stage in enumerate(plan.stages):
         ranks = [ranks[place] for ranks in places for place in stage.ranks]
         kinds = dict.fromkeys(cluster.devices[rank].name for rank in ranks)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recompute=plan.recompute,
         constraints=Constraints(split_spec=equal or None),
     )
-    other = dataclasses.replace(problem, mesh=Mesh(plan.mesh), request=pinned).solve()
+    other = dataclasses.replace(problem, mesh=plan.grid, request=pinned).solve()
     print(
         f"\nequal layers on the same mesh: {format_seconds(other.step_time)} a step, {other.step_time / plan.step_time:.2f} times as long"
     )

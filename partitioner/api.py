@@ -30,10 +30,11 @@ from partitioner.simulate import Assumptions
 from partitioner.state import materialize
 from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
+from partitioner.unlike_widths import check_unlike_widths
 from passes.fix_batch import fixed_for
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, Mesh
+from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
 from passes.weights_digest import weights_digest
 
@@ -107,7 +108,7 @@ def partition(
     placement = resolve_devices(devices, world_size := torchrun.world_size() if torchrun.is_launched() else None)
     hardware = _hardware(cluster, placement)
     in_turn = tiles_in_turn(mode, len(placement.devices)) if plan is None else None
-    mesh = Mesh(plan.mesh) if plan is not None else resolve_mode("model" if in_turn is not None else mode, len(placement.devices))
+    mesh = plan.grid if plan is not None else resolve_mode("model" if in_turn is not None else mode, len(placement.devices))
     _check_batchnorm(batchnorm)
     local = _inputs(inputs, world_size)
     model, dtype = converted_model(model, true_dtype(precision)), true_dtype(precision)
@@ -135,7 +136,7 @@ def partition(
         with steps.step("planning"):
             plan = problem.solve(steps.tell)
     _check_fits(plan, graph, len(placement.devices))
-    check_scaler(precision, Mesh(plan.mesh), world_size)
+    check_scaler(precision, plan.grid, world_size)
     runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     runtime.agree("plan", plan.hash)
     assumed = Assumptions(hardware, cost_model, optimizer, problem)
@@ -191,6 +192,7 @@ def _check_fits(plan: Plan, graph: ModelGraph, n_devices: int) -> None:
     if plan.n_ranks != n_devices:
         raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
     check_shared_stages(graph, plan)
+    check_unlike_widths(graph, plan)
 
 
 def _check_batchnorm(batchnorm: str) -> None:

@@ -62,6 +62,11 @@ def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
             f"there is no formula for stages on {' + '.join(map(str, model.plan.replicas))} ranks, which take microbatches in turn",
             remedy="pm.simulate() gives the numbers of this plan",
         )
+    if model.plan.widths:
+        raise ConfigError(
+            f"there is no formula for stages on {' + '.join(map(str, model.plan.widths))} ranks of the tensor dimension",
+            remedy="pm.simulate() gives the numbers of this plan",
+        )
     plan, mesh = model.plan, model.mesh
     replicas = {name for name in mesh.names if name in ROWS}
     count = Mesh(tuple((name, size) for name, size in mesh.dimensions if name in replicas)).size

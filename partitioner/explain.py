@@ -57,9 +57,8 @@ def save_report(self: _Planned, path: str | Path, cluster: Cluster | str | None 
     Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
     """
     choices = self._choices or ()
-    save_page(
-        path, self.explained(), choices, self.device_table(), self.simulate(cluster), None if self._plan.replicas else self.cost_formula()
-    )
+    formula = None if self._plan.replicas or self._plan.widths else self.cost_formula()
+    save_page(path, self.explained(), choices, self.device_table(), self.simulate(cluster), formula)
 
 
 def _priced(self: _Planned) -> tuple[Pinned, ...]:

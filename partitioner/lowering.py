@@ -12,12 +12,11 @@ from torch import Tensor
 from partitioner.rows import Inputs, RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import schedule_of
-from passes.cut_axes import CutModel
+from passes.cut_by_plan import StagedCut
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.garbage import nothing_collected
 from passes.inline_stages import inline_stages
-from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import Mesh, homes, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
@@ -32,15 +31,15 @@ __all__ = ["Lowering"]
 Value = TypeVar("Value")
 """What is lowered."""
 
-Emit = Callable[[ModelGraph, int, int], Sequence[Program]]
-"""Writes the programs of one pipeline, of a part of the model; the last number says which ranks of stages it is written for."""
+Emit = Callable[[int, int], Sequence[Program]]
+"""Writes the programs of one pipeline; the last number says which ranks of stages it is written for."""
 
 
 class Lowering:
     """The programs of one traced graph under one plan.
 
     Args:
-        cut: for each rank of the mesh without its stages, the graph that its pipeline computes; those that are equal are one object.
+        cut: for each rank, the graph that it computes a stage of; those that are equal are one object.
         plan: where nodes run.
         devices: for each rank, where it runs.
         local_ranks: the ranks of this process: only their programs are bound to tensors.
@@ -51,7 +50,7 @@ class Lowering:
 
     def __init__(
         self,
-        cut: CutModel,
+        cut: StagedCut,
         plan: Plan,
         devices: Sequence[torch.device],
         local_ranks: Sequence[int],
@@ -60,13 +59,13 @@ class Lowering:
         inputs: Inputs = "global",
     ) -> None:
         self.cut = cut
-        self.graph = cut.parts[0]
         self.plan = plan
         self.devices = tuple(devices)
-        self.rows = RowParts(Mesh(plan.mesh) if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._parts = cut.parts
-        self._mesh = Mesh(plan.mesh)
-        self._pipelines = pipelines(self._mesh)
+        self._mesh = cut.mesh
+        self._pipelines, self._homes = pipelines(self._mesh), homes(self._mesh)
+        self.graph = self._parts[0][-1]
+        self.rows = RowParts(self._mesh if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._local_ranks = tuple(local_ranks)
         self._state = state
         self._kept: dict[Hashable, Any] = {}
@@ -85,16 +84,20 @@ class Lowering:
     @property
     def stages(self) -> LoweredStages:
         """The stages of the first pipeline, without autograd."""
-        return self._stages(self.graph, 0)
+        return self._stages(0)
 
     @property
     def pipelines(self) -> tuple[LoweredStages, ...]:
         """The stages of every pipeline, without autograd."""
-        return tuple(self._stages(part, number) for number, part in enumerate(self._parts))
+        return tuple(self._stages(number) for number in range(len(self._parts)))
 
-    def _stages(self, part: ModelGraph, pipeline: int, replica: int = 0) -> LoweredStages:
+    def _stages(self, pipeline: int, replica: int = 0) -> LoweredStages:
         devices = self._stage_devices(pipeline, replica)
-        return self._keep(("stages", id(part), devices), lambda: cut_stages(part, self.plan, devices))
+        return self._keep(("stages", self._kind(pipeline), devices), lambda: cut_stages(self._parts[pipeline], self.plan, devices))
+
+    def _kind(self, pipeline: int) -> tuple[int, ...]:
+        """What is equal of pipelines that compute equal parts."""
+        return tuple(map(id, self._parts[pipeline]))
 
     def _stage_devices(self, pipeline: int, replica: int) -> tuple[torch.device, ...]:
         """For each stage, where one of its ranks runs: graphs name the device that they create tensors on."""
@@ -117,14 +120,14 @@ class Lowering:
 
     def training(self, differentiation: Differentiation) -> LoweredStages:
         """The stages of the first pipeline with their training graphs."""
-        return self._training(differentiation, self.graph, 0)
+        return self._training(differentiation, 0)
 
-    def _training(self, differentiation: Differentiation, part: ModelGraph, pipeline: int, replica: int = 0) -> LoweredStages:
+    def _training(self, differentiation: Differentiation, pipeline: int, replica: int = 0) -> LoweredStages:
         recompute = cast(Recompute, self.plan.recompute)
         devices = self._stage_devices(pipeline, replica)
         return self._keep(
-            ("training", differentiation, id(part), devices),
-            lambda: differentiate_stages(self._stages(part, pipeline, replica), differentiation, recompute),
+            ("training", differentiation, self._kind(pipeline), devices),
+            lambda: differentiate_stages(self._stages(pipeline, replica), differentiation, recompute),
         )
 
     def schedule(self, n_microbatches: int) -> Schedule:
@@ -134,8 +137,8 @@ class Lowering:
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
 
-        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, part, pipeline, replica)
+        def emit(pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, pipeline, replica)
             return emit_train_step(lowered, self.schedule(n_microbatches), loss, self._devices(pipeline))
 
         return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
@@ -150,42 +153,45 @@ class Lowering:
         Returns:
             The programs, and for each rank whose program stands for its own.
         """
-        programs: list[Program] = []
-        first: dict[int, int] = {}
-        for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
-            if id(part) in first:
+        found: dict[int, Program] = {}
+        first: dict[tuple[int, ...], int] = {}
+        for number, (parts, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
+            # Neighbours of a stage of another width send to unlike ranks: none stands for the other.
+            kind = (number,) if self._mesh.widths else self._kind(number)
+            if first.setdefault(kind, number) != number:
                 continue
-            first[id(part)] = number
             devices = self._devices(number)
             if differentiation is None:
-                emitted = emit_forward(self._stages(part, number), n_microbatches, devices, training=False)
+                emitted = emit_forward(self._stages(number), n_microbatches, devices, training=False)
             else:
                 recompute = cast(Recompute, self.plan.recompute)
-                lowered = differentiate_stages(self._stages(part, number), differentiation, recompute, share=True)
+                lowered = differentiate_stages(self._stages(number), differentiation, recompute, share=True)
                 emitted = emit_train_step(lowered, self.schedule(n_microbatches), loss, devices)
-            if len(self._parts) > 1:
-                emitted = tuple(place_on_mesh(each, part, self._mesh, ranks, written_out=False) for each in emitted)
-            programs += emitted
+            for place, program in enumerate(emitted):
+                if self._homes[ranks[place]] == number:
+                    is_alone = len(self._parts) == 1
+                    placed = program if is_alone else place_on_mesh(program, parts[place], self._mesh, ranks, written_out=False)
+                    found[ranks[place]] = placed
         of = {
-            rank: self._pipelines[first[id(part)]][place]
-            for part, ranks in zip(self._parts, self._pipelines, strict=True)
+            rank: rank if self._mesh.widths else self._pipelines[first[self._kind(number)]][place]
+            for number, ranks in enumerate(self._pipelines)
             for place, rank in enumerate(ranks)
         }
-        return tuple(programs), of
+        return tuple(found.values()), of
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
 
-        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
-            return emit_forward(self._stages(part, pipeline, replica), n_microbatches, self._devices(pipeline), training=False)
+        def emit(pipeline: int, replica: int) -> Sequence[Program]:
+            return emit_forward(self._stages(pipeline, replica), n_microbatches, self._devices(pipeline), training=False)
 
         return self._keep(("forward", n_microbatches), lambda: self._ready(emit))
 
     def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
         """A forward that also returns what ``backward`` takes."""
 
-        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, part, pipeline, replica)
+        def emit(pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, pipeline, replica)
             return emit_forward(lowered, n_microbatches, self._devices(pipeline), training=True)
 
         return self._keep(("training_forward", differentiation, n_microbatches), lambda: self._ready(emit))
@@ -195,8 +201,8 @@ class Lowering:
     ) -> ProgramSet:
         """The backward of ``training_forward``."""
 
-        def emit(part: ModelGraph, pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, part, pipeline, replica)
+        def emit(pipeline: int, replica: int) -> Sequence[Program]:
+            lowered = self._training(differentiation, pipeline, replica)
             return emit_backward(lowered, n_microbatches, given, self._devices(pipeline))
 
         return self._keep(("backward", differentiation, n_microbatches, given, gradients), lambda: self._ready(emit, gradients))
@@ -204,15 +210,17 @@ class Lowering:
     def _ready(self, emit: Emit, gradients: Gradients = "sum") -> ProgramSet:
         """The programs of all pipelines, each rank's in its place. Nothing runs that is not proved to fit together."""
         found: dict[int, Program] = {}
-        for number, (part, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
-            for program in self._emitted(emit, part, number):
+        for number, (parts, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
+            for program in self._emitted(emit, number):
+                if self._homes[ranks[program.rank]] != number:
+                    continue
                 if self.plan.tiles:
                     assert isinstance(program.module, ProgramModule)
                     placed = replace(program, module=inline_stages(program.module, self._mesh, program.rank))
                 elif len(self._parts) == 1:
                     placed = program
                 else:
-                    placed = place_on_mesh(program, part, self._mesh, ranks, gradients, self.rows.inputs)
+                    placed = place_on_mesh(program, parts[program.rank], self._mesh, ranks, gradients, self.rows.inputs)
                 found[placed.rank] = placed
         programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)
@@ -220,12 +228,12 @@ class Lowering:
             programs[rank].bind(self._state[rank])
         return ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
 
-    def _emitted(self, emit: Emit, part: ModelGraph, pipeline: int) -> Sequence[Program]:
+    def _emitted(self, emit: Emit, pipeline: int) -> Sequence[Program]:
         """The programs of one pipeline: those of ranks that share a stage from graphs of their own devices, where these differ."""
         numbers = {place: number for places in self.plan.stage_ranks for number, place in enumerate(places)}
         first: dict[tuple[torch.device, ...], int] = {}
         alike = [first.setdefault(self._stage_devices(pipeline, number), number) for number in range(max(numbers.values()) + 1)]
-        emitted = {number: emit(part, pipeline, number) for number in first.values()}
+        emitted = {number: emit(pipeline, number) for number in first.values()}
         return [emitted[alike[number]][place] for place, number in sorted(numbers.items())]
 
     def _keep(self, key: Hashable, make: Callable[[], Value]) -> Value:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from partitioner.lowering import Lowering
 from partitioner.rows import Inputs, RowParts
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 __all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training"]
@@ -57,7 +56,7 @@ class Lowerings:
         self._graph = graph
         self._plan = plan
         self._lower_at = lower_at
-        self.rows = RowParts(Mesh(plan.mesh), inputs)
+        self.rows = RowParts(plan.grid, inputs)
         self._kept: dict[Variant, Lowering] = {}
 
     def with_microbatches(self, count: int | None) -> Lowerings:
@@ -106,5 +105,5 @@ def variant_for(
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:
     """The way in which a model is lowered for the plan's own batch."""
-    rows = RowParts(Mesh(plan.mesh), inputs)
+    rows = RowParts(plan.grid, inputs)
     return variant_for(graph, plan, rows, plan.batch_size, results=results_in_training(graph) if graph.training else "rows")[1]

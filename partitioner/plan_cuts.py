@@ -8,13 +8,13 @@ import torch
 
 from partitioner.lowerings import Variant
 from passes.blocks import Block
-from passes.cut_axes import CutModel, cut_by_plan
+from passes.cut_by_plan import StagedCut, cut_by_plan
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
+from passes.lower import cut_stages
 from passes.replicable import read_by_replicable
-from passes.stages import split_stages
 from passes.streaming.streamed import streamed
 
 __all__ = ["PlanCuts"]
@@ -32,16 +32,15 @@ class PlanCuts:
     def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
         self._graph, self._plan, self._traced_for = graph, plan, traced_for
         self._decided = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
-        self._stored = self._decided.layouts.stored if self._decided.cut.mesh.size > 1 else None
-        self._found: dict[Variant, CutModel] = {}
+        self._found: dict[Variant, StagedCut] = {}
 
-    def at(self, variant: Variant) -> CutModel:
+    def at(self, variant: Variant) -> StagedCut:
         """The cut for one way in which the model is lowered."""
         if variant not in self._found:
             plan, size = self._plan, variant.batch_size
             graph = self._graph if size in (None, self._graph.batch_size) else self._traced_for(size)
             graph = streamed(with_totals(graph) if variant.in_parts else graph, plan.tiles, plan.tile_budget)
-            self._found[variant] = cut_by_plan(graph, plan, variant.results, rows=variant.rows, stored=self._stored)
+            self._found[variant] = cut_by_plan(graph, plan, variant.results, rows=variant.rows, like=self._decided)
         return self._found[variant]
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
@@ -54,15 +53,15 @@ class PlanCuts:
             devices: for each rank, where it runs.
         """
         graph, plan, decided = self._graph, self._plan, self._decided
-        ranks = pipelines(Mesh(plan.mesh))
-        places = {rank: (number, place) for number, pipeline in enumerate(ranks) for place, rank in enumerate(pipeline)}
-        firsts, of_stages = [stage.first_node for stage in plan.stages], [devices[ranks[0][stage.ranks[0]]] for stage in plan.stages]
-        stages = split_stages(self.at(variant).parts[0], firsts, of_stages)
-        shared = read_by_replicable(decided.graph) if decided.cut.rows and len(plan.stages) > 1 else frozenset[str]()
+        places = {rank: place for ranks in pipelines(plan.grid) for place, rank in enumerate(ranks)}
+        of_stages = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
+        stages = cut_stages(self.at(variant).parts[0], plan, of_stages).stages
+        is_shared = decided.widest.cut.rows and len(plan.stages) > 1
+        shared = read_by_replicable(decided.widest.graph) if is_shared else frozenset[str]()
         needed = {
             rank: shared.union(*(stage.bound for stage in stages if place in plan.stage_ranks[stage.index]))
-            for rank, (_, place) in places.items()
+            for rank, place in sorted(places.items())
         }
         held = (*graph.parameters, *graph.buffers, *graph.constants)
         holders = {name: [rank for rank, names in needed.items() if name in names] or [0] for name in held}
-        return {name: {rank: decided.blocks[places[rank][0]][name] for rank in ranks} for name, ranks in holders.items()}
+        return {name: {rank: decided.blocks(places[rank], rank)[name] for rank in ranks} for name, ranks in holders.items()}

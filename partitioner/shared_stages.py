@@ -34,7 +34,7 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
     """
     if not plan.replicas:
         return
-    stages = stage_of_nodes(graph, [stage.first_node for stage in plan.stages])
+    stages = stage_of_nodes(graph, plan.first_nodes)
     for node, written in written_buffers(graph).items():
         ranks = plan.stages[stages[node.name]].ranks if node.name in stages else ()
         if len(ranks) > 1:

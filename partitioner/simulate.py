@@ -13,7 +13,6 @@ from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.shown import Shown
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 __all__ = ["Assumptions", "is_written_out", "simulate", "simulate_plan"]
@@ -85,7 +84,7 @@ def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Clust
             remedy=f"pass a cluster of {plan.n_ranks} devices or more",
         )
     lowering, count = shown.lowering, shown.n_microbatches
-    mesh = Mesh(plan.mesh)
+    mesh = plan.grid
     nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
     if not is_written_out(plan, nodes, count):
         programs, of = lowering.representatives(shown.differentiation, count, shown.loss)
@@ -112,5 +111,5 @@ def is_written_out(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> boo
         n_forward_nodes: of all stages of a pipeline. Each is written out once forward and about twice backward for each microbatch.
         n_microbatches: of a step.
     """
-    n_pipelines = Mesh(plan.mesh).cutting.size
+    n_pipelines = plan.grid.cutting.size
     return n_pipelines == 1 or 3 * n_forward_nodes * n_microbatches * n_pipelines <= _MOST_NODES

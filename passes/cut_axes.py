@@ -18,24 +18,18 @@ from functools import cached_property
 from typing import TypeAlias
 
 from passes.axes import Axes, TensorAxes
-from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block, block_of, whole_block
 from passes.extents import Extents
-from passes.garbage import nothing_collected
 from passes.interior import variety
 from passes.ir.graph import ModelGraph, Part, Results
-from passes.ir.halo_run import ends_of
 from passes.ir.layout import Layout, Placement, Shard, Varying
-from passes.ir.mesh import ROWS, STORED, Mesh
-from passes.ir.plan import Plan
+from passes.ir.mesh import Mesh
 from passes.layouts import Layouts, assign_layouts
 from passes.localize import localize
-from passes.merge_axes import find_axes_to_cut
 from passes.rules.loops import Size
-from passes.split_randomness import split_randomness
 from passes.wide_halos import with_halos
 
-__all__ = ["AxisCut", "CutModel", "cut_axes", "cut_by_plan", "layouts_of_cut"]
+__all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]
 
 
 @dataclass(frozen=True)
@@ -95,31 +89,6 @@ class CutModel:
                 by_sizes[sizes] = replace(local, part=self.part)
             parts.append(by_sizes[sizes])
         return tuple(parts)
-
-
-@nothing_collected()
-def cut_by_plan(
-    graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: Mapping[str, Layout] | None = None
-) -> CutModel:
-    """Cut a model as a plan says.
-
-    Args:
-        results: what ranks return.
-        rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
-        stored: how ranks hold parameters, buffers and constants already; None: as the plan's cut wants them.
-    """
-    mesh = Mesh(plan.mesh).cutting
-    graph = split_randomness(graph) if mesh.size > 1 else graph
-    axes = find_axes_to_cut(graph, mesh)
-    names = axis_names(graph, axes)
-    assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
-    for name, dimension in plan.axes:
-        if rows or dimension not in ROWS or not name.startswith(BATCH):
-            assigned[dimension] += axes_named(name, names)
-    cut_rows = tuple(name for name in mesh.names if name in ROWS) if rows else ()
-    over = tuple(name for name in mesh.names if name in STORED)
-    wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
-    return cut_axes(graph, axes, AxisCut(mesh, assigned, cut_rows, over, plan.batchnorm == "local", wide, overlapped), results, stored)
 
 
 def cut_axes(

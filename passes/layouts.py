@@ -27,10 +27,11 @@ from torch import Tensor, fx
 from passes.aliasing import mutated_arguments
 from passes.axes import Axes, is_item, returned_values
 from passes.axis_names import beside_rows, space_axes
+from passes.borders import is_whole
 from passes.call_along import CallAlong, Cut, bytes_moved
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
-from passes.ir.mesh import TILES
+from passes.ir.mesh import TILES, WIDTH
 from passes.meetings import summed_together
 from passes.operators import draws
 from passes.rules.loops import Loops
@@ -207,7 +208,8 @@ class LayoutWalk:
         own = self.axes.of_calls.get(node.name, frozenset())
         for index in range(len(self.mesh)):
             lying = tuple(self.lies[operand.name, 0][index] for operand in operands)
-            if own.isdisjoint(self.assigned[index]) and not any(isinstance(placement, Partial) for placement in lying):
+            nothing_to_cut = own.isdisjoint(self.assigned[index]) and not any(isinstance(placement, Partial) for placement in lying)
+            if nothing_to_cut or (self.mesh[index][0] == WIDTH and is_whole(node)):
                 self._call_alike(loops, lying, needs, gives)
                 cuts.append(None)
                 continue

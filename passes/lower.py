@@ -13,6 +13,7 @@ import torch
 
 from passes.alike_stages import form_of, renamed
 from passes.differentiate_regions import differentiate_regions, tracked_outputs
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.recompute import Recompute
@@ -101,10 +102,26 @@ def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozen
     return frozenset(reached)
 
 
-def cut_stages(graph: ModelGraph, plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
-    """Cut the graph into the plan's stages. ``devices``: for each stage, where it runs."""
-    stages = split_stages(graph, [stage.first_node for stage in plan.stages], devices)
-    return LoweredStages(graph, stages, plan.stage_ranks)
+def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
+    """Cut a part of the model into the plan's stages.
+
+    Args:
+        parts: for each place along the pipeline, what it computes a stage of.
+        devices: for each stage, where it runs.
+
+    Raises:
+        ConfigError: a stage reads what no stage sends: those of unlike width disagree on what each computes for itself.
+    """
+    split = {id(part): split_stages(part, plan.first_nodes, devices) for part in {id(part): part for part in parts}.values()}
+    stages = tuple(split[id(parts[stage.ranks[0]])][index] for index, stage in enumerate(plan.stages))
+    sent = {name for stage in stages for name in stage.outputs}
+    for stage in stages:
+        if missing := [name for name in stage.values if name not in sent]:
+            raise ConfigError(
+                f"stage {stage.index} reads {missing[0]}, which the stages in front of it, of another width, do not send",
+                remedy="give all stages as many ranks of the tensor dimension",
+            )
+    return LoweredStages(parts[plan.stages[-1].ranks[0]], stages, plan.stage_ranks)
 
 
 def differentiate_stages(

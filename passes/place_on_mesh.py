@@ -12,6 +12,9 @@ The programs of a pipeline count its ranks from 0 and know nothing of the pipeli
     stage 0      rank 0   ══════   rank 1        ══ collectives
                    │                 │            │ send, receive
     stage 1      rank 2   ══════   rank 3
+
+Where stages are of unlike width, what crosses is whole on the ranks of both: one of a wider stage sends it to a narrower one, which sends
+gradients back to all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from passes.bundle import bundle_collectives
@@ -29,7 +33,7 @@ from passes.gradient_buckets import gradient_buckets
 from passes.inline_stages import inline_stages
 from passes.ir.communication import all_gather, all_reduce, receive, send, wait
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import STAGES, WIDTH, Mesh, receivers
 from passes.ir.program import Program, StoreGradients
 from passes.ir.unsummed import AddUnsummed
 from passes.overlap import overlap_communication
@@ -98,16 +102,43 @@ class _Writer:
 
     def address(self) -> None:
         """Ranks of the pipeline -> ranks of the mesh; a tied weight is summed over the other pipelines at once."""
-        for node in self.nodes.nodes:
-            for name in ("destination", "source"):
-                if node.target in (send, receive) and name in node.kwargs:
-                    node.update_kwarg(name, self.pipeline[node.kwargs[name]])
-            if node.target is all_reduce:
+        for node in list(self.nodes.nodes):
+            if node.target is receive:
+                node.update_kwarg("source", self.pipeline[node.kwargs["source"]])
+            if node.target is send:
+                self._send(node)
+            if node.target is all_reduce and self.mesh.widths and node.meta["reduces"] == ("loss",):
+                self._sum_over_stages(node)
+            elif node.target is all_reduce:
                 over = {self.part.reduced.get(name, ()) for name in node.meta.get("reduces", ())}
                 assert len(over) == 1, "tied weights that are summed together are used alike"
                 (names,) = over
                 ranks = {rank for member in node.kwargs["group"] for rank in self.mesh.group(self.pipeline[member], names)}
                 node.update_kwarg("group", tuple(sorted(ranks)))
+
+    def _send(self, node: fx.Node) -> None:
+        """To the rank of the pipeline; to those of a wider stage that have no other to receive from, of a narrower one to one of them."""
+        place = node.kwargs["destination"]
+        assert isinstance(place, int)
+        if not self.mesh.widths:
+            node.update_kwarg("destination", self.pipeline[place])
+            return
+        for rank in receivers(self.mesh, self.rank, self.program.rank, place):
+            name = re.sub(r"_to_rank\d+$", f"_to_rank{rank}", node.name)
+            with self.nodes.inserting_before(node):
+                copy = self.nodes.create_node("call_function", send, node.args, {**node.kwargs, "destination": rank}, name=name)
+            copy.meta = dict(node.meta)
+        self.nodes.erase_node(node)
+
+    def _sum_over_stages(self, node: fx.Node) -> None:
+        """The loss that several ranks have parts of, and the ranks that share a stage have alike: the first of these counts."""
+        along = next(name for name in self.mesh.names if name in STAGES)
+        node.update_kwarg("group", self.mesh.group(self.rank, (along, WIDTH)))
+        if self.mesh.coordinate(self.rank)[WIDTH]:
+            (own,) = node.all_input_nodes
+            with self.nodes.inserting_before(node):
+                nothing = self._call(node, torch.zeros_like, (own,), "loss_of_others")
+            node.args = ([nothing],)
 
     # -- gradients of parameters ---------------------------------------------------------------------------------------------------
 

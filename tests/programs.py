@@ -77,7 +77,7 @@ def lowered_stages(
     """The stages with their training graphs."""
     graph, everything = traced(case, batch_size, input_gradients)
     plan = even_plan(graph, schedule, n_ranks, n_microbatches, recompute)
-    stages = cut_stages(graph, plan, [torch.device("cpu")] * len(plan.stages))
+    stages = cut_stages([graph] * len(plan.stages), plan, [torch.device("cpu")] * len(plan.stages))
     requiring = values_requiring_gradient(stages, everything.parameters | everything.inputs)
     wanted = Differentiation(everything.outputs & requiring, everything.inputs, everything.parameters)
     return differentiate_stages(stages, wanted, recompute)

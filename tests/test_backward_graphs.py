@@ -109,7 +109,7 @@ def build(name: str, recompute: Recompute) -> Built:
     model = MODELS[name]().double()
     x = torch.randn(4, 8, dtype=torch.float64)
     graph = trace(model, (x,))
-    lowered = cut_stages(graph, even_plan(graph, "GPipe", 1, 1), [CPU])
+    lowered = cut_stages([graph], even_plan(graph, "GPipe", 1, 1), [CPU])
     wanted = Differentiation(
         frozenset(graph.returned),
         frozenset({"x"} if "x" in lowered.stages[0].model_inputs else lowered.stages[0].model_inputs),

@@ -142,7 +142,7 @@ FAST = (("returned", 1), ("batch_norm", 1), ("shared", 2))
 def stages_of(model: nn.Module, x: Tensor, n_stages: int = 1) -> tuple[list[StageGraph], frozenset[str], list[frozenset[str]]]:
     """The stages, what is differentiable, and for each stage the outputs whose gradients are given."""
     graph = split_randomness(trace(model, (x,), training=True))
-    lowered = cut_stages(graph, even_plan(graph, "GPipe", n_stages, 1), [CPU] * n_stages)
+    lowered = cut_stages([graph] * n_stages, even_plan(graph, "GPipe", n_stages, 1), [CPU] * n_stages)
     names = {name: original for name, original in graph.parameters.items() if model.get_parameter(original).requires_grad}
     wanted = Differentiation(frozenset(graph.returned), frozenset(), frozenset(names))
     requiring = values_requiring_gradient(lowered, wanted.parameters)

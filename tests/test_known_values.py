@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.aliasing import aliasing, allocations
-from passes.cut_axes import cut_by_plan
+from passes.cut_by_plan import cut_by_plan
 from passes.fix_batch import fix_batch
 from passes.ir.graph import ModelGraph
 from passes.known_values import KnownValues
@@ -74,7 +74,7 @@ def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Gpt(depth=4, width=16, heads=4)
     plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
     graph = trace(model, (TOKENS,), {})
-    shared = cut_by_plan(graph, plan).parts
+    shared = cut_by_plan(graph, plan).widest.parts
     monkeypatch.setattr(KnownValues, "like", lambda _: KnownValues(shared=False))
-    for one, other in zip(shared, cut_by_plan(graph, plan).parts, strict=True):
+    for one, other in zip(shared, cut_by_plan(graph, plan).widest.parts, strict=True):
         assert_alike(one, other)

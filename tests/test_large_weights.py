@@ -20,7 +20,7 @@ from partitioner.planner.plan_mesh import plan_mesh
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.tracing.trace import trace
 from passes.axis_names import axis_names
-from passes.cut_axes import cut_by_plan
+from passes.cut_by_plan import cut_by_plan
 from passes.ir.mesh import Mesh
 
 BATCH, WIDTHS = 16, (64, 48)
@@ -102,7 +102,7 @@ def test_the_planner_finds_it_by_itself() -> None:
     assert plan.mesh == (("data", 4),)
     assert plan.gap == 0.0
     assert ("batch", "data") in plan.axes
-    cut = cut_by_plan(graph, plan)
+    cut = cut_by_plan(graph, plan).widest
     names = axis_names(cut.graph, cut.axes)
     by_kind: dict[str, set[str]] = {"conv2d": set(), "linear": set()}
     for node in cut.graph.graph.nodes:

@@ -51,7 +51,7 @@ def saved_bytes(recompute: str) -> tuple[int, ...]:
     graph = trace(instance.model, instance.args, instance.kwargs)
     devices = [torch.device("cpu")] * 2
     everything = Differentiation(frozenset(graph.returned), frozenset(), frozenset(graph.parameters))
-    lowered = differentiate_stages(cut_stages(graph, plan, devices), everything, recompute)  # type: ignore[arg-type]
+    lowered = differentiate_stages(cut_stages([graph] * len(plan.stages), plan, devices), everything, recompute)  # type: ignore[arg-type]
     found = []
     for stage in lowered.training:
         results: Any = stage.forward.graph.output_node().args[0]

@@ -22,7 +22,7 @@ from partitioner.reports.collectives import sent_by_kind
 from partitioner.tracing.trace import trace
 from passes.axes import find_axes
 from passes.axis_names import axis_names, batch_axes, space_axes
-from passes.cut_axes import cut_by_plan
+from passes.cut_by_plan import cut_by_plan
 from passes.fix_batch import fix_batch, fixed_for
 from passes.ir.communication import all_gather, halo_exchange
 from passes.ir.graph import ModelGraph
@@ -66,7 +66,7 @@ def ranks_of(mesh: Grid) -> int:
 
 def cut_along(graph: ModelGraph, plan: Plan) -> dict[str, list[str]]:
     """Convolution -> over each mesh dimension, the name of the axis that cuts it; empty where nothing does."""
-    cut = cut_by_plan(fixed_for(graph, plan), plan)
+    cut = cut_by_plan(fixed_for(graph, plan), plan).widest
     names = axis_names(cut.graph, cut.axes)
     convolutions = (name for name in cut.layouts.cuts if name.startswith("conv"))
     return {name: ["" if each is None else names[each.axis].partition("[")[0] for each in cut.layouts.cuts[name]] for name in convolutions}

@@ -27,7 +27,6 @@ from partitioner.lowering import Lowering
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.provenance import place_of
@@ -120,7 +119,7 @@ def _walk(run: _Check, inputs: BoundInputs, count: int) -> NodeWalk:
         **{name: run.tensors[original] for name, original in (*run.graph.parameters.items(), *run.graph.buffers.items())},
         **run.graph.constants,
     }
-    if lowering.cut.cut.mesh.size > 1:
+    if lowering.cut.is_cut:
         return walk_mesh(lowering.cut, lowering.stages, tensors, inputs.tensors, inputs.batch, SEED)
     differentiation = lowering.everything(inputs.requiring_gradient)
     lowered = lowering.training(differentiation) if differentiation.outputs else lowering.stages
@@ -178,7 +177,7 @@ class _Check:
         self.buffers = [(buffer, buffer.clone()) for _, buffer in subject.state.named_buffers()]
         self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, rows, SEED)
         self.parts: list[Part] = []
-        is_cut = Mesh(partitioned.plan.mesh).cutting.size > 1
+        is_cut = partitioned.plan.grid.cutting.size > 1
         self.roughest = _roughest(self.graph) if is_cut or self.graph.autocast is not None else None
 
     def run(self) -> None:
@@ -257,7 +256,7 @@ class _Check:
             for comparison in part.differing if part.name.startswith("gradients") else ():
                 readers = self._readers(comparison.what.removeprefix("gradient of "))
                 if readers:
-                    stages = stage_of_nodes(self.graph, [stage.first_node for stage in self.partitioned.plan.stages])
+                    stages = stage_of_nodes(self.graph, self.partitioned.plan.first_nodes)
                     stage = stages.get(readers[-1].name, 0)
                     rank = self.partitioned.plan.stage_ranks[stage][0]
                     return Difference(readers[-1].name, place_of(readers[-1]), stage, rank, comparison)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import sympy
 import torch
@@ -17,6 +18,7 @@ from partitioner.rows import RowParts
 from passes.axes import TensorAxes
 from passes.blocks import block_of
 from passes.cut_axes import CutModel
+from passes.cut_by_plan import StagedCut
 from passes.extents import Extents
 from passes.ir.layout import Layout, Partial, Shard
 from passes.lower import LoweredStages
@@ -26,18 +28,35 @@ __all__ = ["walk_mesh"]
 
 
 def walk_mesh(
-    cut: CutModel, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
+    staged: StagedCut, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
 ) -> NodeWalk:
     """Run both and compare node by node.
 
     Args:
-        cut: the model and its parts.
+        staged: the model and its parts.
         lowered: the stages of the first pipeline.
         tensors: parameters, buffers and constants, whole, by placeholder; they stay as they are.
         inputs: the model's inputs by placeholder, whole batch.
         batch: its rows.
         seed: of the random numbers that both draw.
     """
+    cuts = [cut for cut in {id(cut): cut for cut in staged.of_places}.values() if cut.cut.mesh.size > 1]
+    walks = [_walk(cut, _of_cut(staged, cut, lowered), tensors, inputs, batch, seed) for cut in cuts]
+    found = [walk.first for walk in walks if walk.first is not None]
+    first = min(found, key=lambda each: each.stage, default=None)
+    return NodeWalk(tuple(each for walk in walks for each in walk.comparisons), first)
+
+
+def _of_cut(staged: StagedCut, cut: CutModel, lowered: LoweredStages) -> LoweredStages:
+    """The stages that are taken from one of the cuts."""
+    ranks = lowered.stage_ranks
+    return replace(lowered, stages=tuple(stage for stage in lowered.stages if staged.of_places[ranks[stage.index][0]] is cut))
+
+
+def _walk(
+    cut: CutModel, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
+) -> NodeWalk:
+    """What the given stages compute, beside the whole graph."""
     graph, mesh = cut.graph, cut.cut.mesh
     extents = _extents(cut, batch)
     rows = RowParts(mesh) if _is_cut_by_rows(cut) else None
@@ -59,11 +78,13 @@ def walk_mesh(
                 for rank in range(mesh.size)
             ],
         )
+    stages = _stages_of_parts(lowered)
     comparisons: list[Comparison] = []
     first: Difference | None = None
     scales: dict[str, float] = {}
     for node in graph.computing_nodes():
-        if node.name not in recorder.values or node.name not in parts:
+        stage = stages.get(node.name)
+        if node.name not in recorder.values or node.name not in parts or stage is None:
             continue
         reference = recorder.values[node.name]
         found = _together(parts[node.name], cut.axes.of(node.name), cut.layouts.results[node.name][0], extents)
@@ -71,14 +92,17 @@ def walk_mesh(
         scale = max((scales.get(source.name, 0.0) for source in node.all_input_nodes), default=0.0)
         comparisons.append(compare(node.name, reference, found, scale=scale))
         if first is None and not comparisons[-1].equal:
-            stage = _stage_of(node.name, lowered)
             first = Difference(node.name, place_of(node), stage, lowered.stage_ranks[stage][0], comparisons[-1], "")
     return NodeWalk(tuple(comparisons), first)
 
 
-def _stage_of(name: str, lowered: LoweredStages) -> int:
-    """The first stage that computes a part of a call."""
-    return next(stage.index for stage in lowered.stages if any(node.meta.get("part_of") == name for node in stage.module.graph.nodes))
+def _stages_of_parts(lowered: LoweredStages) -> Mapping[str, int]:
+    """For each call the first stage that computes a part of it."""
+    found: dict[str, int] = {}
+    for stage in lowered.stages:
+        for node in stage.module.graph.nodes:
+            found.setdefault(node.meta.get("part_of"), stage.index)
+    return found
 
 
 def _is_cut_by_rows(cut: CutModel) -> bool:

@@ -14,7 +14,7 @@ from partitioner.inspection import draw
 from partitioner.mode_text import parse_mode
 from partitioner.model import PartitionedModel
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 
 __all__ = ["add_partition_commands"]
@@ -117,7 +117,7 @@ def _programs(pm: PartitionedModel, rank: int | None) -> str:
 
 def _heading(plan: Plan, rank: int) -> str:
     """A comment that says whose program follows."""
-    place = next(ranks.index(rank) for ranks in pipelines(Mesh(plan.mesh)) if rank in ranks)
+    place = next(ranks.index(rank) for ranks in pipelines(plan.grid) if rank in ranks)
     stages = [str(index) for index, stage in enumerate(plan.stages) if place in stage.ranks]
     return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
 

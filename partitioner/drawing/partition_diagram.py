@@ -20,7 +20,7 @@ from partitioner.reports.devices import headline
 from partitioner.reports.explained import Explained
 from partitioner.reports.purpose import dimensions_of, items_of
 from passes.ir.communication import COLLECTIVES, send
-from passes.ir.mesh import pipelines
+from passes.ir.mesh import homes, pipelines
 from passes.lower import LoweredStages
 from passes.messages import Message
 from passes.size_expression import bytes_of
@@ -70,7 +70,8 @@ class _Builder:
         self.depth = depth
         self.shown = {rank: lane for lane, rank in enumerate(shown)}
         self.boxes: list[Box] = []
-        self.place = {rank: (number, place) for number, ranks in enumerate(pipelines(self.mesh)) for place, rank in enumerate(ranks)}
+        each = pipelines(self.mesh)
+        self.place = {rank: (number, each[number].index(rank)) for rank, number in homes(self.mesh).items()}
         self.producer: dict[tuple[int, str], str] = {}
         self.reader: dict[tuple[int, str], list[str]] = defaultdict(list)
         self.data: dict[tuple[str, str], None] = {}

@@ -18,7 +18,7 @@ from partitioner.meshes import ranks_of_stages, resolve_mode
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.errors import PartitionError
-from passes.ir.mesh import STAGES, Mesh
+from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
 
 __all__ = ["Assumptions", "Bench", "Evaluator"]
@@ -121,7 +121,7 @@ class Evaluator:
         )
 
     def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
-        uniform = is_uniform(Mesh(plan.mesh), cluster)
+        uniform = is_uniform(plan.grid, cluster)
         stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
         decided = (plan.mesh, plan.axes, stages, plan.schedule, plan.n_microbatches, plan.recompute, plan.batch_size, plan.batchnorm)
         key = (subject.name, uniform, decided)

@@ -26,12 +26,12 @@ from partitioner.rows import RowParts
 from partitioner.schedules.catalog import schedule_of
 from partitioner.simulate import is_written_out
 from partitioner.tracing.trace import trace
-from passes.cut_axes import CutModel, cut_by_plan
+from passes.cut_by_plan import StagedCut, cut_by_plan
 from passes.emit_programs import LossForm, emit_forward, emit_train_step
 from passes.fix_batch import fix_batch
 from passes.garbage import nothing_collected
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import Mesh, homes, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.loss_totals import with_totals
@@ -72,26 +72,30 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     if not subject.graph.training:
         results = "rows"
     graph = _of_microbatch(subject, plan, means="mean" in kinds)
-    cut = cut_by_plan(graph, plan, results, rows=RowParts(Mesh(plan.mesh)).divides(plan.batch_size))
+    cut = cut_by_plan(graph, plan, results, rows=RowParts(plan.grid).divides(plan.batch_size))
     trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
     found = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
     # As ``partition`` lowers it: not every operator can be differentiated on the meta device.
     device = torch.device("cpu") if found.type == "meta" else found
-    mesh = Mesh(plan.mesh)
+    mesh = plan.grid
     ranks = pipelines(mesh)
     standing = _standing(cut, each_rank=each_rank)
     programs: list[Program] = []
+    home = homes(mesh)
     for number in dict.fromkeys(standing):
-        part = cut.parts[number]
-        stages = cut_stages(part, plan, [device] * len(plan.stages))
+        parts = cut.parts[number]
+        stages = cut_stages(parts, plan, [device] * len(plan.stages))
         nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
         written_out = is_written_out(plan, nodes, plan.n_microbatches)
-        emitted = _emitted(stages, plan, frozenset(trainable), [device] * len(ranks[number]))
-        if len(cut.parts) > 1:
-            emitted = tuple(place_on_mesh(each, part, mesh, ranks[number], written_out=written_out) for each in emitted)
-        programs += emitted
+        for each in _emitted(stages, plan, frozenset(trainable), [device] * len(ranks[number])):
+            if home[ranks[number][each.rank]] == number:
+                place = each.rank
+                is_alone = len(cut.parts) == 1
+                programs.append(each if is_alone else place_on_mesh(each, parts[place], mesh, ranks[number], written_out=written_out))
     of = {rank: ranks[first][place] for first, pipeline in zip(standing, ranks, strict=True) for place, rank in enumerate(pipeline)}
-    return Timed(tuple(programs), Representatives(mesh, of), cut.parts[0].part.n_row_parts)
+    if mesh.widths:
+        of = {rank: rank for rank in of}
+    return Timed(tuple(programs), Representatives(mesh, of), cut.parts[0][0].part.n_row_parts)
 
 
 def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
@@ -103,7 +107,7 @@ def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
     elif graph.batch is None and size != graph.batch_size:
         made = subject.made
         graph = trace(made.model, made.args, made.kwargs if made.args is not None else None, graph.training, size)
-    in_parts = plan.n_microbatches > 1 or RowParts(Mesh(plan.mesh)).count > 1
+    in_parts = plan.n_microbatches > 1 or RowParts(plan.grid).count > 1
     return with_totals(graph) if means and in_parts else graph
 
 
@@ -118,10 +122,10 @@ def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devic
     return emit_train_step(lowered, schedule_of(plan, plan.n_microbatches), LossForm(), devices)
 
 
-def _standing(cut: CutModel, *, each_rank: bool) -> list[int]:
-    """For each pipeline the one that stands for it: the first with the same part."""
-    parts = [id(part) for part in cut.parts]
-    return [number if each_rank else parts.index(part) for number, part in enumerate(parts)]
+def _standing(cut: StagedCut, *, each_rank: bool) -> list[int]:
+    """For each pipeline the one that stands for it: the first with the same parts, unless stages of unlike width send to unlike ranks."""
+    kinds = [tuple(map(id, parts)) for parts in cut.parts]
+    return [number if each_rank or cut.mesh.widths else kinds.index(kind) for number, kind in enumerate(kinds)]
 
 
 def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:

@@ -111,7 +111,7 @@ def words_of(plan: Plan) -> str:
     switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
     beside = with_sequence or with_weights or switched
     candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
-    return plan_words(Mesh(plan.mesh), candidate, plan.recompute, beside=beside)
+    return plan_words(plan.grid, candidate, plan.recompute, beside=beside)
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -136,6 +136,7 @@ def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contender
         runner_up=runner_up,
         notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
         contenders=tuple(contenders[:_MOST_CONTENDERS]),
+        widths=mesh.widths,
     )
 
 

@@ -34,12 +34,28 @@ class LinkTable:
         self._places: dict[tuple[int, int, int, bool], Cluster] = {}
 
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
-        """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once."""
+        """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once.
+
+        Where stages are of unlike width, of the widest.
+        """
+        if mesh.widths:
+            return self.at(mesh, mesh.widths.index(max(mesh.widths)))
         strides = _strides(mesh)
         return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
 
+    def at(self, mesh: Mesh, place: int) -> dict[str, GroupLinks]:
+        """The same for the stages as wide as the one at a place along the pipeline."""
+        alike = [each for each, width in enumerate(mesh.widths) if width == mesh.widths[place]]
+        ranks = sorted({pipeline[each] for pipeline in pipelines(mesh) for each in alike})
+        return {
+            name: self._slowest(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
+            for name in mesh.cutting_at(place).names
+        }
+
     def places(self, mesh: Mesh, *, all_talk: bool = False) -> Cluster:
         """The cluster of one pipeline (``places_of``): what lies beside the stages and outside of them does not matter."""
+        if mesh.widths:
+            return places_of(mesh, self._cluster, all_talk=all_talk)
         key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1), all_talk)
         if key not in self._places:
             self._places[key] = places_of(mesh, self._cluster, all_talk=all_talk)
@@ -47,12 +63,15 @@ class LinkTable:
 
     def _along(self, size: int, stride: int, count: int) -> GroupLinks:
         if (stride, count) not in self._known:
-            groups, cluster = _groups(size, stride, count), self._cluster
-            slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
-            memory = min(device.bandwidth for device in cluster.devices[:size])
-            found = group_links(slowest, cluster, groups if _shares_ports(cluster) else ())
-            self._known[stride, count] = dataclasses.replace(found, memory=memory)
+            self._known[stride, count] = self._slowest(_groups(size, stride, count), size)
         return self._known[stride, count]
+
+    def _slowest(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
+        """The links of the group that is slowest, all of them talking at once, and the slowest memory of so many ranks."""
+        cluster = self._cluster
+        slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
+        memory = min(device.bandwidth for device in cluster.devices[:size])
+        return dataclasses.replace(group_links(slowest, cluster, groups if _shares_ports(cluster) else ()), memory=memory)
 
 
 def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:
@@ -68,6 +87,8 @@ def _shares_ports(cluster: Cluster) -> bool:
 def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluster:
     """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places.
 
+    Where stages are of unlike width, devices are told apart by how many share a stage: its work is another for each.
+
     Args:
         mesh: all dimensions.
         cluster: of all ranks.
@@ -76,12 +97,19 @@ def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluste
     ranks = pipelines(mesh)
     n_places = len(ranks[0])
     devices = [_slowest_device([cluster.devices[pipeline[place]] for pipeline in ranks]) for place in range(n_places)]
+    if mesh.widths:
+        devices = [_sharing(device, width) for device, width in zip(devices, mesh.widths, strict=True)]
     if n_places == 1:
         return Cluster(devices, _WORST)
     pairs = {(place, place + 1) for place in range(n_places - 1)} | {(0, n_places - 1)}
     pairs = set(itertools.combinations(range(n_places), 2)) if all_talk else pairs
     links = {(one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)}
     return Cluster(devices, links)
+
+
+def _sharing(device: Device, width: int) -> Device:
+    """A device that shares a stage with others."""
+    return device if width == 1 else dataclasses.replace(device, name=f"{width} x {device.name}")
 
 
 def stages_length(mesh: Mesh) -> int:

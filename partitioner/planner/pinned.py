@@ -17,7 +17,7 @@ from typing import Any
 from partitioner.planner.describe import words_of
 from partitioner.planner.plan_problem import PlanProblem
 from passes.ir.errors import PartitionError
-from passes.ir.mesh import STAGES, Mesh
+from passes.ir.mesh import STAGES, WIDTH, Mesh, widths_of_stages
 from passes.ir.plan import Plan
 
 __all__ = ["Pinned", "pinned", "pinned_choices"]
@@ -103,6 +103,7 @@ def _mode(problem: PlanProblem) -> str:
     mesh: Mesh | None = problem.mesh
     assert mesh is not None
     stages = {name: problem.request.replicas for name in mesh.names if name in STAGES and problem.request.replicas}
+    stages |= {WIDTH: widths_of_stages(mesh, problem.request.replicas)} if mesh.widths else {}
     return _said({**dict(mesh.dimensions), **stages} if len(mesh.dimensions) > 1 or stages else mesh.names[0])
 
 

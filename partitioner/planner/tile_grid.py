@@ -30,7 +30,7 @@ def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
     for name, length in mesh.dimensions:
         of_grid = [(tile, each) for tile, each in zip(TILES, grid, strict=False) if each > 1]
         dimensions += of_grid if name == TILE else [(name, length)]
-    return Mesh(tuple(dimensions))
+    return Mesh(tuple(dimensions), mesh.widths)
 
 
 def best_grid(axes: Axes, count: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.purpose import Purpose, Purposes, dimensions_of, items_of
 from passes.ir.communication import COLLECTIVES, receive, send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import pipelines
+from passes.ir.mesh import homes, ranks_at_places
 from passes.ir.program import Program
 from passes.messages import Message
 from passes.provenance import module_path, source_line
@@ -49,9 +49,8 @@ class _Writer:
         self.mesh = explained.mesh
         self.layouts = ValueLayouts(explained)
         self.nodes = {node.name: node for node in explained.cut.graph.graph.nodes}
-        places = pipelines(self.mesh)
-        self.pipeline = {rank: number for number, ranks in enumerate(places) for rank in ranks}
-        self.ranks_at = tuple(zip(*places, strict=True))
+        self.pipeline = homes(self.mesh)
+        self.ranks_at = ranks_at_places(self.mesh)
         self._told: dict[tuple[int, Message], str] = {}
 
     def comment(self, program: Program) -> None:

@@ -10,7 +10,7 @@ from partitioner.reports.collectives import collective_transfers
 from partitioner.reports.module_range import rank_list, short_name
 from partitioner.reports.transfer import Transfer
 from passes.ir.communication import send
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
 from passes.lower import LoweredStages
@@ -29,8 +29,7 @@ def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | 
         programs: of all ranks.
         mesh: of the ranks, where it has several pipelines: what these send alike is one line.
     """
-    places = pipelines(mesh) if mesh is not None else (tuple(range(len(programs))),)
-    ranks_at = tuple(zip(*places, strict=True))
+    ranks_at = ranks_at_places(mesh) if mesh is not None else tuple((rank,) for rank in range(len(programs)))
     messages: dict[Message, list[fx.Node]] = {}
     for program in programs:
         for node in program.module.graph.nodes:

@@ -11,7 +11,7 @@ from cost_models.units import format_bytes, format_flops
 from partitioner.reports.module_range import module_range
 from partitioner.reports.table import align, html_table
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh, mesh_words
+from passes.ir.mesh import mesh_words
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan, Stage
 from passes.ir.schedule import ActionKind
@@ -65,7 +65,7 @@ def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:
     """The plan in one line."""
-    mesh = mesh_words(Mesh(plan.mesh), plan.replicas)
+    mesh = mesh_words(plan.grid, plan.replicas)
     cut = f"batch of {plan.batch_size} in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''}"
     return f"{name}: {mesh}, {plan.schedule}, {cut}, {'training' if training else 'evaluation'}"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cost_models.units import format_bytes, format_flops, format_seconds
 from partitioner.reports.module_range import module_range, rank_list
-from passes.ir.mesh import Mesh, mesh_words
+from passes.ir.mesh import mesh_words
 from passes.ir.plan import Plan
 
 __all__ = ["Difference", "Pair", "difference_of", "plan_lines"]
@@ -155,7 +155,7 @@ def _marked(pair: Pair) -> tuple[str, str]:
 def plan_lines(plan: Plan) -> list[str]:
     """A plan, one decision or prediction a line."""
     lines = [
-        f"mesh          {mesh_words(Mesh(plan.mesh), plan.replicas)}",
+        f"mesh          {mesh_words(plan.grid, plan.replicas)}",
         f"devices       {', '.join(plan.devices)}",
         f"axes          {', '.join(f'{axis} over {over}' for axis, over in plan.axes) or 'none is cut'}",
         f"schedule      {plan.schedule}",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from passes.blocks import Block
 from passes.cut_axes import CutModel
+from passes.cut_by_plan import StagedCut
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
@@ -28,7 +29,7 @@ class Explained:
         name: of the model.
         plan: where everything runs.
         graph: the whole model.
-        cut: its axes, and how they are cut.
+        staged: how its axes are cut.
         lowered: the stages of the first pipeline, with their training graphs when the model trains.
         pipelines: the stages of every pipeline, without autograd.
         blocks: what ranks hold of each parameter.
@@ -40,7 +41,7 @@ class Explained:
     name: str
     plan: Plan
     graph: ModelGraph
-    cut: CutModel
+    staged: StagedCut
     lowered: LoweredStages
     pipelines: Sequence[LoweredStages]
     blocks: Blocks
@@ -50,7 +51,12 @@ class Explained:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.plan.mesh)
+        return self.plan.grid
+
+    @property
+    def cut(self) -> CutModel:
+        """Its axes, and how they are cut; where stages are of unlike width, for the widest."""
+        return self.staged.widest
 
     @property
     def is_cut(self) -> bool:
@@ -59,4 +65,4 @@ class Explained:
 
     def ranks_at(self, place: int) -> tuple[int, ...]:
         """The ranks that stand at a place along the pipeline."""
-        return tuple(sorted(ranks[place] for ranks in pipelines(self.mesh)))
+        return ranks_at_places(self.mesh)[place]

@@ -12,9 +12,10 @@ from partitioner.reports.collectives import sent_by_kind
 from partitioner.reports.devices import DeviceTable, headline
 from partitioner.reports.explained import Blocks, Explained
 from partitioner.reports.module_range import module_range
+from passes.cut_by_plan import StagedCut
 from passes.ir.communication import send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh, pipelines
+from passes.ir.mesh import homes, pipelines
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.ir.program import Program
@@ -31,7 +32,7 @@ def mesh_table(explained: Explained) -> DeviceTable:
     """The table."""
     plan, mesh = explained.plan, explained.mesh
     held = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)
-    work = _work_of_ranks(plan, explained.pipelines)
+    work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
     numbers = mesh.cutting.names
     sent = [{**sent_by_kind(explained.lowered, program), **_sent(program)} for program in explained.programs]
@@ -72,21 +73,22 @@ def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> lis
     return list(zip(counts, sizes, strict=True))
 
 
-def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages]) -> list[float]:
+def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedCut) -> list[float]:
     """Floating-point operations of the forwards of a step: ranks whose parts have unlike sizes have unlike work."""
     work = [0.0] * plan.n_ranks
     known: dict[int, Mapping[str, sympy.Expr]] = {}
-    for stages, ranks in zip(lowered, pipelines(Mesh(plan.mesh)), strict=True):
-        graph = stages.graph
-        if id(graph) not in known:
-            known[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
-        flops = known[id(graph)]
-        batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
+    home = homes(plan.grid)
+    for number, (stages, ranks, parts) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
         for stage in stages.stages:
-            total = sympy.Add(*(flops.get(node.name, 0) for node in stage.module.graph.nodes))
-            for number, rows in enumerate(batches):
-                rank = ranks[stages.rank_of(stage.index, number)]
-                work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
+            graph = parts[stages.stage_ranks[stage.index][0]]
+            if id(graph) not in known:
+                known[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
+            total = sympy.Add(*(known[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
+            for microbatch, rows in enumerate(batches):
+                rank = ranks[stages.rank_of(stage.index, microbatch)]
+                if home[rank] == number:
+                    work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
     return work
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from passes.ir.errors import ConfigError
 from passes.ir.halo_run import HaloRun
+from passes.ir.mesh import Mesh
 
 __all__ = ["Contender", "Plan", "Stage"]
 
@@ -92,6 +93,7 @@ class Plan:
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
         halos: where tiles lie over devices, how each run of calls pays for what its windows read of neighbours.
+        widths: for each place along the pipeline, how many ranks stand along the mesh dimension ``tensor``; empty where all have as many.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -116,10 +118,21 @@ class Plan:
     tiles: tuple[int, ...] = ()
     tile_budget: int = 0
     halos: tuple[HaloRun, ...] = ()
+    widths: tuple[int, ...] = ()
+
+    @property
+    def grid(self) -> Mesh:
+        """The mesh, as its ranks stand on it."""
+        return Mesh(self.mesh, self.widths)
 
     @property
     def n_ranks(self) -> int:
         return len(self.devices)
+
+    @property
+    def first_nodes(self) -> tuple[str, ...]:
+        """For each stage, the name of its first node."""
+        return tuple(stage.first_node for stage in self.stages)
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -158,7 +171,7 @@ class Plan:
         fields["halos"] = tuple(HaloRun(**{**run, "modules": tuple(run["modules"])}) for run in fields["halos"])
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
         fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
-        for name in ("devices", "memory", "notes", "tiles"):
+        for name in ("devices", "memory", "notes", "tiles", "widths"):
             fields[name] = tuple(fields[name])
         return Plan(**fields)
 
