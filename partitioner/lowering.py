@@ -64,7 +64,7 @@ class Lowering:
         self._parts = cut.parts
         self._mesh = cut.mesh
         self._pipelines, self._homes = pipelines(self._mesh), homes(self._mesh)
-        self.graph = self._parts[0][-1]
+        self.graph = self._parts[0][plan.stage_ranks[-1][0]]
         self.rows = RowParts(self._mesh if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._local_ranks = tuple(local_ranks)
         self._state = state

@@ -2,7 +2,7 @@
 
 "data"        the batch; parameters replicated, their gradients summed
 "fsdp"        the batch; parameters, gradients and optimizer state held in parts ("zero1", "zero2": gathered once a step)
-"tensor"      axes of the parameters: heads, ffn, vocab, channels, experts
+"tensor"      axes of the parameters: heads, ffn, vocab, channels, experts; beside stages, as (2, 1), for each over so many ranks
 "sequence"    the sequence
 "tile"        height, width, depth: how many tiles, or a grid of them, (2, 2)
 "pipeline"    the graph itself, into stages with microbatches: one on each rank, or, as (4, 2, 2), on so many each
@@ -15,9 +15,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import ROWS, TILE, TILES, Mesh
+from passes.ir.mesh import ROWS, STAGES, TILE, TILES, WIDTH, Mesh
 
-__all__ = ["dimension_named", "dimensions_of_one", "ranks_of_stages", "resolve_mode", "tiles_in_turn"]
+__all__ = ["dimension_named", "dimensions_of_one", "ranks_of_mesh", "ranks_of_stages", "resolve_mode", "tiles_in_turn"]
 
 MODES = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
 """Every mode that stands for one mesh dimension."""
@@ -40,7 +40,8 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
             problem = f"names {name!r} twice" if name != "auto" else 'names "auto", which is no dimension'
             raise ConfigError(f"the mesh {dict(mode)} {problem}", remedy='name each dimension once: {"data": 2, "tensor": 2}')
     lengths = [_lengths(name, size) for name, size in zip(names, mode.values(), strict=True)]
-    size = math.prod(_ranks(name, each) for name, each in zip(names, lengths, strict=True))
+    widths = _widths(mode, dict(zip(names, lengths, strict=True)))
+    size = ranks_of_mesh(mode)
     if size != n_devices:
         raise ConfigError(f"the mesh {dict(mode)} has {size} devices and {n_devices} were given", remedy=f"pass devices={size}")
     dimensions = tuple(
@@ -49,10 +50,37 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
         for of_grid, length in (zip(TILES, each, strict=False) if name == TILE and len(each) > 1 else ((name, _ranks(name, each)),))
         if length > 1
     )
-    mesh = Mesh(dimensions or ((names[0] if names else "pipeline", 1),))
+    mesh = Mesh(dimensions or ((names[0] if names else "pipeline", 1),), widths)
     if "pipeline" in mesh.names and "model" in mesh.names:
         raise ConfigError("a mesh has either a pipeline or a model dimension", remedy="leave one out")
     return mesh
+
+
+def ranks_of_mesh(mode: Mapping[str, int | Sequence[int]]) -> int:
+    """How many ranks a mesh has.
+
+    >>> ranks_of_mesh({"data": 2, "pipeline": (2, 1)}), ranks_of_mesh({"data": 2, "pipeline": 2, "tensor": (2, 1)})
+    (6, 6)
+    """
+    lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
+    widths = _widths(mode, lengths)
+    beside = (_ranks(name, each) for name, each in lengths.items() if not widths or name not in (*STAGES, WIDTH))
+    return math.prod(beside) * sum(widths or (1,))
+
+
+def _widths(mode: Mapping[str, int | Sequence[int]], lengths: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """For each place along the pipeline, how many ranks share its stage; empty where all have as many."""
+    each = lengths.get(WIDTH, (1,))
+    if len(set(each)) == 1:
+        return ()
+    stages = next((lengths[name] for name in STAGES if name in lengths), (1,))
+    turns = tuple(stages) if len(stages) > 1 else (1,) * stages[0]
+    if len(each) != len(turns):
+        raise ConfigError(
+            f"the mesh {dict(mode)} gives {len(each)} stages a number of ranks, and has {len(turns)}",
+            remedy='give one number for each stage: {"pipeline": 2, "tensor": (2, 1)}',
+        )
+    return tuple(width for width, count in zip(each, turns, strict=True) for _ in range(count))
 
 
 def dimensions_of_one(mode: str | Mapping[str, int | Sequence[int]]) -> frozenset[str]:
@@ -90,10 +118,11 @@ def _lengths(name: str, size: int | Sequence[int]) -> tuple[int, ...]:
     lengths = (size,) if isinstance(size, int) else tuple(size)
     if not lengths or any(not isinstance(length, int) or length < 1 for length in lengths):  # type: ignore[redundant-expr]  # what a caller passes is not checked
         raise ConfigError(f"the mesh dimension {name!r} has size {size!r}", remedy="a size is a number of ranks: 1 or more")
-    if len(lengths) > 1 and name not in (TILE, "pipeline"):
+    if len(lengths) > 1 and name not in (TILE, "pipeline", WIDTH):
         raise ConfigError(
             f"the mesh dimension {name!r} has size {size!r}",
-            remedy='only tiles make a grid, {"tile": (2, 2)}, and only stages have unlike numbers of ranks, {"pipeline": (2, 1)}',
+            remedy='only tiles make a grid, {"tile": (2, 2)}, and only stages have unlike numbers of ranks, '
+            '{"pipeline": (2, 1)} or {"pipeline": 2, "tensor": (2, 1)}',
         )
     if name == TILE and len(lengths) > len(TILES):
         raise ConfigError(f"a grid of tiles has {len(lengths)} dimensions: {size!r}", remedy="space has three dimensions at most")
@@ -102,7 +131,7 @@ def _lengths(name: str, size: int | Sequence[int]) -> tuple[int, ...]:
 
 def _ranks(name: str, lengths: Sequence[int]) -> int:
     """How many ranks stand along a mesh dimension."""
-    return sum(lengths) if name == "pipeline" else math.prod(lengths)
+    return sum(lengths) if name == "pipeline" else max(lengths) if name == WIDTH else math.prod(lengths)
 
 
 def _known(name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from partitioner.meshes import dimension_named
+from partitioner.meshes import dimension_named, ranks_of_mesh
 from passes.ir.errors import ConfigError
+from passes.ir.mesh import WIDTH
 
 __all__ = ["REST", "mode_text", "parse_mode", "without_rest"]
 
@@ -17,19 +17,20 @@ REST = -1
 _GRID, _STAGES = "x", "+"
 
 
-def _is_pipeline(name: str) -> bool:
-    return dimension_named(name) == "pipeline"
+def _of_stages(name: str) -> bool:
+    """Whether the sizes of a dimension are those of stages."""
+    return dimension_named(name) in ("pipeline", WIDTH)
 
 
 def mode_text(mode: str | Mapping[str, Any]) -> str:
     """A mode as text that ``parse_mode`` reads.
 
-    >>> mode_text({"data": 2, "tile": (2, 2)}), mode_text({"pipeline": (2, 1)})
-    ('data=2,tile=2x2', 'pipeline=2+1')
+    >>> mode_text({"data": 2, "tile": (2, 2)}), mode_text({"pipeline": (2, 1)}), mode_text({"pipeline": 2, "tensor": (2, 1)})
+    ('data=2,tile=2x2', 'pipeline=2+1', 'pipeline=2,tensor=2+1')
     """
     if isinstance(mode, str):
         return mode
-    joined = {name: _STAGES if _is_pipeline(name) else _GRID for name in mode}
+    joined = {name: _STAGES if _of_stages(name) else _GRID for name in mode}
     return ",".join(
         f"{name}={joined[name].join(map(str, size)) if isinstance(size, tuple | list) else size}" for name, size in mode.items()
     )
@@ -38,7 +39,7 @@ def mode_text(mode: str | Mapping[str, Any]) -> str:
 def parse_mode(text: str) -> str | dict[str, Any]:
     """``"tensor"`` as it is; ``"data=2,tensor=2"`` as a mesh, ``"tile=2x2"`` with a grid, ``"data=-1,tensor=2"`` with the rest.
 
-    ``"pipeline=2+1"`` has stages on unlike numbers of ranks.
+    ``"pipeline=2+1"`` has stages on unlike numbers of ranks, ``"pipeline=2,tensor=2+1"`` stages of unlike width.
 
     Raises:
         ConfigError: the mesh cannot be read.
@@ -48,7 +49,7 @@ def parse_mode(text: str) -> str | dict[str, Any]:
     mesh: dict[str, Any] = {}
     for dimension in text.split(","):
         name, _, written = dimension.partition("=")
-        sizes = written.split(_STAGES if _is_pipeline(name) else _GRID)
+        sizes = written.split(_STAGES if _of_stages(name) else _GRID)
         if not name or name in mesh or not (written == str(REST) or all(size.isdecimal() for size in sizes)):
             raise ConfigError(f"--mode {text} is no mesh", remedy="name each dimension once with its size: --mode data=2,tensor=2")
         mesh[name] = int(written) if len(sizes) == 1 else tuple(map(int, sizes))
@@ -63,15 +64,10 @@ def without_rest(mode: str | Mapping[str, Any], n_devices: int) -> str | dict[st
     """
     if isinstance(mode, str):
         return mode
-    sizes = {name: _ranks(name, size) if isinstance(size, tuple | list) else size for name, size in mode.items()}
-    open_names = [name for name, size in sizes.items() if size == REST]
+    open_names = [name for name, size in mode.items() if size == REST]
     if len(open_names) > 1:
         raise ConfigError(f"the mesh {mode_text(mode)} leaves two sizes open", remedy="write -1 for one dimension alone")
-    known = math.prod(size for size in sizes.values() if size != REST)
+    known = ranks_of_mesh({name: size for name, size in mode.items() if size != REST})
     if not open_names:
         return dict(mode) if known == n_devices else None
-    return {name: n_devices // known if size == REST else size for name, size in mode.items()} if known and n_devices % known == 0 else None
-
-
-def _ranks(name: str, sizes: Sequence[int]) -> int:
-    return sum(sizes) if _is_pipeline(name) else math.prod(sizes)
+    return {name: n_devices // known if size == REST else size for name, size in mode.items()} if n_devices % known == 0 else None

@@ -160,7 +160,7 @@ class StageEmitter(Emitter):
             if any(names):
                 target = f"stage{index}_store_gradients"
                 self.call_module(target, functools.partial(StoreGradients, names), (self.gradients[index],), target)
-        reduced = self.lowered.graph.part.reduced
+        reduced = self.lowered.graph_of(self.rank).part.reduced
         for group, over in sorted({(ranks, reduced.get(name, ())) for name, ranks in shared.items()}):
             if self.rank not in group:
                 continue

@@ -66,7 +66,7 @@ class Emitter:
         self.modules: dict[str, nn.Module] = {}
         self.values: dict[tuple[str, int | None], fx.Node] = {}
         self.section: Action | str = ""
-        self._model_nodes = {node.name: node for node in lowered.graph.graph.nodes}
+        self._model_nodes = _nodes(lowered, rank)
         self._inputs = {leaf.placeholder: leaf for leaf in lowered.graph.inputs if leaf.placeholder is not None}
         self.inputs = {name: self._placeholder(name) for name in ("batch", *_model_inputs(lowered, rank), *extra)}
         self.batch = self.inputs["batch"]
@@ -244,6 +244,14 @@ class Emitter:
         module = ProgramModule(self.modules, self.graph, class_name=name)
         module.meta["batch_size"] = self.traced_batch
         return module
+
+
+def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
+    """The model as a rank knows it: what its stages are cut from, and what the last one returns."""
+    found = {node.name: node for node in lowered.graph_of(rank).graph.nodes}
+    if lowered.parts:
+        found.update((node.name, node) for node in lowered.graph.graph.nodes if node.name in lowered.returned)
+    return found
 
 
 def _model_inputs(lowered: LoweredStages, rank: int) -> list[str]:

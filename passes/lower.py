@@ -46,13 +46,14 @@ class LoweredStages:
     """The stages of a plan, ready to be scheduled.
 
     Attributes:
-        graph: the model.
+        graph: the model; where stages are of unlike width, as the last is cut from it.
         stages: their forward graphs (without autograd).
         stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
         training: for each stage, its training graphs; empty when nothing is differentiated.
         differentiation: what the training graphs differentiate; None when there are none.
         requiring: the values between stages, and those returned, that autograd would track.
         templates: what is known of their regions, however often they are differentiated.
+        parts: for each stage the model as it is cut from it; empty where that is ``graph`` for all.
     """
 
     graph: ModelGraph
@@ -62,6 +63,7 @@ class LoweredStages:
     differentiation: Differentiation | None = None
     requiring: frozenset[str] = frozenset()
     templates: RegionTemplates = field(default_factory=RegionTemplates, compare=False, repr=False)
+    parts: tuple[ModelGraph, ...] = ()
 
     @property
     def collectors(self) -> tuple[int, ...]:
@@ -76,6 +78,10 @@ class LoweredStages:
         """The rank that runs a stage on a microbatch; stage -1: the last, which the loss belongs to."""
         ranks = self.stage_ranks[stage]
         return ranks[microbatch % len(ranks)]
+
+    def graph_of(self, rank: int) -> ModelGraph:
+        """The model as a rank's stages are cut from it."""
+        return self.parts[self.stages_of(rank)[0].index] if self.parts else self.graph
 
     def stages_of(self, rank: int) -> tuple[StageGraph, ...]:
         """The stages that a rank runs."""
@@ -121,7 +127,8 @@ def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.
                 f"stage {stage.index} reads {missing[0]}, which the stages in front of it, of another width, do not send",
                 remedy="give all stages as many ranks of the tensor dimension",
             )
-    return LoweredStages(parts[plan.stages[-1].ranks[0]], stages, plan.stage_ranks)
+    of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)
+    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else ())
 
 
 def differentiate_stages(

@@ -107,7 +107,7 @@ class _Writer:
                 node.update_kwarg("source", self.pipeline[node.kwargs["source"]])
             if node.target is send:
                 self._send(node)
-            if node.target is all_reduce and self.mesh.widths and node.meta["reduces"] == ("loss",):
+            if node.target is all_reduce and self.mesh.widths and not set(node.meta["reduces"]) & self.graph.parameters.keys():
                 self._sum_over_stages(node)
             elif node.target is all_reduce:
                 over = {self.part.reduced.get(name, ()) for name in node.meta.get("reduces", ())}
@@ -131,13 +131,13 @@ class _Writer:
         self.nodes.erase_node(node)
 
     def _sum_over_stages(self, node: fx.Node) -> None:
-        """The loss that several ranks have parts of, and the ranks that share a stage have alike: the first of these counts."""
+        """The loss, or an input's gradient: stages have parts of it, and the ranks that share one have alike ones: the first counts."""
         along = next(name for name in self.mesh.names if name in STAGES)
         node.update_kwarg("group", self.mesh.group(self.rank, (along, WIDTH)))
         if self.mesh.coordinate(self.rank)[WIDTH]:
             (own,) = node.all_input_nodes
             with self.nodes.inserting_before(node):
-                nothing = self._call(node, torch.zeros_like, (own,), "loss_of_others")
+                nothing = self._call(node, torch.zeros_like, (own,), f"{own.name}_of_the_first")
             node.args = ([nothing],)
 
     # -- gradients of parameters ---------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from partitioner.planner.borders import Gathered, Parted
 from partitioner.planner.stage_cuts import shortfall, solve
-from partitioner.planner.stage_problem import Gathered, Shared, StageProblem, Units, Value, Working
+from partitioner.planner.stage_problem import Shared, StageProblem, Units, Value, Working
 from partitioner.schedules.in_flight import Awaiting
 from partitioner.schedules.order import order_of
 
@@ -139,7 +140,8 @@ def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         kept=by_kind(units.kept),
         gradients=by_kind(units.gradients),
         working=tuple(workings) if draw.random() < 0.7 else workings[0],
-        gathered=tuple(Gathered(seconds(6), value.producer, value.readers[-1]) for value in crossing),
+        gathered=tuple(Gathered(seconds(6), seconds(3), value.producer, value.readers[-1]) for value in crossing),
+        parted=tuple(Parted(seconds(6), seconds(3), value.producer, value.readers) for value in crossing if draw.random() < 0.5),
     )
     return dataclasses.replace(problem, units=other, kind=tuple(draw.randrange(n_kinds) for _ in problem.kind))
 
@@ -161,7 +163,10 @@ def parts_of_memory(problem: StageProblem, starts: Starts) -> Iterator[tuple[flo
             sum(amount(item, kind) for item in items if set(item.units) & set(run)) for items in (units.fixed, units.gradients)
         )
         kept = sum(amount(item, kind) for item in units.kept if set(item.units) & set(run) and item.producer not in run)
-        yield fixed, kept, gradients, working_memory(units.working[kind] if isinstance(units.working, tuple) else units.working, run)
+        gathered, parted = at_borders(problem, run)
+        beside = sum(item.size[kind] for item in gathered) + sum(item.size[kind] for item in parted)
+        working = working_memory(units.working[kind] if isinstance(units.working, tuple) else units.working, run)
+        yield fixed, kept, gradients, working + beside
 
 
 def amount(item: Shared, kind: int) -> float:
@@ -227,13 +232,20 @@ def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
     return forward, [value for value in entering if value.gradient_size]
 
 
+def at_borders(problem: StageProblem, run: range) -> tuple[list[Gathered], list[Parted]]:
+    """What a stage makes whole to send it, and what it reads in parts."""
+    gathered = [item for item in problem.units.gathered if item.producer in run and item.reader >= run.stop]
+    return gathered, [item for item in problem.units.parted if item.producer < run.start and set(item.readers) & set(run)]
+
+
 def slowest_stage(problem: StageProblem, starts: Starts) -> float:
     slowest = 0.0
     for stage, run in enumerate(runs(problem, starts)):
         kind = problem.kind[stage]
         seconds = sum(problem.units.time[unit, kind] for unit in run)
         seconds += sum(times[kind] for times, units in problem.units.replicated if set(units) & set(run))
-        seconds += sum(item.seconds[kind] for item in problem.units.gathered if item.producer in run and item.reader >= run.stop)
+        gathered, parted = at_borders(problem, run)
+        seconds += sum(item.seconds[kind] for item in gathered) + sum(item.seconds[kind] for item in parted)
         forward, backward = sent(problem, run)
         for value in forward:
             seconds += problem.latency[stage] + value.size * problem.seconds_per_byte[stage]
@@ -292,7 +304,7 @@ def test_several_stages_a_rank_equal_brute_force(block: int, make: MakeProblem) 
             roomy = dataclasses.replace(problem, limit=(1e9,) * len(problem.limit))
             together += solve(roomy) != found
     assert solvable > 12
-    assert together > 3
+    assert together > 2
 
 
 @pytest.mark.parametrize("make", [random_problem, unlike_problem])

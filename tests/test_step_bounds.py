@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from partitioner.planner.borders import Gathered, Parted
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
 from partitioner.planner.fill_of_v import least_on_v
 from partitioner.planner.path_costs import PathCosts
-from partitioner.planner.stage_problem import Floats, Gathered, Shared, StageProblem, Units, Value
+from partitioner.planner.stage_problem import Floats, Shared, StageProblem, Units, Value
 from partitioner.planner.stage_tables import best_bottleneck
 from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.step_time import StageTimes, simulate_step
@@ -42,6 +43,7 @@ class Case:
     kinds: tuple[int, ...] = ()
     fixed: tuple[Shared, ...] = ()
     gathered: tuple[Gathered, ...] = ()
+    parted: tuple[Parted, ...] = ()
     limit: float = np.inf
 
     @property
@@ -63,7 +65,7 @@ class Case:
     def problem(self) -> StageProblem:
         order = self.order
         depth = np.zeros(self.n_units, dtype=np.int64)
-        units = Units(self.halves.sum(axis=0), self.values, (), self.fixed, (), depth, gathered=self.gathered)
+        units = Units(self.halves.sum(axis=0), self.values, (), self.fixed, (), depth, gathered=self.gathered, parted=self.parted)
         return StageProblem(
             units=units,
             kind=self.kind,
@@ -95,6 +97,8 @@ class Case:
             back = sum(self.latency[stage - 1] + 0.01 * size for size in entering if size)
             forward, *backward = self.halves[:, start:end, self.kind[stage]].sum(axis=1)
             forward += sum(item.seconds[self.kind[stage]] for item in self.gathered if start <= item.producer < end <= item.reader)
+            parted = (item for item in self.parted if item.producer < start and set(item.readers) & set(range(start, end)))
+            backward[0] += sum(item.seconds[self.kind[stage]] for item in parted)
             times.append(StageTimes(*map(float, (forward, *backward, send, back))))
             for rank in self.order.stage_ranks[stage]:
                 held[rank] += sum(item.of_kind(self.kind[stage]) for item in self.fixed if set(item.units) & set(range(start, end)))
@@ -136,18 +140,20 @@ def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
 
 
 def unlike(case: Case, seed: int) -> Case:
-    """The same on stages of unlike kinds: of other lengths, memory that hardly fits, and values that are made whole to be sent."""
+    """The same on stages of unlike kinds: of other lengths, memory that hardly fits, values that are made whole to be sent."""
     draw, n_kinds = random.Random(-seed - 1), 3
     factors = np.array([[draw.choice((0.5, 0.7, 1.0, 2.0)) for _ in range(n_kinds)] for _ in range(case.n_units)])
     units = [tuple(sorted(draw.sample(range(case.n_units), draw.randint(1, min(2, case.n_units))))) for _ in range(6)]
     fixed = tuple(Shared(tuple(float(draw.randint(0, 9)) for _ in range(n_kinds)), each) for each in units)
-    gathered = [
-        Gathered(tuple(draw.choice((0.0, 0.5, 3.0)) for _ in range(n_kinds)), value.producer, value.readers[-1])
-        for value in case.values
-        if draw.random() < 0.6
-    ]
+    nothing = (0.0,) * n_kinds
+
+    def seconds() -> tuple[float, ...]:
+        return tuple(draw.choice((0.0, 0.5, 3.0)) for _ in range(n_kinds))
+
+    gathered = [Gathered(seconds(), nothing, each.producer, each.readers[-1]) for each in case.values if draw.random() < 0.6]
+    parted = [Parted(seconds(), nothing, each.producer, each.readers) for each in case.values if draw.random() < 0.4]
     kinds = tuple(draw.randrange(n_kinds) for _ in range(case.n_stages))
-    limited = replace(case, halves=case.halves * factors, kinds=kinds, fixed=fixed, gathered=tuple(gathered))
+    limited = replace(case, halves=case.halves * factors, kinds=kinds, fixed=fixed, gathered=tuple(gathered), parted=tuple(parted))
     whole = sum(sum(item.amount) for item in fixed if isinstance(item.amount, tuple)) / n_kinds
     return replace(limited, limit=float(whole * draw.choice((1.0, 1.5, 2.5)) / min(case.n_ranks, case.n_stages)))
 

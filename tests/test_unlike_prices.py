@@ -15,6 +15,7 @@ from torch import nn
 from cost_models.cost_model import Roofline
 from cost_models.group_communication import group_links
 from cost_models.hardware import Cluster, Device, Level, Link
+from partitioner.planner.borders import Gathered, Parted
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.describe import bound_by
@@ -22,7 +23,7 @@ from partitioner.planner.model_part import ModelPart
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.stage_cuts import solve
-from partitioner.planner.stage_problem import Gathered, Integers, Uses, stages_of
+from partitioner.planner.stage_problem import Integers, Uses, stages_of
 from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
 from partitioner.planner.unit_prices import Prices, UnitPrices
 from partitioner.planner.unlike_prices import UnlikePrices
@@ -48,8 +49,10 @@ class Widths(NamedTuple):
     unlike: UnlikePrices
 
 
-def gathered(rows: int) -> tuple[Gathered, ...]:
-    return (Gathered((rows * 0.5, 0.0), 0, 4), Gathered((rows * 0.25, 0.0), 5, 7))
+def borders(rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
+    nothing = (0.0, 0.0)
+    gathered = Gathered((rows * 0.5, 0.0), nothing, 0, 4), Gathered((rows * 0.25, 0.0), nothing, 3, 7)
+    return gathered, (Parted((0.0, rows * 0.125), nothing, 3, (5, 7)),)
 
 
 def widths(policy: str = "none") -> Widths:
@@ -60,7 +63,7 @@ def widths(policy: str = "none") -> Widths:
     links = {"tensor": group_links((0, 1), CLUSTER)}
     parts = (model.whole, model.cut(Mesh((("tensor", 2),))).part)
     one, two = (part.prices(KINDS, Roofline(), "adamw", "full" if policy == "full" else "none", links) for part in parts)
-    return Widths(model.whole, (one, two), UnlikePrices(OF_KIND, (one, two), one, gathered))
+    return Widths(model.whole, (one, two), UnlikePrices(OF_KIND, (one, two), one, borders))
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +149,11 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
     staged = stage_model(problems, CANDIDATE, (0, start))
     two, one = of_kinds(both.lists)
     runs = (range(start), range(start, len(one.units)))
-    paid = sum(item.seconds[0] for item in gathered(ROWS) if item.producer < start <= item.reader)
+    gathered, parted = borders(ROWS)
+    paid = sum(item.seconds[0] for item in gathered if item.producer < start <= item.reader)
     assert staged.times[0].forward == pytest.approx(two.halves[0, :start, 0].sum() + paid)
     assert staged.times[1].forward == pytest.approx(one.halves[0, start:, 1].sum())
+    assert staged.times[1].backward_input == pytest.approx(one.halves[1, start:, 1].sum() + parted[0].seconds[1])
     assert staged.times[0].backward_weight == pytest.approx(two.halves[2, :start, 0].sum())
     stages, stage_of = describe_stages(problems, staged), stages_of((0, start), len(one.units))
     for stage, run, place in zip(stages, runs, OF_KIND, strict=True):

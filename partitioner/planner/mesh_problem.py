@@ -27,6 +27,8 @@ from partitioner.planner.stage_tables import best_bottleneck, bottleneck_table
 from partitioner.planner.staged_model import StagedModel, StageSums, stage_model
 from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.time_shares import Shares
+from partitioner.planner.unit_prices import Prices
+from partitioner.planner.unlike_part import UnlikePart
 from passes.ir.mesh import Mesh, pipelines
 from passes.recompute import Recompute
 
@@ -78,6 +80,7 @@ class MeshProblem:
         request: what was asked for, its mode that of the stages.
         cost_model: prices work and messages.
         links: of the cluster, where they are known already.
+        unlike: what ranks have of a model whose stages are of unlike width; ``part`` is then that of the widest.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class MeshProblem:
         request: PlanRequest,
         cost_model: CostModel,
         links: LinkTable | None = None,
+        unlike: UnlikePart | None = None,
     ) -> None:
-        self.mesh, self.part, self.cost_model = mesh, part, cost_model
+        self.mesh, self.part, self.cost_model, self.unlike = mesh, part, cost_model, unlike
         self.devices = request.devices
         links = links or LinkTable(cluster)
         self.links, self.places = links.of(mesh), links.places(mesh, all_talk=bool(request.replicas))
@@ -125,10 +129,16 @@ class MeshProblem:
     def problems(self, policy: Recompute) -> PipelineProblems:
         """The stages to be cut, under a recomputation policy."""
         if policy not in self._problems:
-            part, request = self.part, self.request
-            prices = part.prices(self.kinds, self.cost_model, request.optimizer, policy, self.links)
+            part, request, prices = self.part, self.request, self._prices(policy)
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
         return self._problems[policy]
+
+    def _prices(self, policy: Recompute) -> Prices:
+        if self.unlike is None:
+            return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links)
+        prices = self.unlike.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
+        self.unlike.check(prices)
+        return prices
 
     def bound(self, policy: Recompute, candidate: Candidate, *, whole_units: bool = False) -> float:
         """Seconds that no cuts of a candidate can beat (``step_bounds``); inf where no cuts fit the memory.
@@ -240,6 +250,8 @@ class MeshProblem:
             nonlocal fastest
             if starts in known:
                 return known[starts].step_time
+            if not self._share_alike(problems, candidate, starts):
+                return math.inf
             found = self.price(problems, stage_model(problems, candidate, starts))
             if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
                 return found.step_time
@@ -274,9 +286,21 @@ class MeshProblem:
         taking_turns = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
         if not self.part.sums:
             return taking_turns
+        if self.unlike is not None:
+            starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
+            return taking_turns + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
         ranks = self._stage_sums.bytes_of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
         each = {tuple(sizes) for sizes in zip(*(sizes.tolist() for sizes in ranks.values()), strict=True)}
         return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+
+    def _share_alike(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> bool:
+        """Whether stages of unlike width share no parameter."""
+        return self.unlike is None or self.unlike.share_alike(problems.prices, starts, problems.order(candidate).stage_ranks)
+
+    @cached_property
+    def _unlike_sums(self) -> dict[int, StageSums]:
+        assert self.unlike is not None
+        return self.unlike.stage_sums(next(iter(self._problems.values())).prices)
 
     @cached_property
     def _stage_sums(self) -> StageSums:
@@ -284,7 +308,12 @@ class MeshProblem:
 
     @cached_property
     def _least_sums(self) -> float:
-        """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes."""
+        """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes.
+
+        Of stages of unlike width nothing is said: how much is summed depends on which stage has which parameter.
+        """
+        if self.unlike is not None:
+            return 0.0
         shares = ((name, size / self.n_places) for name, size in self.part.bytes_summed.items())
         return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in shares) * (1 - _ROUNDING)
 

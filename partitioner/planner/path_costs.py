@@ -121,7 +121,7 @@ class PathCosts(RunCosts):
         """(stages, C, width) seconds of a run: of all of it, and of the input and weight halves of its backward."""
         kinds = self._kind[stages]
         inputs, weights = (sums[kinds][:, runs.behind] - sums[kinds][:, runs.starts, None] for sums in self._sums)
-        return runs.time[kinds], inputs, weights
+        return runs.time[kinds], inputs + (runs.parted if len(runs.parted) == 1 else runs.parted[kinds]), weights
 
     def _trips(self, stages: slice, time: Floats, last: Floats, behind: Floats, after: Integers) -> Floats:
         """Paths D and Z; ``last``: what of the stage's own time is sure to be on the path of the last microbatch."""

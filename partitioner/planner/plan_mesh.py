@@ -18,12 +18,13 @@ from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
 from partitioner.planner.make_plan import differentiates, make_plan, plan_ways
-from partitioner.planner.mesh_links import stages_length
+from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
+from partitioner.planner.unlike_part import unlike_part
 from passes.axis_names import axes_named, batch_axes, shortened
 from passes.garbage import nothing_collected
 from passes.ir.graph import ModelGraph
@@ -63,7 +64,10 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     for beside in _ways(model, mesh, request):
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
-        ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices), cut))
+        links = LinkTable(cluster.first(mesh.size))
+        trains = differentiates(graph, request)
+        unlike = unlike_part(cut, mesh, request.batchnorm, links, differentiate=trains) if mesh.widths else None
+        ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices, links, unlike), cut))
     plan, chosen = plan_ways(ways)
     assert chosen is not None
     return dataclasses.replace(cut_described(plan, chosen, request), weights=weights_digest(graph))

@@ -44,6 +44,7 @@ class Runs:
         kept: (K, C, width) bytes for each microbatch in flight.
         gradients: (K, C, width) bytes from the first backward on.
         working: (K, C, width) bytes while the run computes.
+        parted: (K, C, width) seconds of ``time`` until the gradients of what is read in parts are whole.
         behind: (C, width) the unit behind each run; the number of units where a run would go beyond the last.
     """
 
@@ -55,6 +56,7 @@ class Runs:
     kept: Floats
     gradients: Floats
     working: Floats
+    parted: Floats
     behind: Integers
 
     @property
@@ -78,7 +80,7 @@ class Runs:
         time, leaving, entering = (each[:, starts, lengths] for each in (self.time, self.leaving, self.entering))
         fixed, kept, gradients, working = (each[:, starts, lengths] for each in (self.fixed, self.kept, self.gradients, self.working))
         start, behind = self.start + (starts.start or 0), self.behind[starts, lengths]
-        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
+        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, self.parted[:, starts, lengths], behind)
 
 
 class RunTable:
@@ -90,11 +92,14 @@ class RunTable:
 
     def __init__(self, units: Units) -> None:
         self._n_units = len(units)
-        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses), _of_values(units.gathered_uses))
+        of_borders = _together(_of_values(units.gathered_uses), _of_uses(units.parted_uses))
+        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses), of_borders)
         self._of_leaving = _of_values(_counted(units.leaving))
         self._of_entering = _of_uses(_counted(units.entering))
         self._of_memory = [_of_uses(each) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses)]
-        self._workings = units.workings
+        self._workings, self._has_borders = units.workings, bool(units.gathered or units.parted)
+        self._of_parted = _of_uses(units.parted_uses)
+        self._of_border_memory = _together(_of_values(units.gathered_sizes), _of_uses(units.parted_sizes))
         self._known: dict[int, Runs] = {}
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -119,8 +124,12 @@ class RunTable:
         fixed, kept, gradients = (each.sums(start, stop, width) for each in self._of_memory)
         peaks = [working.of_block(start, stop, width) for working in self._workings]
         working = np.stack(peaks) if len(peaks) > 1 else peaks[0][None]
+        parted = np.zeros((1, *working.shape[1:]))
+        if self._has_borders:
+            working = working + self._of_border_memory.sums(start, stop, width)
+            parted = self._of_parted.sums(start, stop, width)
         behind = np.minimum(np.arange(start + 1, stop + 1)[:, None] + np.arange(width), self._n_units)
-        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, behind)
+        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, parted, behind)
 
 
 @lru_cache(maxsize=32)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.planner.borders import Gathered, Parted
 from partitioner.schedules.in_flight import Awaiting
 
 __all__ = [
     "Floats",
-    "Gathered",
     "Integers",
     "Shared",
     "StageProblem",
@@ -69,20 +69,6 @@ class Shared(NamedTuple):
     def of_kind(self, kind: int) -> float:
         """Of one kind."""
         return self.amount[kind] if isinstance(self.amount, tuple) else self.amount
-
-
-class Gathered(NamedTuple):
-    """A value that does not lie whole on the ranks of its stage: they make it whole before they send it, once, to all later stages.
-
-    Attributes:
-        seconds: what that takes a stage of each kind.
-        producer: the unit that computes it; its stage pays.
-        reader: the last unit that reads it: nothing is paid where that is in the same stage.
-    """
-
-    seconds: tuple[float, ...]
-    producer: int
-    reader: int
 
 
 class Uses(NamedTuple):
@@ -263,7 +249,8 @@ class Units:
         gradients: bytes that a stage holds from its first backward on.
         summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
         working: what is held besides by a stage that computes, one for each kind where these differ; None: nothing.
-        gathered: what a stage makes whole before it sends it: it takes that long forward, beside its units.
+        gathered: what a stage makes whole before it sends it.
+        parted: what it reads in parts, and makes the gradient whole of.
     """
 
     time: Floats
@@ -276,6 +263,7 @@ class Units:
     summed: float = 0.0
     working: Working | tuple[Working, ...] | None = None
     gathered: tuple[Gathered, ...] = ()
+    parted: tuple[Parted, ...] = ()
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
@@ -293,11 +281,13 @@ class Units:
         return self.working if isinstance(self.working, tuple) else (self.working,)
 
     def working_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
-        """(S,) bytes that stages of these kinds, which start there, compute with."""
-        if self.working is None:
-            return np.zeros(len(starts))
-        each = [working.of_stages(starts) for working in self.workings]
-        return each[0] if len(each) == 1 else np.stack(each)[list(kinds), np.arange(len(starts))]
+        """(S,) bytes that stages of these kinds, which start there, compute with, and hold at their borders."""
+        each = np.zeros((1, len(starts))) if self.working is None else np.stack([working.of_stages(starts) for working in self.workings])
+        own: Floats = each[0] if len(each) == 1 else each[list(kinds), np.arange(len(starts))]
+        if not (self.gathered or self.parted):
+            return own
+        stage_of = stages_of(starts, len(self))
+        return own + self.gathered_sizes.left(stage_of, len(starts), kinds) + self.parted_sizes.held(stage_of, len(starts), kinds)
 
     @cached_property
     def fixed_uses(self) -> Uses:
@@ -323,6 +313,21 @@ class Units:
     def gathered_uses(self) -> Uses:
         """Of what is made whole before it is sent: (U, K) seconds, as ``leaving`` has bytes."""
         return uses(((item.seconds, (item.reader,), item.producer) for item in self.gathered), self.n_kinds)
+
+    @cached_property
+    def gathered_sizes(self) -> Uses:
+        """The same in bytes."""
+        return uses(((item.size, (item.reader,), item.producer) for item in self.gathered), self.n_kinds)
+
+    @cached_property
+    def parted_uses(self) -> Uses:
+        """Of what is read in parts: (U, K) seconds, as ``entering`` has bytes."""
+        return uses(((item.seconds, item.readers, item.producer) for item in self.parted), self.n_kinds)
+
+    @cached_property
+    def parted_sizes(self) -> Uses:
+        """The same in bytes."""
+        return uses(((item.size, item.readers, item.producer) for item in self.parted), self.n_kinds)
 
     @cached_property
     def leaving(self) -> Uses:

@@ -128,11 +128,13 @@ def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[in
     """The columns of ``StageTimes``: seconds of each stage."""
     prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
     halves = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
-    again, gathered = prices.units.replicated_uses, prices.units.gathered_uses
-    if len(again.unit):
-        halves[0] += again.held(stage_of, n_stages, kinds)
-    if len(gathered.unit):
-        halves[0] += gathered.left(stage_of, n_stages, kinds)
+    units = prices.units
+    if len(units.replicated_uses.unit):
+        halves[0] += units.replicated_uses.held(stage_of, n_stages, kinds)
+    if units.gathered:
+        halves[0] += units.gathered_uses.left(stage_of, n_stages, kinds)
+    if units.parted:
+        halves[1] += units.parted_uses.held(stage_of, n_stages, kinds)
     messages = problems.messages(candidate)
     return tuple(column.tolist() for column in (*halves, *messages.of(stage_of), messages.shares))
 

@@ -17,9 +17,10 @@ from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from cost_models.operations import OperationCost
 from cost_models.work import Work
+from partitioner.planner.borders import Gathered, Parted
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.exchanges import Exchange
-from partitioner.planner.stage_problem import Floats, Gathered, Integers, Shared, Units, Value, Working
+from partitioner.planner.stage_problem import Floats, Integers, Shared, Units, Value, Working
 from partitioner.planner.time_shares import Shares
 from partitioner.planner.unit_memory import UnitMemory
 from passes.ir.graph import ModelGraph
@@ -49,6 +50,7 @@ class UnitPrices:
         summed: bytes of gradients that are there twice at once, at most.
         working: what units hold while they compute, one for each kind where these differ.
         gathered: what a stage makes whole before it sends it.
+        parted: what it reads in parts, and makes the gradient whole of.
     """
 
     halves: Floats
@@ -62,12 +64,13 @@ class UnitPrices:
     summed: float
     working: Working | tuple[Working, ...]
     gathered: tuple[Gathered, ...] = ()
+    parted: tuple[Parted, ...] = ()
 
     @cached_property
     def units(self) -> Units:
         """The same for the stage cutter."""
         of_memory = (self.fixed, self.kept, self.depth, self.gradients, self.summed, self.working)
-        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory, gathered=self.gathered)
+        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory, gathered=self.gathered, parted=self.parted)
 
     def flops_of(self, run: range, kind: int) -> float:
         """Of the forward of a run of units in a stage of a kind."""

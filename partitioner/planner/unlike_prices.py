@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.planner.stage_problem import Floats, Gathered, Shared
+from partitioner.planner.borders import Gathered, Parted
+from partitioner.planner.stage_problem import Floats, Shared
 from partitioner.planner.time_shares import Shares
 from partitioner.planner.unit_prices import Prices, UnitPrices
 from passes.recompute import Recompute
@@ -29,7 +30,7 @@ class UnlikePrices:
         of_kind: (K,) for each kind, which of the lists prices it.
         lists: prices of the same units in stages of one width each; every list knows the devices of all K kinds.
         values_of: the list whose values hold for all stages: between stages they are whole.
-        gathered: for the rows of a microbatch, what stages make whole before they send it.
+        borders: for the rows of a microbatch, what stages make whole before they send it, or read in parts.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class UnlikePrices:
         of_kind: Sequence[int],
         lists: Sequence[Prices],
         values_of: Prices,
-        gathered: Callable[[int], tuple[Gathered, ...]] = lambda _: (),
+        borders: Callable[[int], tuple[tuple[Gathered, ...], tuple[Parted, ...]]] = lambda _: ((), ()),
     ) -> None:
         self._of_kind, self._lists = tuple(of_kind), tuple(lists)
-        self._values_of, self._gathered = values_of, gathered
+        self._values_of, self._borders = values_of, borders
         self.recompute: Recompute = lists[0].recompute
         self.kinds = lists[0].kinds
         self._known: dict[int, UnitPrices] = {}
@@ -56,6 +57,7 @@ class UnlikePrices:
         each, whole = [prices.at(microbatch_size) for prices in self._lists], self._values_of.at(microbatch_size)
         replicated = self._merged([(seconds, (units, -1)) for seconds, units in prices.replicated] for prices in each)
         workings = tuple(each[place].units.workings[0] for place in self._of_kind)
+        gathered, parted = self._borders(microbatch_size)
         flops = [each[place].flops for place in self._of_kind]
         return UnitPrices(
             halves=self.halves(microbatch_size),
@@ -68,7 +70,8 @@ class UnlikePrices:
             gradients=self.gradients,
             summed=max(prices.summed for prices in each),
             working=workings if len(set(self._of_kind)) > 1 else workings[0],
-            gathered=self._gathered(microbatch_size),
+            gathered=gathered,
+            parted=parted,
         )
 
     def halves(self, microbatch_size: int) -> Floats:

@@ -1,0 +1,304 @@
+"""Stages of unlike width, ``{"pipeline": 2, "tensor": (2, 1)}``: exactly the model, in every schedule, on every width."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.hardware import Cluster, Device, Link
+from partitioner import Constraints, PartitionedModel, Plan, partition
+from partitioner.mode_text import mode_text, parse_mode, without_rest
+from passes.ir.communication import all_reduce, receive, send
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import Mesh, homes, mesh_words, pipelines, receivers
+from tests.models.zoo import case_named
+from tests.transparency import backward_steps, compare, first_difference, reference_steps
+
+Widths = tuple[int, ...]
+
+
+def mode(widths: Widths, **beside: Any) -> dict[str, Any]:
+    return {"pipeline": len(widths), "tensor": widths, **beside}
+
+
+# -- meshes ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_counted_without_the_places_that_nobody_has() -> None:
+    """
+    data 0     pipeline 0: ranks 0 1    pipeline 1: rank 2
+    data 1     pipeline 0: ranks 3 4    pipeline 1: rank 5
+    """
+    mesh = Mesh((("data", 2), ("pipeline", 2), ("tensor", 2)), widths=(2, 1))
+    assert mesh.size == 6
+    assert [mesh.rank(mesh.coordinate(rank)) for rank in range(6)] == list(range(6))
+    assert mesh.coordinate(5) == {"data": 1, "pipeline": 1, "tensor": 0}
+    assert pipelines(mesh) == ((0, 2), (1, 2), (3, 5), (4, 5))
+    assert [mesh.group(rank, ("tensor",)) for rank in range(3)] == [(0, 1), (0, 1), (2,)]
+    assert mesh.group(2, ("data",)) == (2, 5)
+    assert mesh.cutting.dimensions == (("data", 2), ("tensor", 2))
+    assert mesh.cutting_at(1).dimensions == (("data", 2),)
+    assert mesh_words(mesh) == "data 2 x pipeline 2 x tensor 2 + 1"
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (4, 2), (3, 2), (2, 3, 1), (1, 4, 2)])
+def test_everybody_receives_what_crosses_once(widths: Widths) -> None:
+    mesh = Mesh((("pipeline", len(widths)), ("tensor", max(widths))), widths)
+    ranks = [sorted({pipeline[place] for pipeline in pipelines(mesh)}) for place in range(len(widths))]
+    assert [len(each) for each in ranks] == list(widths)
+    for one in range(len(widths)):
+        for other in range(len(widths)):
+            if one != other:
+                received = [each for rank in ranks[one] for each in receivers(mesh, rank, one, other)]
+                assert sorted(received) == ranks[other]
+    assert all(rank in pipelines(mesh)[home] for rank, home in homes(mesh).items())
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------------------------
+
+TRAININGS = [
+    ("perceptron", mode((2, 1)), "1F1B", 8),
+    ("perceptron", mode((1, 2)), "ZB1P", 9),
+    ("perceptron", mode((1, 3, 2)), "GPipe", 7),
+    ("residual", mode((4, 2)), "1F1B", 7),
+    ("residual", mode((2, 1)), "ZBV", 8),
+    ("residual", mode((1, 2)), "Interleaved1F1B", 8),
+    ("group_norm_convolution", mode((2, 1)), "ZB1P", 9),
+    ("group_norm_convolution", {"data": 2, **mode((1, 2))}, "1F1B", 8),
+    ("branches", mode((2, 1)), "1F1B", 8),
+    pytest.param("unet", mode((1, 2, 1)), "1F1B", 8, marks=pytest.mark.slow),
+    ("nested_outputs", mode((2, 1)), "GPipe", 2),
+    ("returns_loss", mode((1, 2)), "1F1B", 7),
+    ("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8),
+    ("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8),
+    ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches in turn, then one on both
+    ("perceptron", {"pipeline": (1, 2), "tensor": (2, 1)}, "ZB1P", 9),  # two ranks have parts of the loss
+    ("gpt", mode((2, 1, 2)), "1F1B", 8),  # the stages that read its embedding are as wide
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "schedule", "rows"), TRAININGS)
+def test_training(name: str, mesh: Mapping[str, Any], schedule: str, rows: int) -> None:
+    """Losses, gradients, and weights after three steps of AdamW."""
+    assert first_difference(case_named(name), rows, devices=ranks_of(mesh), mode=mesh, schedule=schedule) is None
+
+
+def ranks_of(mesh: Mapping[str, Any]) -> int:
+    turns = mesh["pipeline"] if isinstance(mesh["pipeline"], tuple) else (1,) * mesh["pipeline"]
+    beside = math.prod(size for name, size in mesh.items() if name not in ("pipeline", "tensor"))
+    return int(beside * sum(count * width for count, width in zip(turns, mesh["tensor"], strict=True)))
+
+
+@pytest.mark.parametrize(("name", "widths"), [("nested_outputs", (2, 1)), ("returns_loss", (1, 3)), ("perceptron", (2, 1, 2))])
+def test_backward_as_any_module(name: str, widths: Widths) -> None:
+    case = case_named(name)
+    reference = reference_steps(case, batch_size=9)
+    other = backward_steps(case, batch_size=9, n_microbatches=4, devices=sum(widths), mode=mode(widths))
+    assert compare(reference, other, case.tolerance) is None
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))).double()
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 8, dtype=torch.float64, generator=generator), torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+
+
+def on(widths: Widths, **arguments: Any) -> PartitionedModel:
+    return partition(perceptron(), sum(widths), mode(widths), example_inputs=inputs(12)[:1], progress=False, **arguments)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 23])
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
+def test_batches_of_any_size(widths: Widths, rows: int) -> None:
+    """Gradients of inputs are those of all rows, on every rank."""
+    model, pm = perceptron(), on(widths, n_microbatches=5)
+    x, target = inputs(rows)
+    x.requires_grad_()
+    expected = nn.functional.mse_loss(model(x), target)
+    expected.backward()
+    (of_input,), x.grad = (x.grad,), None
+    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss), expected)
+    torch.testing.assert_close(x.grad, of_input)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    with torch.no_grad():
+        torch.testing.assert_close(pm(x), model(x))
+
+
+def test_a_value_that_lies_in_parts_is_made_whole_where_it_crosses() -> None:
+    """Cut between a layer that gives columns and one that reads rows: each alone would send its half."""
+    split = Constraints(split_spec={"1": "beginning"})
+    for widths in ((2, 1), (1, 2), (2, 4)):
+        pm = on(widths, n_microbatches=3, constraints=split)
+        x, target = inputs(12)
+        model = perceptron()
+        nn.functional.mse_loss(model(x), target).backward()
+        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+        for name, gradient in pm.full_gradients().items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_accumulated_and_clipped_gradients() -> None:
+    model, pm = perceptron(), on((2, 1), n_microbatches=4)
+    with pm.no_sync():
+        x, target = inputs(8)
+        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+        nn.functional.mse_loss(model(x), target).backward()
+    x, target = inputs(6)
+    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(model(x), target).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.125)
+    torch.testing.assert_close(pm.clip_grad_norm_(0.125), norm)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_a_training_goes_on_under_other_plans() -> None:
+    """Weights and what AdamW knows of them go from (2, 1) to one device and on to (1, 2), as if nothing had happened."""
+    model = perceptron()
+    reference = torch.optim.AdamW(model.parameters(), 1e-2)
+    state: tuple[dict[str, Any], Any] | None = None
+    for plan in (on((2, 1)), partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False), on((1, 2))):
+        optimizer = torch.optim.AdamW(plan.parameters(), 1e-2)
+        if state is not None:
+            plan.load_state_dict(state[0])
+            plan.load_optimizer_state_dict(optimizer, state[1])
+        x, target = inputs(12)
+        plan.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+        nn.functional.mse_loss(model(x), target).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        state = plan.full_state_dict(), plan.full_optimizer_state_dict(optimizer)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[0][name], value, rtol=1e-9, atol=1e-11)
+
+
+# -- what is seen of it ------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_programs_and_reports() -> None:
+    pm = on((2, 1), n_microbatches=2, schedule="1F1B", constraints=Constraints(split_spec={"4": "beginning"}))
+    assert (pm.plan.mesh, pm.plan.widths) == ((("pipeline", 2), ("tensor", 2)), (2, 1))
+    assert Plan.from_json(pm.plan.to_json()) == pm.plan
+    pm.verify()
+    assert pm.check(inputs(12)[0])
+    counts = [[sum(node.target is function for node in graph.graph.nodes) for function in (send, receive)] for graph in pm.graphs]
+    loss = 1  # told by rank 2 to both others
+    assert counts == [[2, 2 + loss], [0, 2 + loss], [2 * 2 + 2 * loss, 2]]
+    assert not any(node.target is all_reduce for node in pm.graph(2).graph.nodes)
+    told = pm.explain()
+    assert "pipeline 2 x tensor 2 + 1" in told
+    rows = [line.split()[:5] for line in str(pm).splitlines()[3:6]]
+    assert rows == [["0", "tensor", "0", "cpu", "0"], ["1", "tensor", "1", "cpu", "0"], ["2", "tensor", "0", "cpu", "1"]]
+    again = partition(perceptron(), 3, example_inputs=inputs(12)[:1], plan=pm.plan, progress=False)
+    assert [str(graph) for graph in again.graphs] == [str(graph) for graph in pm.graphs]
+    with pytest.raises(ConfigError, match="no formula"):
+        pm.cost_formula()
+    moved = pm.replan(3, mode="pipeline").moves
+    assert moved.kept[0] > 0
+
+
+def test_a_report(tmp_path: Any) -> None:
+    on((1, 2)).save_report(tmp_path / "report.html")
+    assert "1 + 2" in (tmp_path / "report.html").read_text()
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------------------
+
+LAYERS, FEATURES, ROWS = 3, 256, 64
+FLOPS = 1e9
+ALIKE = Cluster([Device("d", {"float64": FLOPS}, 2**40, 1e15, launch_overhead=0.0, compute_efficiency=1.0)] * 3, Link(0.0, 1e15))
+"""Nothing but products of matrices takes time."""
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))).double()
+
+
+@pytest.mark.parametrize("source", ["planned", "simulated"])
+def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks(source: str) -> None:
+    """Three layers on widths 2 + 1: two of them on two ranks, half of each on either.
+
+    Of M microbatches, each takes f forward and 2 f back on the second stage, which begins after the first forward, of f, and works
+    without a pause; then the first stage ends: 1.5 f, since one of its two layers has no gradient of its input.
+    """
+    count = 16
+    x = torch.randn(ROWS, FEATURES, dtype=torch.float64)
+    arguments: dict[str, Any] = {"n_microbatches": count, "schedule": "1F1B", "optimizer": "none", "cluster": ALIKE, "progress": False}
+    pm = partition(wide(), 3, mode((2, 1)), example_inputs=(x,), **arguments)
+    assert [stage.modules for stage in pm.plan.stages] == [("0", "1"), ("2",)]
+    forward = 2 * ROWS / count * FEATURES * FEATURES / FLOPS
+    expected = forward + count * 3 * forward + 1.5 * forward
+    seconds = pm.plan.step_time if source == "planned" else pm.simulate().step_time
+    assert seconds == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("cut", "within"), [("6", 0.08), ("5", 0.12)], ids=["whole", "in_parts"])
+def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: float, widths: Widths, recompute: str) -> None:
+    """Layers of 64 -> 256 -> 64: behind a pair of them a value lies whole, inside of one in parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))))
+    arguments: dict[str, Any] = {"n_microbatches": 4, "schedule": "1F1B", "recompute": recompute, "cluster": ALIKE, "progress": False}
+    split = Constraints(split_spec={cut: "beginning"})
+    pm = partition(model, 3, mode(widths), example_inputs=(torch.randn(256, 64),), constraints=split, **arguments)
+    simulation = pm.simulate()
+    for planned, simulated in zip(pm.plan.memory, simulation.peak_memory, strict=True):
+        assert planned == pytest.approx(simulated, rel=within)
+    assert pm.plan.step_time == pytest.approx(simulation.step_time, rel=within)
+
+
+def test_plans_are_those_of_equal_widths_where_all_are_equal() -> None:
+    plans = [on((2, 2)).plan, partition(perceptron(), 4, {"pipeline": 2, "tensor": 2}, example_inputs=inputs(12)[:1], progress=False).plan]
+    assert plans[0] == plans[1]
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_modes_as_text() -> None:
+    assert mode_text({"pp": 2, "tensor": (2, 1)}) == "pp=2,tensor=2+1"
+    assert parse_mode("pipeline=2,tensor=2+1") == {"pipeline": 2, "tensor": (2, 1)}
+    assert without_rest({"pipeline": 2, "tensor": (2, 1), "data": -1}, 12) == {"pipeline": 2, "tensor": (2, 1), "data": 4}
+    assert without_rest({"pipeline": 2, "tensor": (2, 1)}, 4) is None
+    assert json.loads(on((2, 1)).plan.to_json())["widths"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "message"),
+    [
+        ({"pipeline": 2, "tensor": (2, 1)}, 4, "has 3 devices and 4 were given"),
+        ({"pipeline": 2, "tensor": (2, 0)}, 3, "a size is a number of ranks"),
+        ({"pipeline": 3, "tensor": (2, 1)}, 4, "gives 2 stages a number of ranks, and has 3"),
+        ({"tensor": (2, 1)}, 3, "gives 2 stages a number of ranks, and has 1"),
+        ({"pipeline": 2, "data": (2, 1)}, 3, "only stages have unlike numbers of ranks"),
+    ],
+)
+def test_meshes_that_cannot_be(given: dict[str, Any], devices: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partition(perceptron(), devices, given, example_inputs=inputs(12)[:1], progress=False)
+
+
+def test_a_parameter_of_stages_of_unlike_width_is_refused_by_name() -> None:
+    instance = case_named("gpt").build()
+    with pytest.raises(ConfigError, match=r"is read in stages on 1 and on 2 ranks|is read in stages on 2 and on 1 ranks") as refusal:
+        partition(instance.model, 3, mode((2, 1)), example_inputs=instance.args, progress=False)
+    assert "token" in str(refusal.value) or "embedding" in str(refusal.value)
+    plan = partition(instance.model, 4, {"pipeline": 2, "tensor": 2}, example_inputs=instance.args, progress=False).plan
+    unlike = dataclasses.replace(plan, devices=plan.devices[:3], memory=plan.memory[:3], widths=(2, 1))
+    with pytest.raises(ConfigError, match="unlike parts"):
+        partition(instance.model, 3, plan=unlike, example_inputs=instance.args, progress=False)
