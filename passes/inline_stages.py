@@ -146,7 +146,7 @@ class _Inliner:
                 continue
             name = node.name
             if node.target is communication.send:
-                name = re.sub(r"_to_rank\d+$", f"_to_rank{node.kwargs['destination']}", name)
+                name = re.sub(r"_to_rank\d+(_\d+)?$", f"_to_rank{node.kwargs['destination']}", name)
             copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=name)
             copy.meta = dict(node.meta)
             self.values[node] = copy

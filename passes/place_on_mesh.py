@@ -124,9 +124,8 @@ class _Writer:
             node.update_kwarg("destination", self.pipeline[place])
             return
         for rank in receivers(self.mesh, self.rank, self.program.rank, place):
-            name = re.sub(r"_to_rank\d+$", f"_to_rank{rank}", node.name)
-            with self.nodes.inserting_before(node):
-                copy = self.nodes.create_node("call_function", send, node.args, {**node.kwargs, "destination": rank}, name=name)
+            with self.nodes.inserting_before(node):  # named by its rank when it is written out
+                copy = self.nodes.create_node("call_function", send, node.args, {**node.kwargs, "destination": rank}, name=node.name)
             copy.meta = dict(node.meta)
         self.nodes.erase_node(node)
 

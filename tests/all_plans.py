@@ -18,6 +18,7 @@ from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.memory import optimizer_states
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.cuttable_model import CuttableModel
+from partitioner.planner.mesh_links import LinkTable
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.plan_request import PlanRequest
@@ -25,6 +26,7 @@ from partitioner.planner.stage_problem import Working
 from partitioner.planner.staged_model import StagedModel
 from partitioner.planner.step_time import simulate_step
 from partitioner.planner.unit_prices import UnitPrices
+from partitioner.planner.unlike_part import unlike_part
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
@@ -141,6 +143,21 @@ def shared(given: Instance, mesh: Mesh) -> Iterator[tuple[int, ...]]:
             yield from (counts for counts in itertools.product(range(1, n), repeat=n_stages) if sum(counts) == n)
 
 
+def unlike_widths(given: Instance, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """All ways to give the places of a pipeline to stages that are not all of one width; of more than four, to two, by powers of two."""
+    n, in_turn = mesh.length("pipeline"), given.request.schedule in (None, "GPipe", "1F1B", "ZB1P")
+    if any(name not in ("data", "pipeline") for name in mesh.names):
+        return
+    shapes = [(turns, width) for turns in range(1, n) for width in range(1, n) if n <= 4 or {turns, width} <= {1, 2, 4}]
+    for n_stages in range(2, n if n <= 4 else 3):
+        for stages in itertools.product(shapes, repeat=n_stages):
+            widths = tuple(width for turns, width in stages for _ in range(turns))
+            if sum(widths) == n and len(set(widths)) > 1 and (in_turn or len(widths) == n_stages):
+                sizes = {**dict(mesh.dimensions), "pipeline": len(widths), "tensor": max(widths)}
+                turns = tuple(turns for turns, _ in stages)
+                yield Mesh(tuple(sizes.items()), widths), turns if max(turns) > 1 else ()
+
+
 def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool, replicas: tuple[int, ...] = ()) -> MeshProblem | None:
     """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
 
@@ -152,14 +169,23 @@ def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: b
     memory = given.request.memory_limit
     held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices) * stages
     held *= math.prod(mesh.length(name) for name in ("zero1", "fsdp")) / (2 + optimizer_states(given.request.optimizer))
+    request = replace(given.request, mode="auto" if stages > 1 else "pipeline", replicas=replicas)
     try:
-        if beside and not model.can_cut_beside(mesh):
-            return None
-        part = model.cut(mesh.cutting, beside=beside, limit=held).part if mesh.cutting.size > 1 else model.whole
+        return None if beside and not model.can_cut_beside(mesh) else problem_of(given, model, mesh, request, beside=beside, limit=held)
     except ConfigError:
         return None
-    request = replace(given.request, mode="auto" if stages > 1 else "pipeline", replicas=replicas)
-    return MeshProblem(mesh, part, given.cluster, request, Roofline())
+
+
+def problem_of(
+    given: Instance, model: CuttableModel, mesh: Mesh, request: PlanRequest, *, beside: bool = False, limit: float = math.inf
+) -> MeshProblem:
+    """A mesh with its axes cut, once for each width of its stages."""
+    links = LinkTable(given.cluster)
+    if mesh.cutting.size == 1:
+        return MeshProblem(mesh, model.whole, given.cluster, request, Roofline(), links)
+    cut = model.cut(mesh.cutting, beside=beside, limit=limit)
+    parts = unlike_part(cut, mesh, "sync", links, differentiate=True) if mesh.widths else None
+    return MeshProblem(mesh, cut.part, given.cluster, request, Roofline(), links, parts)
 
 
 def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
@@ -177,18 +203,25 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
                 yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, replicas)
 
 
-def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> list[float]:
+def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
     """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
 
     While one action goes on, what the next one waits for comes. Of ranks that share a stage, all gradients of such small models are in one
     message.
     """
     held = [
-        [sum(item.most for item in items if set(item.units) & set(run) and item.producer not in run) for run in runs]
+        [
+            sum(item.of_kind(kind) for item in items if set(item.units) & set(run) and item.producer not in run)
+            for run, kind in zip(runs, kinds, strict=True)
+        ]
         for items in (prices.fixed, prices.kept, prices.gradients)
     ]
     fixed, kept, gradients = held
-    assert isinstance(prices.working, Working)
+    workings = prices.units.workings
+    computing = [
+        needed(workings[kind if len(workings) > 1 else 0], run) + at_borders(prices, run, kind)
+        for run, kind in zip(runs, kinds, strict=True)
+    ]
     peaks = list[float]()
     for actions in schedule.actions:
         stages = {action.stage for action in actions}
@@ -196,7 +229,7 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...]) -> l
         for action, following in zip(actions, (*actions[1:], None), strict=True):
             now += kept[action.stage] if action.kind is ActionKind.FORWARD else 0.0
             coming = 0.0 if following is None else received(prices, runs, following)
-            most = max(most, now + sum(made.values()) + needed(prices.working, runs[action.stage]) + coming)
+            most = max(most, now + sum(made.values()) + computing[action.stage] + coming)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 now -= kept[action.stage]
                 made[action.stage] = gradients[action.stage]
@@ -214,6 +247,13 @@ def received(prices: UnitPrices, runs: tuple[range, ...], action: Action) -> int
     if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         return sum(value.size for value in prices.values if value.producer in run and max(value.readers) >= run.stop)
     return 0
+
+
+def at_borders(prices: UnitPrices, run: range, kind: int) -> float:
+    """What a stage makes whole to send it, and what it reads in parts."""
+    gathered = (item.size[kind] for item in prices.gathered if item.producer in run and item.reader >= run.stop)
+    parted = (item.size[kind] for item in prices.parted if item.producer < run.start and set(item.readers) & set(run))
+    return sum(gathered) + sum(parted)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,20 +274,25 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     prices = problems.prices.at(problems.rows(staged.candidate))
     runs = [set(run) for run in staged.runs]
     assert sum(map(len, runs)) == units
-    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices, staged.schedule, staged.runs))):
+    kinds = problems.kinds(staged.candidate)
+    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices, staged.schedule, staged.runs, kinds))):
         return math.inf
     sums = []
     for rank in range(problem.n_places):
         mine = set().union(*(run for stage, run in enumerate(runs) if rank in stage_ranks[stage]))
         summed: dict[str, float] = {}
-        for each in problem.part.sums:
+        width = problem.mesh.widths[rank] if problem.unlike is not None else 0
+        part, links = (
+            (problem.part, problem.links) if problem.unlike is None else (problem.unlike.by_width[width], problem.unlike.links[width])
+        )
+        for each in part.sums:
             if set(problems.prices.users(each.parameter)) & mine:
                 summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
-        sums.append(sum(problem.links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
+        sums.append(sum(links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
     taking_turns = [0.0]
-    for ranks, run in zip(stage_ranks, runs, strict=True):
+    for ranks, run, kind in zip(stage_ranks, runs, kinds, strict=True):
         if len(ranks) > 1:
-            size = sum(item.most for item in prices.gradients if set(item.units) & run)
+            size = sum(item.of_kind(kind) for item in prices.gradients if set(item.units) & run)
             taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
     return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns)
 

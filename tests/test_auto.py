@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import subprocess
@@ -115,7 +114,7 @@ def test_any_number_of_devices_in_training_and_evaluation(devices: int, training
     x = torch.rand(6, 8)
     pm = partition(model, devices=devices, example_inputs=(x,), progress=False)
     torch.testing.assert_close(pm(x), model(x))
-    assert math.prod(size for _, size in pm.plan.mesh) == devices
+    assert pm.plan.grid.size == devices
 
 
 def test_a_model_without_a_batch() -> None:

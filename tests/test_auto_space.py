@@ -14,7 +14,7 @@ from partitioner.planner.pace import pace_of
 from partitioner.planner.staged_model import stage_model
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
-from tests.all_plans import Instance, candidates, instance, mesh_problem, meshes, price, shared
+from tests.all_plans import Instance, candidates, instance, mesh_problem, meshes, price, shared, unlike_widths
 
 
 def best_by_brute_force(given: Instance) -> float:
@@ -26,6 +26,7 @@ def best_by_brute_force(given: Instance) -> float:
     every = [
         *((mesh, beside, ()) for mesh in meshes(given) for beside in (False, True)),
         *((mesh, False, each) for mesh in (pipeline, *beside_others) for each in shared(given, mesh)),
+        *((other, False, turns) for mesh in (pipeline, *beside_others) for other, turns in unlike_widths(given, mesh)),
     ]
     for mesh, beside, replicas in every:
         problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)

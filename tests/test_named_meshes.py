@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.cost_model import Roofline
 from cost_models.hardware import Cluster
 from partitioner import Constraints, InfeasiblePlanError, partition
 from partitioner.planner import auto
@@ -30,7 +29,7 @@ from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.recompute import Recompute
-from tests.all_plans import Instance, instance, price, shared
+from tests.all_plans import Instance, instance, meshes, price, problem_of, shared, unlike_widths
 from tests.models.gpt import Gpt
 from tests.models.unet import UNet
 
@@ -84,8 +83,7 @@ def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
 def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
     """Seconds of the fastest of all plans of the mesh; inf where none fits."""
     model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=True))
-    part = model.cut(mesh.cutting).part if mesh.cutting.size > 1 else model.whole
-    problem, best = MeshProblem(mesh, part, given.cluster, given.request, Roofline()), math.inf
+    problem, best = problem_of(given, model, mesh, given.request), math.inf
     forced = forced_unit(given, problem)
     for policy, candidate in open_candidates(given, problem):
         problems = problem.problems(policy)
@@ -129,6 +127,34 @@ def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) 
     assert plan.gap == 0.0
 
 
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(120)])
+def test_the_plan_is_the_best_of_all_cuts_of_stages_of_unlike_width(seed: int) -> None:
+    draw = random.Random(seed)
+    given, shapes = next(found for found in map(with_widths, itertools.count(seed, 1000)) if found[1])
+    mesh, turns = draw.choice(shapes)
+    count = None if turns else given.request.n_microbatches
+    request = dataclasses.replace(given.request, mode="pipeline", replicas=turns, n_microbatches=count)
+    given = dataclasses.replace(given, request=request)
+    try:
+        best = best_by_brute_force(given, mesh)
+    except ConfigError:  # the mesh cannot cut the model
+        best = math.inf
+    if best == math.inf:
+        with pytest.raises((InfeasiblePlanError, ConfigError)):
+            plan_mesh(given.graph, given.cluster, given.request, None, mesh)
+        return
+    plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
+    assert (plan.replicas, plan.widths) == (turns, mesh.widths)
+    assert plan.step_time == pytest.approx(best, rel=1e-9)
+    assert plan.gap == 0.0
+
+
+def with_widths(seed: int) -> tuple[Instance, list[tuple[Mesh, tuple[int, ...]]]]:
+    """An instance, and the meshes of unlike width that its devices make, with rows beside or without."""
+    given = instance(seed)
+    return given, [found for mesh in meshes(given) if mesh.length("pipeline") > 2 for found in unlike_widths(given, mesh)]
+
+
 GPT = (Gpt(depth=2), (torch.zeros(16, 8, dtype=torch.long),))
 WIDER = (nn.Sequential(*(nn.Sequential(nn.Linear(24, 24 * each), nn.GELU(), nn.Linear(24 * each, 24)) for each in (1, 2, 4, 8))),)
 PERCEPTRON = (*WIDER, (torch.randn(16, 24),))
@@ -151,6 +177,7 @@ def only(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "allowed_shapes", lambda *_: iter([mesh]))
     monkeypatch.setattr(auto, "allowed_tiles", lambda *_, tight: iter([]))
     monkeypatch.setattr(auto, "allowed_sharing", lambda *_: iter([]))
+    monkeypatch.setattr(auto, "allowed_widths", lambda *_: iter([]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.memory import optimizer_states
-from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, candidates_of, microbatch_choices
+from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of, microbatch_choices
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel, MeshCut
 from partitioner.planner.describe import searched_words
@@ -33,6 +33,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.plan_search import PlanSearch
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
+from partitioner.planner.unlike_part import UnlikePart, unlike_part
 from passes.garbage import nothing_collected
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
@@ -117,6 +118,8 @@ class _Auto:
         for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
             for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
                 self._open_mesh(mesh, bounds, replicas)
+            for unlike, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(unlike, bounds, replicas)
         self._look_at(shapes, bounds)
         if self._search.best is None:  # tiles hold less at once than rows of whole images
             self._look_at([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
@@ -131,7 +134,8 @@ class _Auto:
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
         """Add a mesh, and the same with the sequence cut beside."""
         try:
-            for beside in (False, True)[: 1 + (not replicas and self._model.can_cut_beside(mesh))]:
+            plain = not replicas and not mesh.widths
+            for beside in (False, True)[: 1 + (plain and self._model.can_cut_beside(mesh))]:
                 bound = bounds.of(mesh, beside=beside, replicas=replicas)
                 item = _Cut(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
@@ -166,8 +170,13 @@ class _Auto:
         of_one_size = part.graph.batch is None and self._graph.batch is not None
         mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
         request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
-        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links)
+        unlike = None if cut is None or not mesh.widths else self._unlike(cut, mesh)
+        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links, unlike)
         self._search.add_mesh(problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places)))
+
+    def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
+        trains = differentiates(self._graph, self._request)
+        return unlike_part(cut, mesh, self._request.batchnorm, self._links, differentiate=trains)
 
     def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
         """Whether tiles that could cut other axes than space cut none."""

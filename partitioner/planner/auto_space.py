@@ -14,16 +14,16 @@ from partitioner.planner.constrained_axes import named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import stages_length
 from partitioner.planner.mesh_problem import MeshProblem, policies
-from partitioner.planner.mesh_shapes import MANY, mesh_shapes, tile_shapes
+from partitioner.planner.mesh_shapes import MANY, mesh_shapes, tile_shapes, unlike_shapes
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.shared_stages import written_buffers
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, Mesh
+from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.recompute import Recompute
 
-__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "candidates_of", "microbatch_choices"]
+__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "microbatch_choices"]
 
 _MOST_MICROBATCHES = 8
 """Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
@@ -71,20 +71,41 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
 
 def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     """How many places of a mesh's pipeline each stage could have, some more than one: on few devices, of a batch that can be cut."""
-    n_devices, n_places, constraints = len(cluster.devices), stages_length(mesh), request.constraints
-    kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
-    is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
-    if n_devices > _MOST_SHARING or not is_shared or constraints.device_map is not None or named_dimensions(constraints):
+    n_places, most = stages_length(mesh), _most_turns(graph, cluster, request, mesh)
+    if named_dimensions(request.constraints):
         return
-    if graph.microbatching or written_buffers(graph):
-        return
-    rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
-    most = max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // rows)), request, n_places))
     for n_stages in range(2, n_places if n_places <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
         for ends in itertools.combinations(range(1, n_places), n_stages - 1):
             replicas = tuple(end - start for start, end in itertools.pairwise((0, *ends, n_places)))
             if max(replicas) <= most:
                 yield replicas
+
+
+def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> int:
+    """How many ranks could take turns at a stage."""
+    kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
+    is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
+    if len(cluster.devices) > _MOST_SHARING or not is_shared or request.constraints.device_map is not None:
+        return 1
+    if graph.microbatching or written_buffers(graph):
+        return 1
+    rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
+    return max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // rows)), request, stages_length(mesh)))
+
+
+def allowed_widths(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """The meshes of unlike width that the places of a mesh's pipeline could make, alone or beside replicas, on few devices.
+
+    Returns:
+        Each with the turns of its stages, empty where there are none.
+    """
+    constraints, n_devices = request.constraints, len(cluster.devices)
+    if n_devices > _MOST_SHARING or constraints.device_map is not None or any(name not in ("data", *STAGES) for name in mesh.names):
+        return
+    most, named = _most_turns(graph, cluster, request, mesh), named_dimensions(constraints)
+    for unlike, turns in unlike_shapes(mesh):
+        if named <= set(unlike.names) and max(turns, default=1) <= most:
+            yield unlike, turns
 
 
 _MOST_SHARING, _FEW_SHARING, _MOST_SHARED_STAGES = 8, 4, 3

@@ -79,6 +79,8 @@ class MeshBounds:
         places, parts = stages_length(mesh), mesh.cutting.size
         stages = len(replicas) or places
         kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
+        if mesh.widths:
+            return self._of_unlike(mesh, replicas)
         in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
         if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
             return float("inf")
@@ -98,6 +100,24 @@ class MeshBounds:
             if count >= max(replicas, default=1)
         ]
         return (min(steps, default=math.inf) + exchanging) * (1 - _ROUNDING)
+
+    def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
+        """The same for stages of unlike width: what ranks exchange is left out, for it depends on which stage has what.
+
+        A rank has an equal share of all work at least, and a microbatch passes all stages, none of them wider than the widest.
+        """
+        rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
+        own_rows, n_ranks, widest = -(-self._whole.batch_size // rows), sum(mesh.widths), max(mesh.widths)
+        n_stages = len(replicas) or len(mesh.widths)
+        if self._fixed * (rows if "data" in mesh.names else 1) > self._limit or n_stages > self._n_units:
+            return math.inf
+        part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
+        steps = []
+        for count in microbatch_choices(part, self._request, len(mesh.widths)):
+            whole, _, shares, seconds = self._seconds_of(microbatch_size(own_rows, count))
+            through = float(np.maximum(seconds / widest, self._starts).sum()) * shares.through
+            steps.append(max(count * whole / n_ranks, through))
+        return min(steps) * (1 - _ROUNDING)
 
     def _seconds_of(self, rows: int) -> tuple[float, float, Shares, Floats]:
         """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""

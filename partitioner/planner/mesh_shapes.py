@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from passes.ir.mesh import TILE, Mesh
+from passes.ir.mesh import TILE, WIDTH, Mesh
 
-__all__ = ["MANY", "mesh_shapes", "tile_shapes"]
+__all__ = ["MANY", "mesh_shapes", "tile_shapes", "unlike_shapes"]
 
 ROW_KINDS = ("data", "zero1", "fsdp")
 """How replicas hold parameters: whole, in parts that are gathered once a microbatch, or gathered for every use."""
@@ -61,6 +61,40 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
             for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
                 outer = ((kind, rows), ("pipeline", stages), (TILE, tiles))
                 yield Mesh(tuple((name, size) for name, size in outer if size > 1))
+
+
+def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """The ways to give the places of a pipeline to fewer stages of unlike width: each stage on some ranks together, or some in turn.
+
+    {"pipeline": 4}      2 | 1 | 1 together;  3 | 1 together;  2 in turn | 2 together;  ...
+
+    Of more than four places two stages are made, on powers of two.
+
+    Args:
+        mesh: rows and a pipeline, no dimension of ``WIDTH``.
+
+    Returns:
+        Meshes, and how many ranks microbatches of each stage are dealt to; empty where one.
+    """
+    n_places = mesh.length(PIPELINE)
+    few = n_places <= _FEW
+    for n_stages in range(2, n_places if few else 3):
+        for ends in itertools.combinations(range(1, n_places), n_stages - 1):
+            sizes = [end - start for start, end in itertools.pairwise((0, *ends, n_places))]
+            if not few and any(size & (size - 1) for size in sizes):
+                continue
+            for turns in itertools.product(*([count for count in range(1, size + 1) if size % count == 0] for size in sizes)):
+                widths = [size // count for size, count in zip(sizes, turns, strict=True)]
+                if len(set(widths)) > 1:
+                    of_places = tuple(width for width, count in zip(widths, turns, strict=True) for _ in range(count))
+                    outer = tuple((name, len(of_places) if name == PIPELINE else size) for name, size in mesh.dimensions)
+                    yield Mesh((*outer, (WIDTH, max(widths))), of_places), turns if max(turns) > 1 else ()
+
+
+PIPELINE = "pipeline"
+
+_FEW = 4
+"""Places up to which all ways are tried."""
 
 
 def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:
