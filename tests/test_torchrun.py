@@ -126,6 +126,8 @@ def test_tokens_go_to_their_experts(workers: Callable[[int], Workers], way: str,
         ("gpt", {"fsdp": 2, "pipeline": 2}, {"data": 2, "tensor": 2}, 4),
         ("gpt", {"pipeline": (2, 1)}, "fsdp", 3),
         ("shared_layer", "tensor", {"pipeline": (1, 2)}, 3),
+        ("nested_outputs", {"pipeline": 2, "tensor": (2, 1)}, "fsdp", 3),
+        ("nested_outputs", "tensor", {"pipeline": 2, "tensor": (1, 2)}, 3),
     ],
 )
 def test_checkpoints_of_blocks(workers: Callable[[int], Workers], name: str, saved: Any, loaded: Any, size: int, tmp_path: Path) -> None:
@@ -146,6 +148,20 @@ def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
     ],
 )
 def test_stages_that_ranks_take_turns_at(workers: Callable[[int], Workers], name: str, mode: Any, size: int) -> None:
+    assert workers(size).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * size
+    assert workers(size).values(cases.forward_difference, name, mode, timeout=170) == [None] * size
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "size"),
+    [
+        pytest.param("nested_outputs", {"pipeline": 2, "tensor": (2, 1)}, 3, id="two_and_one"),
+        pytest.param("returns_loss", {"pipeline": (1, 2), "tensor": (2, 1)}, 4, id="together_and_in_turn", marks=pytest.mark.slow),
+        pytest.param("unet", {"pipeline": 3, "tensor": (1, 2, 1)}, 4, id="in_the_middle", marks=pytest.mark.slow),
+        pytest.param("group_norm_convolution", {"data": 2, "pipeline": 2, "tensor": (1, 2)}, 6, id="replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_of_unlike_width(workers: Callable[[int], Workers], name: str, mode: Any, size: int) -> None:
     assert workers(size).values(meshes.mesh_training_difference, name, mode, timeout=170) == [None] * size
     assert workers(size).values(cases.forward_difference, name, mode, timeout=170) == [None] * size
 

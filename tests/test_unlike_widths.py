@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.hardware import Cluster, Device, Link
-from partitioner import Constraints, PartitionedModel, Plan, partition
+from partitioner import Constraints, PartitionedModel, Plan, draw, draw_weight, partition
+from partitioner.experiments import sweep
 from partitioner.mode_text import mode_text, parse_mode, without_rest
 from passes.ir.communication import all_reduce, receive, send
 from passes.ir.errors import ConfigError
@@ -208,6 +210,28 @@ def test_plans_programs_and_reports() -> None:
         pm.cost_formula()
     moved = pm.replan(3, mode="pipeline").moves
     assert moved.kept[0] > 0
+
+
+def test_drawings() -> None:
+    pm = on((2, 1), n_microbatches=2, schedule="1F1B", constraints=Constraints(split_spec={"4": "beginning"}))
+    drawn = draw(pm).svg()
+    assert all(f"rank {rank}" in drawn for rank in range(3))
+    assert str(draw_weight(pm, "4.weight")).count("rank 2") == 2
+    assert "rank 1" in str(draw_weight(pm, "0.weight"))
+
+
+@pytest.mark.parametrize("mesh", [mode((2, 1)), {"data": 2, **mode((1, 2))}, {"pipeline": (2, 1), "tensor": (1, 2)}], ids=str)
+def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Path) -> None:
+    cluster, count = f"v100:1x{ranks_of(mesh)}", ranks_of(mesh)
+
+    def factory() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return perceptron(), inputs(12)[:1]
+
+    found = sweep(models={"model": factory}, devices=[count], modes=[mesh], clusters=[cluster], store=tmp_path / "runs.db", workers=0)
+    (row,) = found.rows()
+    pm = partition(perceptron(), count, mesh, example_inputs=inputs(12)[:1], cluster=cluster, progress=False)
+    assert row["step_time"] == pytest.approx(pm.simulate().step_time)
+    assert row["peak_memory"] == max(pm.simulate().peak_memory)
 
 
 def test_a_report(tmp_path: Any) -> None:
