@@ -68,18 +68,18 @@ def test_everybody_receives_what_crosses_once(widths: Widths) -> None:
 TRAININGS = [
     ("perceptron", mode((2, 1)), "1F1B", 8),
     ("perceptron", mode((1, 2)), "ZB1P", 9),
-    ("perceptron", mode((1, 3, 2)), "GPipe", 7),
-    ("residual", mode((4, 2)), "1F1B", 7),
+    pytest.param("perceptron", mode((1, 3, 2)), "GPipe", 7, marks=pytest.mark.slow),
+    pytest.param("residual", mode((4, 2)), "1F1B", 7, marks=pytest.mark.slow),
     ("residual", mode((2, 1)), "ZBV", 8),
-    ("residual", mode((1, 2)), "Interleaved1F1B", 8),
-    ("group_norm_convolution", mode((2, 1)), "ZB1P", 9),
+    pytest.param("residual", mode((1, 2)), "Interleaved1F1B", 8, marks=pytest.mark.slow),
+    pytest.param("group_norm_convolution", mode((2, 1)), "ZB1P", 9, marks=pytest.mark.slow),
     ("group_norm_convolution", {"data": 2, **mode((1, 2))}, "1F1B", 8),
-    ("branches", mode((2, 1)), "1F1B", 8),
+    pytest.param("branches", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("unet", mode((1, 2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     ("nested_outputs", mode((2, 1)), "GPipe", 2),
     ("returns_loss", mode((1, 2)), "1F1B", 7),
     ("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8),
-    ("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8),
+    pytest.param("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8, marks=pytest.mark.slow),
     ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches in turn, then one on both
     ("perceptron", {"pipeline": (1, 2), "tensor": (2, 1)}, "ZB1P", 9),  # two ranks have parts of the loss
     ("gpt", mode((2, 1, 2)), "1F1B", 8),  # the stages that read its embedding are as wide
@@ -98,7 +98,14 @@ def ranks_of(mesh: Mapping[str, Any]) -> int:
     return int(beside * sum(count * width for count, width in zip(turns, mesh["tensor"], strict=True)))
 
 
-@pytest.mark.parametrize(("name", "widths"), [("nested_outputs", (2, 1)), ("returns_loss", (1, 3)), ("perceptron", (2, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("nested_outputs", (2, 1)),
+        pytest.param("returns_loss", (1, 3), marks=pytest.mark.slow),
+        pytest.param("perceptron", (2, 1, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_backward_as_any_module(name: str, widths: Widths) -> None:
     case = case_named(name)
     reference = reference_steps(case, batch_size=9)
@@ -120,7 +127,7 @@ def on(widths: Widths, **arguments: Any) -> PartitionedModel:
     return partition(perceptron(), sum(widths), mode(widths), example_inputs=inputs(12)[:1], progress=False, **arguments)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 23])
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
 def test_batches_of_any_size(widths: Widths, rows: int) -> None:
     """Gradients of inputs are those of all rows, on every rank."""
