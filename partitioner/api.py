@@ -191,8 +191,8 @@ def _check_fits(plan: Plan, graph: ModelGraph, n_devices: int) -> None:
         )
     if plan.n_ranks != n_devices:
         raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
-    check_shared_stages(graph, plan)
     check_unlike_widths(graph, plan)
+    check_shared_stages(graph, plan)
 
 
 def _check_batchnorm(batchnorm: str) -> None:

@@ -3,11 +3,12 @@
 Before (stage 1 begins with ``linear_1``):          After:
 
     relu = aten.relu(linear)                            relu = aten.relu(linear)
-    linear_1 = aten.linear(relu, ...)                   relu_whole = aten.alias(relu)
-                                                        linear_1 = aten.linear(relu_whole, ...)
+    linear_1 = aten.linear(relu, ...)                   relu_crossing = aten.alias(relu)
+                                                        linear_1 = aten.linear(relu_crossing, ...)
 
 However many ranks share a stage, and whatever they cut, its neighbours know the value by one name and in one size. What every stage
-computes for itself (``passes.replicable``) is computed whole, too, so that no stage sends what another one does not.
+computes for itself (``passes.replicable``) is computed whole, too, so that no stage sends what another one does not. What a stage makes of
+a value for its own calls, a part or a sum, stays in it: the next one begins with the value (``passes.reshard``).
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ from passes.lazy_graph_module import LazyGraphModule
 from passes.replicable import replicable_nodes
 from passes.stages import stage_of_nodes
 
-__all__ = ["is_whole", "with_borders"]
+__all__ = ["is_whole", "stage_within", "with_borders"]
 
 _WHOLE = "whole_on_each_rank"
 """What says of a node that it is not cut over the ranks that share a stage."""
+
+_STAGE = "stage_between_borders"
+"""What says of a node which stage computes it, where these are of unlike width."""
 
 
 def is_whole(node: fx.Node) -> bool:
     """Whether a value is whole on every rank that shares its stage."""
     return _WHOLE in node.meta
+
+
+def stage_within(node: fx.Node) -> int | None:
+    """The stage that computes a node, where stages are of unlike width; None for what is no stage's own."""
+    stage = node.meta.get(_STAGE)
+    return stage if isinstance(stage, int) else None
 
 
 def with_borders(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph:
@@ -53,7 +63,9 @@ def with_borders(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph:
         copies[node] = target.node_copy(node, copies.__getitem__)
         if node.name in replicable:
             copies[node].meta[_WHOLE] = True
-        elif isinstance(node.meta.get("val"), Tensor) and node.name in stages:
+        elif node.name in stages:
+            copies[node].meta[_STAGE] = stage
+        if isinstance(node.meta.get("val"), Tensor) and node.name in stages:
             within[node] = copies[node]
     target.lint()
     names = {node.name: copy.name for node, copy in copies.items()}
@@ -72,6 +84,6 @@ def _crosses(node: fx.Node, stages: dict[str, int], stage: int, last: int) -> bo
 def _add_borders(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
     """Behind the end of a stage: whoever comes later reads the alias."""
     for node in crossing:
-        alias = target.create_node("call_function", torch.ops.aten.alias.default, (copies[node],), name=f"{node.name}_whole")
-        alias.meta = {**node.meta, _WHOLE: True}
+        alias = target.create_node("call_function", torch.ops.aten.alias.default, (copies[node],), name=f"{node.name}_crossing")
+        alias.meta = {**copies[node].meta, _WHOLE: True}
         copies[node] = alias

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from passes.axes import TensorAxes
+from passes.borders import stage_within
 from passes.extents import Extents, product
 from passes.ir.collectives import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
@@ -66,6 +67,12 @@ class _Value:
         self.layout = layout
         self.axes = axes
         self.copies: dict[Layout, fx.Node] = {layout: node}
+        self._original = layout, node
+
+    def alone(self) -> _Value:
+        """The same, in no layout but its own."""
+        layout, node = self._original
+        return _Value(self.name, node, self.place, layout, self.axes)
 
 
 class Resharder:
@@ -82,6 +89,7 @@ class Resharder:
         self._emit = emit
         self._write_size = write_size
         self._values: dict[fx.Node, _Value] = {}
+        self._of_stages: dict[tuple[fx.Node, int], _Value] = {}
 
     def register(self, node: fx.Node, place: int, copy: fx.Node, layout: Layout, axes: TensorAxes) -> None:
         """A value of the whole graph and this rank's part of it; of a call that gives several, the items register themselves."""
@@ -94,7 +102,7 @@ class Resharder:
 
     def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
         """This rank's part of a value in the layout that a reader needs."""
-        value = self._values[node]
+        value = self._seen_by(node, reader)
         scattered = [index for index, wanted in enumerate(need) if isinstance(wanted, Shard)]  # first: then the others move less
         for index in (*scattered, *(index for index in reversed(range(len(need))) if index not in scattered)):
             have, wanted = value.layout[index], need[index]
@@ -112,6 +120,15 @@ class Resharder:
             if layout[index] != need[index]:
                 layout = self._change(value, layout, index, need[index], node)
         return value.copies[layout]
+
+    def _seen_by(self, node: fx.Node, reader: fx.Node) -> _Value:
+        """A value as the stage of a reader knows it: changes of layout do not cross to stages that other ranks share."""
+        stage = stage_within(reader)
+        if stage is None or stage == stage_within(node):
+            return self._values[node]
+        if (node, stage) not in self._of_stages:
+            self._of_stages[node, stage] = self._values[node].alone()
+        return self._of_stages[node, stage]
 
     def _exchanged(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
         """A value with every part that can be exchanged for a part of another axis: in the order in which that leaves all parts nested.

@@ -89,7 +89,8 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     nodes = graph.computing_nodes()
     position = {node.name: index for index, node in enumerate(nodes)}
     for index, node in reversed(list(enumerate(nodes))):
-        position[node.meta.get("written_for", node.name)] = index
+        if "written_for" in node.meta:  # what was written for a size may have the name of a call of the model
+            position[node.meta["written_for"]] = index
     starts = []
     for name in first_nodes[1:]:
         if name not in position:

@@ -74,7 +74,7 @@ def plan_ways(ways: Sequence[tuple[MeshProblem, MeshCut | None]]) -> tuple[Plan,
     search.run()
     search.prove()
     if search.best is None:
-        raise _nothing_fits(ways[0][0])
+        raise next((problem.refusal for problem, _ in ways if problem.refusal is not None), None) or _nothing_fits(ways[0][0])
     plan = describe_best(search, lambda option: (id(option.problem), option.candidate.schedule))
     searched = searched_words(len(search.solutions), len(search.meshes), len(search.meshes), search.gap)
     return dataclasses.replace(plan, searched=searched), search.best[0].cut

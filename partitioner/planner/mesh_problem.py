@@ -29,6 +29,7 @@ from partitioner.planner.step_bounds import least_load, least_shared_step, least
 from partitioner.planner.time_shares import Shares
 from partitioner.planner.unit_prices import Prices
 from partitioner.planner.unlike_part import UnlikePart
+from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, pipelines
 from passes.recompute import Recompute
 
@@ -100,6 +101,7 @@ class MeshProblem:
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
+        self.refusal: ConfigError | None = None  # of cuts that were tried last
         self._problems: dict[Recompute, PipelineProblems] = {}
         self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
         self._steps: dict[tuple[Recompute, Candidate], float] = {}
@@ -250,7 +252,8 @@ class MeshProblem:
             nonlocal fastest
             if starts in known:
                 return known[starts].step_time
-            if not self._share_alike(problems, candidate, starts):
+            if self.unlike is not None and (torn := self._torn(problems, candidate, starts)) is not None:
+                self.refusal = torn
                 return math.inf
             found = self.price(problems, stage_model(problems, candidate, starts))
             if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
@@ -293,9 +296,10 @@ class MeshProblem:
         each = {tuple(sizes) for sizes in zip(*(sizes.tolist() for sizes in ranks.values()), strict=True)}
         return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
 
-    def _share_alike(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> bool:
-        """Whether stages of unlike width share no parameter."""
-        return self.unlike is None or self.unlike.share_alike(problems.prices, starts, problems.order(candidate).stage_ranks)
+    def _torn(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> ConfigError | None:
+        """Why stages of unlike width cannot begin there: they would share a parameter."""
+        assert self.unlike is not None
+        return self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
 
     @cached_property
     def _unlike_sums(self) -> dict[int, StageSums]:

@@ -76,7 +76,7 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
     Returns:
         Meshes, and how many ranks microbatches of each stage are dealt to; empty where one.
     """
-    n_places = mesh.length(PIPELINE)
+    n_places = mesh.length(_PIPELINE)
     few = n_places <= _FEW
     for n_stages in range(2, n_places if few else 3):
         for ends in itertools.combinations(range(1, n_places), n_stages - 1):
@@ -87,11 +87,11 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
                 widths = [size // count for size, count in zip(sizes, turns, strict=True)]
                 if len(set(widths)) > 1:
                     of_places = tuple(width for width, count in zip(widths, turns, strict=True) for _ in range(count))
-                    outer = tuple((name, len(of_places) if name == PIPELINE else size) for name, size in mesh.dimensions)
+                    outer = tuple((name, len(of_places) if name == _PIPELINE else size) for name, size in mesh.dimensions)
                     yield Mesh((*outer, (WIDTH, max(widths))), of_places), turns if max(turns) > 1 else ()
 
 
-PIPELINE = "pipeline"
+_PIPELINE = "pipeline"
 
 _FEW = 4
 """Places up to which all ways are tried."""

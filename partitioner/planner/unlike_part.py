@@ -30,6 +30,7 @@ from partitioner.planner.staged_model import StageSums
 from partitioner.planner.unit_prices import Prices
 from partitioner.planner.unlike_prices import UnlikePrices
 from partitioner.unlike_widths import shared_by_unlike_stages
+from passes.ir.errors import ConfigError
 from passes.ir.halo_run import ends_of
 from passes.ir.layout import Replicate, Shard
 from passes.ir.mesh import WIDTH, Mesh
@@ -141,9 +142,13 @@ class UnlikePart:
             node.name: graph.parameters[node.name] for node in graph.graph.nodes if node.name in graph.parameters and len(node.users) > 1
         }
 
-    def share_alike(self, prices: Prices, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> bool:
-        """Whether all stages that read one parameter are of one width: each rank could not sum its part of the gradient with the others."""
-        return all(len(self._widths_of(prices.users(name), starts, stage_ranks)) < 2 for name in self._shared_parameters)
+    def torn(self, prices: Prices, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
+        """The first parameter that stages of unlike width would share: no rank could sum its part of the gradient with the others."""
+        for placeholder, name in self._shared_parameters.items():
+            widths = self._widths_of(prices.users(placeholder), starts, stage_ranks)
+            if len(widths) > 1:
+                return shared_by_unlike_stages(name, min(widths), max(widths))
+        return None
 
     def _widths_of(self, units: Sequence[int], starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> set[int]:
         stages = {bisect_right(starts, unit) - 1 for unit in units}

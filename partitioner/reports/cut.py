@@ -19,7 +19,7 @@ from partitioner.reports.table import Table
 from passes.axes import Axes
 from passes.axis_names import BATCH, axes_named, axis_names
 from passes.blocks import Block
-from passes.ir.mesh import STORED, Mesh
+from passes.ir.mesh import STORED, WIDTH, Mesh
 
 __all__ = ["axes_section", "parameters_section", "tensor_layout"]
 
@@ -34,10 +34,17 @@ def axes_section(explained: Explained) -> Table:
         cut = {axis for name in chosen for axis in axes_named(name, names)}
         sizes = [plan.batch_size] if base == BATCH else sorted({axes.sizes[axis] for axis in cut}, key=str)
         words = chosen[0] if len(chosen) == 1 else f"{base}, {len(cut)} of {len(axes_named(base, names))}"
-        rows.append((words, _any_of(map(str, sizes)), dimension, _any_of(_part(size, count) for size in sizes)))
+        counts = sorted(set(mesh.widths), reverse=True) if mesh.widths and dimension == WIDTH else [count]
+        rows.append((words, _any_of(map(str, sizes)), dimension, "; ".join(_has(sizes, each, len(counts)) for each in counts)))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
     return Table(rows, "<><<")
+
+
+def _has(sizes: Sequence[object], count: int, n_widths: int) -> str:
+    """How much of axes a rank has; of stages of unlike width, on how many ranks the stage is."""
+    parts = _any_of(_part(size, count) for size in sizes)
+    return parts if n_widths == 1 else f"{parts} of a stage on {count}"
 
 
 def _by_name(cut: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
