@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from cost_models.hardware import Cluster, Device, Link
 from partitioner import Constraints, partition
 from partitioner.mode_text import mode_text, parse_mode, without_rest
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, InfeasiblePlanError
 from tests.models.zoo import case_named
 from tests.unlike_widths import Widths, inputs, mode, on, perceptron
 
@@ -62,6 +63,16 @@ def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: f
     for planned, simulated in zip(pm.plan.memory, simulation.peak_memory, strict=True):
         assert planned == pytest.approx(simulated, rel=within)
     assert pm.plan.step_time == pytest.approx(simulation.step_time, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "words"),
+    [({"pipeline": 2, "tensor": 2}, 4, "pipeline 2 x tensor 2"), (mode((2, 1)), 3, r"pipeline 2 x tensor 2 \+ 1")],
+    ids=["equal", "unlike"],
+)
+def test_what_does_not_fit_is_told_of_devices_not_of_places(mesh: Mapping[str, Any], count: int, words: str) -> None:
+    with pytest.raises(InfeasiblePlanError, match=rf"no plan fits {count} devices of 1.95 KiB: in the closest, {words} with"):
+        partition(perceptron(), count, mesh, example_inputs=inputs(12)[:1], memory_limit=2000, progress=False)
 
 
 def test_plans_are_those_of_equal_widths_where_all_are_equal() -> None:

@@ -15,7 +15,7 @@ from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
-from passes.ir.mesh import mesh_words
+from passes.ir.mesh import Mesh, mesh_words
 
 __all__ = ["nothing_fits", "why_infeasible"]
 
@@ -80,11 +80,19 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
-    counts = [places * of.mesh.cutting.size for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
+    counts = [_ranks(of.mesh, places) for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
     return InfeasiblePlanError(
         f"no plan fits {devices} of {format_bytes(min(problems.limits()))}: in the closest, {words} with {count}, {lacks}",
         remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
     )
+
+
+def _ranks(mesh: Mesh, n_places: int) -> int:
+    """How many ranks a mesh would have with so many places; further stages are as wide as the last."""
+    if not mesh.widths:
+        return n_places * mesh.cutting.size
+    widths = (*mesh.widths, *(mesh.widths[-1] for _ in range(n_places)))[:n_places]
+    return mesh.size // sum(mesh.widths) * sum(widths)
 
 
 def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:

@@ -18,7 +18,7 @@ from partitioner.planner.auto_space import candidates_of
 from partitioner.planner.candidates import Candidate, microbatch_counts, schedules
 from partitioner.planner.cuttable_model import MeshCut
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
-from partitioner.planner.infeasible import why_infeasible
+from partitioner.planner.infeasible import nothing_fits, why_infeasible
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
 from partitioner.planner.model_part import whole_part
 from partitioner.planner.part_graph import unfolded
@@ -89,6 +89,8 @@ def _check_constraints(problem: MeshProblem, count: int) -> None:
 
 def _nothing_fits(problem: MeshProblem) -> PartitionError:
     """The error of a mesh, under the policy that keeps least: of the default schedule, with the most microbatches that were tried."""
+    if problem.mesh.cutting.size > 1:  # places of the pipeline are not devices
+        return nothing_fits([problem], [])
     problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[-1])
     name, stages_per_rank = schedules(problems.request)[0]
     count = microbatch_counts(problems.graph, problems.request)[-1]
