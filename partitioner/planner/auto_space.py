@@ -72,7 +72,7 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
 def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     """How many places of a mesh's pipeline each stage could have, some more than one: on few devices, of a batch that can be cut."""
     n_places, most = stages_length(mesh), _most_turns(graph, cluster, request, mesh)
-    if named_dimensions(request.constraints):
+    if most < 2 or named_dimensions(request.constraints):
         return
     for n_stages in range(2, n_places if n_places <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
         for ends in itertools.combinations(range(1, n_places), n_stages - 1):
