@@ -164,7 +164,7 @@ def models(rounds: int) -> None:
 def _decided(plan: Plan) -> object:
     """What plans of the same programs have in common."""
     in_time = plan.schedule, plan.n_microbatches, tuple(stage.first_node for stage in plan.stages)
-    return plan.mesh, plan.recompute, plan.axes, plan.halos, in_time if len(plan.stages) > 1 else ()
+    return plan.grid, plan.recompute, plan.axes, plan.halos, in_time if len(plan.stages) > 1 else ()
 
 
 def _suits(name: str, batch: Tensor) -> bool:

@@ -28,6 +28,7 @@ from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
 from passes.recompute import Recompute
 from tests.all_plans import Instance, instance, meshes, price, problem_of, shared, unlike_widths
 from tests.models.gpt import Gpt
@@ -94,9 +95,8 @@ def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
     return best
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 16 else pytest.mark.slow) for seed in range(200)])
-def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
-    given, mesh = with_stages(seed)
+def best_plan(given: Instance, mesh: Mesh) -> Plan | None:
+    """The plan of the mesh, which is as fast as the fastest of all and says so; None where there is none, which is said, too."""
     try:
         best = best_by_brute_force(given, mesh)
     except ConfigError:  # the mesh cannot cut the model
@@ -104,10 +104,17 @@ def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
     if best == math.inf:
         with pytest.raises((InfeasiblePlanError, ConfigError)):
             plan_mesh(given.graph, given.cluster, given.request, None, mesh)
-        return
+        return None
     plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
     assert plan.step_time == pytest.approx(best, rel=1e-9)
     assert plan.gap == 0.0
+    return plan
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 16 else pytest.mark.slow) for seed in range(200)])
+def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
+    given, mesh = with_stages(seed)
+    best_plan(given, mesh)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(120)])
@@ -116,15 +123,8 @@ def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) 
     given, shapes = next(found for found in map(with_shapes, itertools.count(seed, 1000)) if found[1])
     request = dataclasses.replace(given.request, mode="pipeline", replicas=draw.choice(shapes), n_microbatches=None)
     given, mesh = dataclasses.replace(given, request=request), Mesh((("pipeline", len(request.devices)),))
-    best = best_by_brute_force(given, mesh)
-    if best == math.inf:
-        with pytest.raises((InfeasiblePlanError, ConfigError)):
-            plan_mesh(given.graph, given.cluster, given.request, None, mesh)
-        return
-    plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
-    assert plan.replicas == request.replicas
-    assert plan.step_time == pytest.approx(best, rel=1e-9)
-    assert plan.gap == 0.0
+    plan = best_plan(given, mesh)
+    assert plan is None or plan.replicas == request.replicas
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(120)])
@@ -135,18 +135,8 @@ def test_the_plan_is_the_best_of_all_cuts_of_stages_of_unlike_width(seed: int) -
     count = None if turns else given.request.n_microbatches
     request = dataclasses.replace(given.request, mode="pipeline", replicas=turns, n_microbatches=count)
     given = dataclasses.replace(given, request=request)
-    try:
-        best = best_by_brute_force(given, mesh)
-    except ConfigError:  # the mesh cannot cut the model
-        best = math.inf
-    if best == math.inf:
-        with pytest.raises((InfeasiblePlanError, ConfigError)):
-            plan_mesh(given.graph, given.cluster, given.request, None, mesh)
-        return
-    plan = plan_mesh(given.graph, given.cluster, given.request, None, mesh)
-    assert (plan.replicas, plan.widths) == (turns, mesh.widths)
-    assert plan.step_time == pytest.approx(best, rel=1e-9)
-    assert plan.gap == 0.0
+    plan = best_plan(given, mesh)
+    assert plan is None or (plan.replicas, plan.widths) == (turns, mesh.widths)
 
 
 def with_widths(seed: int) -> tuple[Instance, list[tuple[Mesh, tuple[int, ...]]]]:

@@ -14,7 +14,8 @@ from partitioner.planner.auto_space import allowed_sharing
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
-from tests.test_shared_stages import ALIKE, Shape, perceptron
+from tests.small_pipelines import ALIKE, perceptron
+from tests.test_shared_stages import Shape
 
 
 class HeavyFront(nn.Module):

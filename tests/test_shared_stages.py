@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster, Device, Link
 from partitioner import Constraints, PartitionedModel, Plan, partition
 from partitioner.mode_text import mode_text, parse_mode, without_rest
 from partitioner.planner.step_time import StageTimes, simulate_step
@@ -24,6 +23,18 @@ from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.program import StageCall
 from passes.ir.schedule import ActionKind
 from tests.models.zoo import case_named
+from tests.small_pipelines import (
+    ALIKE,
+    FEATURES,
+    FLOPS,
+    ROWS,
+    assert_accumulated_and_clipped,
+    assert_alike,
+    assert_training_goes_on,
+    inputs,
+    perceptron,
+    wide,
+)
 from tests.transparency import backward_steps, compare, first_difference, reference_steps
 
 SCHEDULES = ("GPipe", "1F1B", "ZB1P")
@@ -135,16 +146,6 @@ def test_backward_as_any_module(name: str, shape: Shape) -> None:
     assert compare(reference, other, case.tolerance) is None
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))).double()
-
-
-def inputs(rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 8, dtype=torch.float64, generator=generator), torch.randn(rows, 4, dtype=torch.float64, generator=generator)
-
-
 def on(shape: Shape, **arguments: Any) -> PartitionedModel:
     return partition(perceptron(), sum(shape), mode(shape), example_inputs=inputs(12)[:1], progress=False, **arguments)
 
@@ -153,56 +154,17 @@ def on(shape: Shape, **arguments: Any) -> PartitionedModel:
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_batches_of_any_size(shape: Shape, rows: int) -> None:
     """Fewer microbatches than ranks of a stage leave some without any; gradients of inputs are those of all rows."""
-    model, pm = perceptron(), on(shape, n_microbatches=5)
-    x, target = inputs(rows)
-    x.requires_grad_()
-    expected = nn.functional.mse_loss(model(x), target)
-    expected.backward()
-    (of_input,), x.grad = (x.grad,), None
-    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss), expected)
-    torch.testing.assert_close(x.grad, of_input)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
-    with torch.no_grad():
-        torch.testing.assert_close(pm(x), model(x))
+    assert_alike(perceptron(), on(shape, n_microbatches=5), rows)
 
 
 def test_accumulated_and_clipped_gradients() -> None:
-    model, pm = perceptron(), on((2, 1), n_microbatches=4)
-    with pm.no_sync():
-        x, target = inputs(8)
-        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-        nn.functional.mse_loss(model(x), target).backward()
-    x, target = inputs(6)
-    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(model(x), target).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.125)
-    torch.testing.assert_close(pm.clip_grad_norm_(0.125), norm)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    assert_accumulated_and_clipped(perceptron(), on((2, 1), n_microbatches=4))
 
 
 def test_a_training_goes_on_under_other_plans() -> None:
     """Weights and what AdamW knows of them go from (2, 1) to one device and on to (1, 2), as if nothing had happened."""
-    model = perceptron()
-    reference = torch.optim.AdamW(model.parameters(), 1e-2)
-    state: tuple[dict[str, Any], Any] | None = None
-    for plan in (on((2, 1)), partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False), on((1, 2))):
-        optimizer = torch.optim.AdamW(plan.parameters(), 1e-2)
-        if state is not None:
-            plan.load_state_dict(state[0])
-            plan.load_optimizer_state_dict(optimizer, state[1])
-        for pm, each in ((plan, optimizer), (model, reference)):
-            x, target = inputs(12)
-            if isinstance(pm, PartitionedModel):
-                pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-            else:
-                nn.functional.mse_loss(pm(x), target).backward()
-            each.step()
-            each.zero_grad()
-        state = plan.full_state_dict(), plan.full_optimizer_state_dict(optimizer)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[0][name], value, rtol=1e-9, atol=1e-11)
+    alone = partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False)
+    assert_training_goes_on(perceptron(), (on((2, 1)), alone, on((1, 2))))
 
 
 # -- what is seen of it ------------------------------------------------------------------------------------------------------------
@@ -235,17 +197,6 @@ def test_a_report_has_no_formula_of_a_step(tmp_path: Any) -> None:
     assert "1 + 2" in (tmp_path / "report.html").read_text()
 
 
-LAYERS, WIDTH, ROWS = 3, 256, 64
-FLOPS = 1e9
-ALIKE = Cluster([Device("d", {"float64": FLOPS}, 2**40, 1e15, launch_overhead=0.0, compute_efficiency=1.0)] * 3, Link(0.0, 1e15))
-"""Nothing but products of matrices takes time."""
-
-
-def wide() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).double()
-
-
 @pytest.mark.parametrize("source", ["planned", "simulated"])
 def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks(source: str) -> None:
     """Three layers on 2 + 1 ranks: two of them on two.
@@ -254,11 +205,11 @@ def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks(source: str) ->
     for a layer; and the gradients of the last microbatch go back through two layers, of which the first has no gradient of its input.
     """
     count = 16
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    x = torch.randn(ROWS, FEATURES, dtype=torch.float64)
     arguments: dict[str, Any] = {"n_microbatches": count, "schedule": "1F1B", "optimizer": "none", "cluster": ALIKE, "progress": False}
     pm = partition(wide(), 3, mode((2, 1)), example_inputs=(x,), **arguments)
     assert [stage.modules for stage in pm.plan.stages] == [("0", "1"), ("2",)]
-    forward = 2 * ROWS / count * WIDTH * WIDTH / FLOPS
+    forward = 2 * ROWS / count * FEATURES * FEATURES / FLOPS
     expected = 2 * forward + count * 3 * forward + (2 + 1) * forward
     seconds = pm.plan.step_time if source == "planned" else pm.simulate().step_time
     assert seconds == pytest.approx(expected, rel=0.02)

@@ -11,24 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster, Device, Link
 from partitioner import Constraints, partition
 from partitioner.mode_text import mode_text, parse_mode, without_rest
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from tests.models.zoo import case_named
-from tests.unlike_widths import Widths, inputs, mode, on, perceptron
+from tests.small_pipelines import ALIKE, FEATURES, FLOPS, ROWS, inputs, perceptron, wide
+from tests.unlike_widths import Widths, mode, on
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------
-
-LAYERS, FEATURES, ROWS = 3, 256, 64
-FLOPS = 1e9
-ALIKE = Cluster([Device("d", {"float64": FLOPS}, 2**40, 1e15, launch_overhead=0.0, compute_efficiency=1.0)] * 3, Link(0.0, 1e15))
-"""Nothing but products of matrices takes time."""
-
-
-def wide() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))).double()
 
 
 @pytest.mark.parametrize("source", ["planned", "simulated"])

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, draw, draw_weight, partition
 from partitioner.experiments import sweep
+from partitioner.mode_text import mode_text
 from passes.ir.communication import all_reduce, receive, send
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, homes, mesh_words, pipelines, receivers
 from tests.models.zoo import case_named
+from tests.small_pipelines import assert_accumulated_and_clipped, assert_alike, assert_training_goes_on, inputs, perceptron
 from tests.transparency import backward_steps, compare, first_difference, reference_steps
-from tests.unlike_widths import Widths, inputs, mode, on, perceptron, ranks_of
+from tests.unlike_widths import Widths, mode, on, ranks_of
 
 # -- meshes ------------------------------------------------------------------------------------------------------------------------
 
@@ -106,18 +108,7 @@ def test_backward_as_any_module(name: str, widths: Widths) -> None:
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
 def test_batches_of_any_size(widths: Widths, rows: int) -> None:
     """Gradients of inputs are those of all rows, on every rank."""
-    model, pm = perceptron(), on(widths, n_microbatches=5)
-    x, target = inputs(rows)
-    x.requires_grad_()
-    expected = nn.functional.mse_loss(model(x), target)
-    expected.backward()
-    (of_input,), x.grad = (x.grad,), None
-    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss), expected)
-    torch.testing.assert_close(x.grad, of_input)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
-    with torch.no_grad():
-        torch.testing.assert_close(pm(x), model(x))
+    assert_alike(perceptron(), on(widths, n_microbatches=5), rows)
 
 
 def test_a_value_that_lies_in_parts_is_made_whole_where_it_crosses() -> None:
@@ -125,12 +116,7 @@ def test_a_value_that_lies_in_parts_is_made_whole_where_it_crosses() -> None:
     split = Constraints(split_spec={"1": "beginning"})
     for widths in ((2, 1), (1, 2), (2, 4)):
         pm = on(widths, n_microbatches=3, constraints=split)
-        x, target = inputs(12)
-        model = perceptron()
-        nn.functional.mse_loss(model(x), target).backward()
-        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-        for name, gradient in pm.full_gradients().items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+        assert_alike(perceptron(), pm, 12)
 
 
 class Decoder(nn.Module):
@@ -159,62 +145,20 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("widths", [(1, 2, 4), (4, 1, 2), (2, 1, 2)])
 def test_stages_that_read_the_same_value_begin_with_it(widths: Widths, source: str) -> None:
     """Each sums its own part of the gradient, whatever the others are cut into."""
-    model = Decoder(source).double()
     split = Constraints(split_spec={"up.1": "beginning", "up.2": "beginning"})
-    pm = partition(
-        Decoder(source).double(),
-        sum(widths),
-        mode(widths),
-        example_inputs=inputs(12)[:1],
-        progress=False,
-        n_microbatches=2,
-        schedule="1F1B",
-        constraints=split,
-    )
-    x, target = inputs(12)
-    x.requires_grad_()
-    nn.functional.mse_loss(model(x), target).backward()
-    (of_input,), x.grad = (x.grad,), None
-    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-    torch.testing.assert_close(x.grad, of_input)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    asked: dict[str, Any] = {"n_microbatches": 2, "schedule": "1F1B", "constraints": split, "progress": False}
+    pm = partition(Decoder(source).double(), sum(widths), mode(widths), example_inputs=inputs(12)[:1], **asked)
+    assert_alike(Decoder(source).double(), pm, 12)
 
 
 def test_accumulated_and_clipped_gradients() -> None:
-    model, pm = perceptron(), on((2, 1), n_microbatches=4)
-    with pm.no_sync():
-        x, target = inputs(8)
-        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-        nn.functional.mse_loss(model(x), target).backward()
-    x, target = inputs(6)
-    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(model(x), target).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.125)
-    torch.testing.assert_close(pm.clip_grad_norm_(0.125), norm)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    assert_accumulated_and_clipped(perceptron(), on((2, 1), n_microbatches=4))
 
 
 def test_a_training_goes_on_under_other_plans() -> None:
     """Weights and what AdamW knows of them go from (2, 1) to one device and on to (1, 2), as if nothing had happened."""
-    model = perceptron()
-    reference = torch.optim.AdamW(model.parameters(), 1e-2)
-    state: tuple[dict[str, Any], Any] | None = None
-    for plan in (on((2, 1)), partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False), on((1, 2))):
-        optimizer = torch.optim.AdamW(plan.parameters(), 1e-2)
-        if state is not None:
-            plan.load_state_dict(state[0])
-            plan.load_optimizer_state_dict(optimizer, state[1])
-        x, target = inputs(12)
-        plan.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
-        nn.functional.mse_loss(model(x), target).backward()
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-        state = plan.full_state_dict(), plan.full_optimizer_state_dict(optimizer)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[0][name], value, rtol=1e-9, atol=1e-11)
+    alone = partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False)
+    assert_training_goes_on(perceptron(), (on((2, 1)), alone, on((1, 2))))
 
 
 # -- what is seen of it ------------------------------------------------------------------------------------------------------------
@@ -262,6 +206,25 @@ def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Pa
     pm = partition(perceptron(), count, mesh, example_inputs=inputs(12)[:1], cluster=cluster, progress=False)
     assert row["step_time"] == pytest.approx(pm.simulate().step_time)
     assert row["peak_memory"] == max(pm.simulate().peak_memory)
+
+
+def test_a_sweep_tells_widths_apart(tmp_path: Path) -> None:
+    """Two layers can be cut in one place alone: stages of the same nodes, on meshes of the same dimensions, and unlike programs."""
+
+    def factory() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 256)).double(), inputs(12)[:1]
+
+    modes = [mode((2, 1)), mode((1, 2))]
+    fixed: dict[str, Any] = {"schedules": "1F1B", "microbatches": 2, "clusters": ["v100:1x3"], "workers": 0}
+    rows = sweep(models={"model": factory}, devices=[3], modes=modes, store=tmp_path / "runs.db", **fixed).rows()
+    found = {row["mode"]: row["peak_memory"] for row in rows}
+    for each in modes:
+        model, args = factory()
+        asked: dict[str, Any] = {"n_microbatches": 2, "schedule": "1F1B", "cluster": "v100:1x3", "progress": False}
+        pm = partition(model, 3, each, example_inputs=args, **asked)
+        assert found[mode_text(each)] == max(pm.simulate().peak_memory)
+    assert len(set(found.values())) == 2
 
 
 def test_a_report(tmp_path: Any) -> None:

@@ -123,8 +123,8 @@ class Evaluator:
     def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
         uniform = is_uniform(plan.grid, cluster)
         stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
-        decided = (plan.mesh, plan.axes, stages, plan.schedule, plan.n_microbatches, plan.recompute, plan.batch_size, plan.batchnorm)
-        key = (subject.name, uniform, decided)
+        in_space, in_time = (plan.grid, plan.axes, plan.halos, stages, plan.batchnorm), (plan.schedule, plan.n_microbatches, plan.recompute)
+        key = (subject.name, uniform, in_space, in_time, plan.batch_size)
         if key not in self._lowered:
             while len(self._lowered) >= _KEPT:
                 del self._lowered[next(iter(self._lowered))]

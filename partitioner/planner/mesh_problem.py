@@ -101,7 +101,8 @@ class MeshProblem:
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))
-        self.refusal: ConfigError | None = None  # of cuts that were tried last
+        self._refusals: list[ConfigError] = []
+        self._n_priced = 0
         self._problems: dict[Recompute, PipelineProblems] = {}
         self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
         self._steps: dict[tuple[Recompute, Candidate], float] = {}
@@ -127,6 +128,11 @@ class MeshProblem:
         """For each rank of the mesh, its place along the pipeline."""
         places = {rank: place for pipeline in pipelines(self.mesh) for place, rank in enumerate(pipeline)}
         return tuple(places[rank] for rank in range(self.mesh.size))
+
+    @property
+    def refusal(self) -> ConfigError | None:
+        """Why none of the cuts that were tried can be; None where some only do not fit the memory."""
+        return self._refusals[0] if self._refusals and not self._n_priced else None
 
     def problems(self, policy: Recompute) -> PipelineProblems:
         """The stages to be cut, under a recomputation policy."""
@@ -253,8 +259,9 @@ class MeshProblem:
             if starts in known:
                 return known[starts].step_time
             if self.unlike is not None and (torn := self._torn(problems, candidate, starts)) is not None:
-                self.refusal = torn
+                self._refusals.append(torn)
                 return math.inf
+            self._n_priced += 1
             found = self.price(problems, stage_model(problems, candidate, starts))
             if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
                 return found.step_time
