@@ -170,6 +170,12 @@ def test_state(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.state_moves) == [None, None]
 
 
+def test_processes_that_measure_share_a_plan(workers: Callable[[int], Workers]) -> None:
+    """Each measures other times, and would make another plan."""
+    first, other = workers(2).values(cases.plan_by_measured_times)
+    assert first == other
+
+
 def test_check_compares_what_a_process_sees(workers: Callable[[int], Workers]) -> None:
     for equal, text in workers(2).values(cases.check_report, "gpt"):
         assert equal, text
