@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
+import torch
 from torch._ops import OpOverload
 
 from cost_models.sizes import Size, TensorShape
@@ -72,6 +73,14 @@ class Call:
             before += count
         return ()
 
+    def filled(self, tensor: Callable[[str, TensorShape], Any], device: torch.device) -> dict[str, Any]:
+        """Parameter -> value with something in the place of each tensor, and of each device the one given.
+
+        Args:
+            tensor: what stands for a tensor, of which it is given the parameter's name and the shape.
+        """
+        return {name: _filled(value, partial(tensor, name), device) for name, value in self.values}
+
     def at(self, values: Any) -> Call:
         """In numbers: each size at ``values[size]``."""
         return replace(
@@ -88,6 +97,14 @@ def tensors_in(value: Any) -> Iterator[TensorShape]:
     elif isinstance(value, tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def _filled(value: Any, tensor: Callable[[TensorShape], Any], device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return [_filled(item, tensor, device) for item in value]
+    if isinstance(value, torch.device):
+        return device
+    return tensor(value) if isinstance(value, TensorShape) else value
 
 
 def _for_rules(value: Any, counter: Iterator[int]) -> Any:

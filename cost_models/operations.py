@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def operation_cost(
     saves = _saves(line, gradients)
     return OperationCost(
         dtype=dtype,
-        forward=forward_work(call, line),
+        forward=replace(forward_work(call, line), gradients=tuple(gradients.items())),
         backward_input=_backward("activation", call, line, gradients, saves),
         backward_weight=_backward("weight", call, line, gradients, saves),
         saves=saves,
@@ -151,16 +151,20 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     kept = sum((_bytes(call.results if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
-    return _work(products, kept + _bytes(call.results) + made, len(wanted), line.family, call, half)
+    work = _work(products, kept + _bytes(call.results) + made, len(wanted), line.family, call, half)
+    return replace(work, gradients=tuple(gradients.items()))
 
 
 def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
-    """A view that shows each element once has a view for its backward; any other sums or fills."""
+    """A view that shows each element once has a view for its backward; any other sums or fills, or puts together what several bring."""
     if not gradients:
         return NO_WORK
     viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call).items() if name in gradients), start=0)
     written = _bytes(call.results)
-    return NO_WORK if viewed == written else Work(0, viewed + written, 1, "movement", call=call, half="backward_input")
+    if viewed == written and len(call.results) == 1:
+        return NO_WORK
+    whole = tuple((name, "activation") for name in gradients)
+    return Work(0, viewed + written, 1, "movement", call=call, half="backward_input", gradients=whole)
 
 
 def _bytes(tensors: tuple[TensorShape, ...]) -> Size:

@@ -11,18 +11,22 @@ A matrix product, with what its sizes are called:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from cost_models.calls import Call
 from cost_models.sizes import Size
 
-__all__ = ["NO_WORK", "Family", "Half", "Product", "Values", "Work", "flops_of"]
+__all__ = ["NO_WORK", "Family", "Gradients", "Half", "Product", "Values", "Work", "flops_of"]
 
 Family = Literal["matrix product", "convolution", "attention", "recurrent", "normalisation", "reduction", "pointwise", "movement", "other"]
 """Operations whose kernels are alike: what an efficiency is known for."""
 
 Half = Literal["forward", "backward_input", "backward_weight"]
 """Which part of an operation's work: its own, or the gradients of its activations or of its parameters."""
+
+
+Gradients: TypeAlias = tuple[tuple[str, str], ...]
+"""Arguments of a call whose gradients the backward computes, each ``"activation"`` or ``"weight"``: which half computes it."""
 
 
 class Values(Protocol):
@@ -64,6 +68,7 @@ class Work:
         products: what the FLOPs are made of, where it is known.
         call: what is called, for models that measure; None for work of several calls.
         half: which part of the call's work it is.
+        gradients: that the backward of the call computes, where it is one of a model that trains: each half becomes several calls then.
     """
 
     flops: Size
@@ -73,6 +78,7 @@ class Work:
     products: tuple[Product, ...] = ()
     call: Call | None = field(default=None, repr=False)
     half: Half = "forward"
+    gradients: Gradients = ()
 
     def __add__(self, other: Work) -> Work:
         family = self.family if other.launches == 0 or self.flops else other.family

@@ -10,6 +10,7 @@ All three are a ``CostModel``: ``partition(..., cost_model=MeasuredCosts("times.
 from __future__ import annotations
 
 import platform
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cost_models.calls import Call
 from cost_models.cost_model import Roofline
 from cost_models.devices import Device, Link
+from cost_models.measured.kernels import Kernels, kernels_of
 from cost_models.measured.operations import measure_call
 from cost_models.measured.store import MeasurementStore
 from cost_models.node_work import call_work
-from cost_models.work import Family, Work
+from cost_models.work import Family, Gradients, Work
 
 __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted"]
 
@@ -32,8 +35,9 @@ __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted"]
 class MeasuredCosts:
     """Times of this machine.
 
-    A half of a backward that is no call of its own (the planner prices those) takes as much more or less than the roofline says as its
-    forward does. What cannot be timed is left to the roofline.
+    Of a call of a model that trains, which the planner prices, each part takes what the calls take that it becomes in programs. Where it
+    cannot be differentiated by itself, a half of its backward takes as much more or less than the roofline says as its forward does. What
+    cannot be timed is left to the roofline.
 
     Args:
         store: file of the times; ``":memory:"`` keeps none.
@@ -44,13 +48,18 @@ class MeasuredCosts:
         self._device = torch.device(device)
         self._store = MeasurementStore(store, machine_name(self._device))
         self._roofline = Roofline()
-        self.samples: list[Sample] = []
+        self._known_kernels: dict[tuple[Call, Gradients], Kernels | None] = {}
+        self._asked: dict[tuple[Work, torch.dtype], None] = {}
+        self._times: dict[Call, list[float]] = {}
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """Of the call, measured; a roofline for work that is none."""
+        """Of the calls that it becomes, measured; a roofline for work that is no call."""
         analytic = self._roofline.operation_time(work, device, dtype)
         if work.call is None:
             return analytic
+        kernels = self._kernels(work.call, work.gradients) if work.gradients else None
+        if kernels is not None:
+            return sum(self.operation_time(call_work(kernel), device, kernel.result.dtype) for kernel in kernels[work.half])
         seconds = self._seconds(work, dtype)
         if seconds is None:
             return analytic
@@ -62,15 +71,38 @@ class MeasuredCosts:
         """``latency + bytes / bandwidth``: links are measured by ``Cluster.detect``."""
         return self._roofline.transfer_time(size, link)
 
+    @property
+    def samples(self) -> list[Sample]:
+        """The calls that were asked for, timed."""
+        known = ((work, dtype, self._store[work.call]) for work, dtype in self._asked if work.call is not None)
+        return [Sample(work, dtype, seconds) for work, dtype, seconds in known if seconds is not None]
+
+    def time_again(self) -> None:
+        """Time every call that was timed so far once more, and take medians: for machines that are not equally fast all the time.
+
+        Calls that were timed one after the other in a slow minute and in a fast one do not compare; those of many rounds do.
+        """
+        for call, times in self._times.items():
+            seconds = measure_call(call, self._device)
+            assert seconds is not None  # it could be timed before
+            times.append(seconds)
+            self._store[call] = statistics.median(times)
+
+    def _kernels(self, call: Call, gradients: Gradients) -> Kernels | None:
+        if (call, gradients) not in self._known_kernels:
+            self._known_kernels[call, gradients] = kernels_of(call, gradients, self._device)
+        return self._known_kernels[call, gradients]
+
     def _seconds(self, work: Work, dtype: torch.dtype) -> float | None:
         call = work.call
         assert call is not None
         if call not in self._store:
-            self._store[call] = measure_call(call, self._device)
-        seconds = self._store[call]
-        if seconds is not None and work.half == "forward":
-            self.samples.append(Sample(work, dtype, seconds))
-        return seconds
+            seconds = self._store[call] = measure_call(call, self._device)
+            if seconds is not None:
+                self._times[call] = [seconds]
+        if work.half == "forward":
+            self._asked[work, dtype] = None
+        return self._store[call]
 
 
 def machine_name(device: torch.device) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from cost_models.calls import Call, tensors_in
 from cost_models.measurement.clock import median_seconds
@@ -22,7 +23,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     """
     for spread in (True, False):
         try:
-            arguments = {name: _made_up(value, call, device, spread=spread) for name, value in call.values}
+            arguments = call.filled(partial(_made_up, places=_places(call) if spread else 1, device=device), device)
             with torch.no_grad():
                 return median_seconds(lambda given=arguments: call.operator(**given), device, among_others=True)  # type: ignore[misc]
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
@@ -30,19 +31,13 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     return None
 
 
-def _made_up(value: Any, call: Call, device: torch.device, *, spread: bool) -> Any:
+def _made_up(_name: str, shape: TensorShape, *, places: int, device: torch.device) -> Tensor:
     """Random numbers; whole numbers may be places, so they are kept below the sizes of the other tensors, or are all zero."""
-    if isinstance(value, tuple):
-        return [_made_up(item, call, device, spread=spread) for item in value]
-    if isinstance(value, torch.device):
-        return device
-    if not isinstance(value, TensorShape):
-        return value
-    if value.dtype == torch.bool:
-        return torch.rand(value.shape, device=device) < 0.5
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        return torch.rand(value.shape, device=device, dtype=value.dtype)
-    return torch.randint(_places(call) if spread else 1, value.shape, device=device, dtype=value.dtype)
+    if shape.dtype == torch.bool:
+        return torch.rand(shape.shape, device=device) < 0.5
+    if shape.dtype.is_floating_point or shape.dtype.is_complex:
+        return torch.rand(shape.shape, device=device, dtype=shape.dtype)
+    return torch.randint(places, shape.shape, device=device, dtype=shape.dtype)
 
 
 def _places(call: Call) -> int:

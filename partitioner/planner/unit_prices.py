@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
@@ -254,8 +255,18 @@ class PriceList:
             numbers, share = self._numbers(microbatch_size), self._share(microbatch_size)
             seconds = self._operations(numbers, share)
             halves = self._halves(seconds) + self._exchanging(numbers, share)[:, :, None]
+            halves[2] += self._adding * (1 - 1 / -(-self._graph.batch_size // microbatch_size))
             self._known_times[microbatch_size] = seconds, halves
         return self._known_times[microbatch_size]
+
+    @cached_property
+    def _adding(self) -> Floats:
+        """(N, K) seconds that gradients of parameters are added to those of earlier microbatches: two are read, one is written."""
+        size = np.zeros(len(self._points.units))
+        for item in self._memory.gradients:
+            size[list(item.units)] += item.most
+        works = [Work(0, 3 * each, 0) for each in size.tolist()]
+        return np.array([[self._cost_model.operation_time(work, kind, torch.float32) for kind in self.kinds] for work in works])
 
     def _operations(self, numbers: Numbers, share: float) -> Floats:
         """(C, K, 3) seconds of each distinct operation, worked out once for all links."""

@@ -48,6 +48,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "cost_models/calls.py",
             "cost_models/graph_cost.py",
+            "cost_models/measured/kernels.py",
             "cost_models/node_work.py",
             "cost_models/operations.py",
             "cost_models/simulator/graph_reader.py",
@@ -93,8 +94,8 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("passes/differentiate.py",),
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
-        "runs a loss, or a graph for another batch, on shapes alone",
-        ("partitioner/loss_form.py", "passes/fix_batch.py"),
+        "runs a loss, a graph for another batch, or a call that is to be timed, on shapes alone",
+        ("cost_models/measured/kernels.py", "partitioner/loss_form.py", "passes/fix_batch.py"),
     ),
 }
 
