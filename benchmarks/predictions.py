@@ -250,15 +250,17 @@ def swap_link(rounds: int = 5) -> Link:
             work.wait()
 
     steps = {(0, False): partial(step, 0, beside=False)}
-    steps |= {(count, beside): partial(step, count, beside=beside) for count in _MESSAGE_FLOATS for beside in (False, True)}
+    steps |= {(count, False): partial(step, count, beside=False) for count in _MESSAGE_FLOATS}
+    steps[_FLOATS_BESIDE_WORK, True] = partial(step, _FLOATS_BESIDE_WORK, beside=True)
     found = {key: each.wall for key, each in measure(steps, rounds, repeats=10).items()}
     added = {key: max(seconds - found[0, False], 1e-6) for key, seconds in found.items() if key[0]}
-    share = min(added[_MESSAGE_FLOATS[-1], True] / added[_MESSAGE_FLOATS[-1], False], 1.0)
+    share = min(added[_FLOATS_BESIDE_WORK, True] / added[_FLOATS_BESIDE_WORK, False], 1.0)
     return gloo_link({4.0 * count: added[count, False] for count in _MESSAGE_FLOATS}, share)
 
 
 _ADDED_FLOATS = 2**18
-_MESSAGE_FLOATS = (2**10, 2**14, 2**16, 2**18, 2**20)
+_MESSAGE_FLOATS = (2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
+_FLOATS_BESIDE_WORK = 2**20
 
 
 def show(title: str, found: Sequence[Prediction], say_line: Callable[[str], None]) -> None:

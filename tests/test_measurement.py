@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ import torch
 from cost_models.calls import Call
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.devices import Device, Link
+from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts, Sample, fitted
+from cost_models.measured.kernels import kernels_of
 from cost_models.measured.operations import measure_call
 from cost_models.measured.store import MeasurementStore, key_of
 from cost_models.measurement import detect as detection
 from cost_models.measurement.machine import STEPS, gloo_link, measure_machine
 from cost_models.node_work import call_work
 from cost_models.sizes import TensorShape
-from cost_models.work import Product, Work
+from cost_models.work import Gradients, Product, Work
 from partitioner import partition
 
 aten = torch.ops.aten
@@ -74,6 +78,24 @@ def test_each_call_is_timed_once_on_a_machine(tmp_path: Path, monkeypatch: pytes
     assert product(8) not in MeasurementStore(file, "another machine")
 
 
+def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, timed = [1.0, 10.0, 3.0, 12.0, 2.0, 11.0], list[Call]()
+
+    def timing(call: Call, _device: torch.device) -> float:
+        timed.append(call)
+        return times[len(timed) - 1]
+
+    monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
+    costs = MeasuredCosts(tmp_path / "times.db")
+    works = [call_work(product(rows)) for rows in (8, 16)]
+    for expected in ([1.0, 10.0], [2.0, 11.0], [2.0, 11.0]):  # medians of the first time, of two and of three
+        assert [costs.operation_time(work, DEVICE, torch.float32) for work in works] == expected
+        assert [sample.seconds for sample in costs.samples] == expected
+        if len(timed) < 6:
+            costs.time_again()
+    assert [MeasuredCosts(tmp_path / "times.db").operation_time(work, DEVICE, torch.float32) for work in works] == [2.0, 11.0]
+
+
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cost_models.measured.costs.measure_call", lambda *_: 2.0)
     costs, roofline, forward = MeasuredCosts(), Roofline(), call_work(product(8))
@@ -83,6 +105,79 @@ def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: p
     unnamed = Work(1e9, 1e6, 1)
     assert costs.operation_time(unnamed, DEVICE, torch.float32) == roofline.operation_time(unnamed, DEVICE, torch.float32)
     assert costs.transfer_time(1e6, Link(1e-3, 1e9)) == pytest.approx(2e-3)
+
+
+def linear(rows: int) -> Call:
+    values = ("input", shape(rows, 3, 64)), ("weight", shape(32, 64)), ("bias", shape(32))
+    return Call(aten.linear.default, values, (shape(rows, 3, 32),))
+
+
+ATTENTION = Call(
+    aten.scaled_dot_product_attention.default,
+    (*((name, shape(2, 2, 8, 4)) for name in ("query", "key", "value")), ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", True)),
+    (shape(2, 2, 8, 4),),
+)
+WEIGHTS = ("weight", "weight"), ("bias", "weight")
+KERNELS: dict[str, tuple[Call, Gradients, dict[str, list[str]]]] = {
+    "a layer": (
+        linear(2),
+        (("input", "activation"), *WEIGHTS),
+        {"forward": ["addmm"], "backward_input": ["mm"], "backward_weight": ["mm", "sum"]},
+    ),
+    "the first layer": (linear(2), WEIGHTS, {"forward": ["addmm"], "backward_input": [], "backward_weight": ["mm", "sum"]}),
+    "a frozen layer": (linear(2), (("input", "activation"),), {"forward": ["addmm"], "backward_input": ["mm"], "backward_weight": []}),
+    "attention": (
+        ATTENTION,
+        tuple((name, "activation") for name in ("query", "key", "value")),
+        {
+            "forward": ["_scaled_dot_product_flash_attention_for_cpu"],
+            "backward_input": ["_scaled_dot_product_flash_attention_for_cpu_backward"],
+            "backward_weight": [],
+        },
+    ),
+    "a lookup": (LOOKUP, (("weight", "weight"),), {"forward": ["embedding"], "backward_weight": ["embedding_dense_backward"]}),
+    "parts of a tensor": (
+        Call(aten.split.Tensor, (("self", shape(4, 6)), ("split_size", 2)), (shape(2, 6), shape(2, 6))),
+        (("self", "activation"),),
+        {"forward": [], "backward_input": ["cat"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_call_that_trains_is_the_calls_that_it_becomes(name: str) -> None:
+    call, gradients, expected = KERNELS[name]
+    found = kernels_of(call, gradients, torch.device("cpu"))
+    assert found is not None
+    for half, operators in expected.items():
+        assert [kernel.operator.overloadpacket.__name__ for kernel in found[half]] == operators  # type: ignore[index]
+
+
+def test_what_is_timed_for_a_plan_is_what_its_programs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed anew for a simulation: plans and simulations are of the same times."""
+    timed: list[str] = []
+
+    def timing(call: Call, _device: torch.device) -> float:
+        timed.append(key_of(call))
+        return 1e-3 * len(timed)
+
+    monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
+    layers = (torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 16))
+    arguments: dict[str, Any] = {"schedule": "ZB1P", "n_microbatches": 2, "cost_model": MeasuredCosts(), "progress": False}
+    cluster = Cluster([DEVICE] * 2, Link(0.0, 1e15))
+    pm = partition(torch.nn.Sequential(*layers), 2, "pipeline", example_inputs=(torch.rand(8, 16),), cluster=cluster, **arguments)
+    planned = list(timed)
+    assert pm.simulate().step_time == pytest.approx(pm.plan.step_time, rel=0.02)  # the loss, and what starts messages
+    assert timed == planned
+
+
+def test_a_call_that_cannot_be_differentiated_alone_is_priced_by_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cost_models.measured.costs.measure_call", lambda *_: 2.0)
+    refused = Call(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
+    gradients = (("self", "activation"),)
+    assert kernels_of(refused, gradients, torch.device("cpu")) is None
+    work = replace(call_work(refused), gradients=gradients)
+    assert MeasuredCosts().operation_time(work, DEVICE, torch.float32) == 2.0
 
 
 def test_fitted_rates_are_those_that_made_the_times() -> None:
@@ -123,6 +218,7 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("cost_models.measurement.machine._SIZES", (32,))
     monkeypatch.setattr("cost_models.measurement.machine._COPIED_BYTES", 2**16)
     monkeypatch.setattr("cost_models.measurement.machine._MESSAGE_BYTES", (2**8, 2**12))
+    monkeypatch.setattr("cost_models.measurement.machine._BYTES_BESIDE_WORK", 2**12)
     device, link = measure_machine(torch.device("cpu"), told.append)
     assert len(told) == STEPS
     assert set(device.peak_flops) == {"float32", "float64", "bfloat16", "float16"}
