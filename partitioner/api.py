@@ -139,18 +139,19 @@ def partition(
     _check_fits(plan, graph, len(placement.devices))
     check_scaler(precision, plan.grid, world_size)
     runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
-    plan = _agreed(plan, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
+    plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
     assumed = Assumptions(hardware, cost_model, optimizer, problem)
     with steps.step("lowering"):
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
 
 
-def _agreed(plan: Plan, runtime: Runtime, *, measured: bool) -> Plan:
+def _agreed(plan: Plan, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
     """The plan of all processes: by times that each of them measures, plans differ, and that of the first rank is taken."""
     if measured:
         is_first = 0 in runtime.local_ranks
         text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
         plan = plan if is_first or text is None else Plan.from_json(text)
+        _check_fits(plan, graph, len(runtime.devices))
     runtime.agree("plan", plan.hash)
     return plan
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cost_models.hardware import Cluster, Device, Link
-from partitioner import PartitionedModel
+from partitioner import PartitionedModel, partition
 
 __all__ = [
     "ALIKE",
@@ -21,6 +21,7 @@ __all__ = [
     "assert_training_goes_on",
     "inputs",
     "perceptron",
+    "planned_and_simulated",
     "wide",
 ]
 
@@ -33,6 +34,15 @@ ALIKE = Cluster([Device("d", {"float64": FLOPS}, 2**40, 1e15, launch_overhead=0.
 def wide() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))).double()
+
+
+def planned_and_simulated(mode: Mapping[str, Any], n_microbatches: int) -> tuple[float, float, float]:
+    """Seconds of a step of ``wide`` under 1F1B, two layers in the first of two stages; and of a layer's forward of a microbatch."""
+    x = torch.randn(ROWS, FEATURES, dtype=torch.float64)
+    arguments: dict[str, Any] = {"n_microbatches": n_microbatches, "schedule": "1F1B", "optimizer": "none", "progress": False}
+    pm = partition(wide(), 3, mode, example_inputs=(x,), cluster=ALIKE, **arguments)
+    assert [stage.modules for stage in pm.plan.stages] == [("0", "1"), ("2",)]
+    return pm.plan.step_time, pm.simulate().step_time, 2 * ROWS / n_microbatches * FEATURES * FEATURES / FLOPS
 
 
 def perceptron() -> nn.Sequential:

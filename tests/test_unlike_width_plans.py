@@ -15,28 +15,22 @@ from partitioner import Constraints, partition
 from partitioner.mode_text import mode_text, parse_mode, without_rest
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from tests.models.zoo import case_named
-from tests.small_pipelines import ALIKE, FEATURES, FLOPS, ROWS, inputs, perceptron, wide
+from tests.small_pipelines import ALIKE, inputs, perceptron, planned_and_simulated
 from tests.unlike_widths import Widths, mode, on
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["planned", "simulated"])
-def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks(source: str) -> None:
+def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks() -> None:
     """Three layers on widths 2 + 1: two of them on two ranks, half of each on either.
 
     Of M microbatches, each takes f forward and 2 f back on the second stage, which begins after the first forward, of f, and works
     without a pause; then the first stage ends: 1.5 f, since one of its two layers has no gradient of its input.
     """
     count = 16
-    x = torch.randn(ROWS, FEATURES, dtype=torch.float64)
-    arguments: dict[str, Any] = {"n_microbatches": count, "schedule": "1F1B", "optimizer": "none", "cluster": ALIKE, "progress": False}
-    pm = partition(wide(), 3, mode((2, 1)), example_inputs=(x,), **arguments)
-    assert [stage.modules for stage in pm.plan.stages] == [("0", "1"), ("2",)]
-    forward = 2 * ROWS / count * FEATURES * FEATURES / FLOPS
+    planned, simulated, forward = planned_and_simulated(mode((2, 1)), count)
     expected = forward + count * 3 * forward + 1.5 * forward
-    seconds = pm.plan.step_time if source == "planned" else pm.simulate().step_time
-    assert seconds == pytest.approx(expected, rel=0.02)
+    assert (planned, simulated) == pytest.approx((expected, expected), rel=0.02)
 
 
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
