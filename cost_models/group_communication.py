@@ -108,8 +108,12 @@ def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list
     """
     ports = [port(one, other, cluster) for one, other in messages]
     uses = Counter(ports)
-    links = [cluster.link(one, other) for one, other in messages]
-    return [replace(link, bandwidth=link.bandwidth / uses[port]) for link, port in zip(links, ports, strict=True)]
+    pairs = [(cluster.link(*message), uses[leaving]) for message, leaving in zip(messages, ports, strict=True)]
+    shared: dict[tuple[int, int], Link] = {}  # a cluster has few links, thousands of messages go over each
+    for link, number in pairs:
+        if (id(link), number) not in shared:
+            shared[id(link), number] = replace(link, bandwidth=link.bandwidth / number)
+    return [shared[id(link), number] for link, number in pairs]
 
 
 def _ring(group: Group) -> list[tuple[int, int]]:

@@ -303,6 +303,12 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         assert order.splits == SCHEDULES[name].splits_backward
 
 
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB1P"])
+def test_what_waits_for_messages_in_closed_form_is_what_schedules_have(name: str) -> None:
+    for n_ranks, count in itertools.product(range(1, 7), range(1, 10)):
+        assert order_of(name, n_ranks, count, 1).awaiting == awaiting(make_schedule(name, n_ranks, count)), (n_ranks, count)
+
+
 def peak_memory(
     schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float, entering: list[int], leaving: list[int]
 ) -> tuple[float, ...]:

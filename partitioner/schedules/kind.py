@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from partitioner.schedules.in_flight import peak_in_flight
 from partitioner.schedules.pattern import Move, Rank, numbered
@@ -109,7 +109,7 @@ class ScheduleKind:
         actions = numbered(self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after)), len(dealt))
         if len(together) == 1:
             return actions
-        return tuple(replace(action, microbatch=dealt[action.microbatch]) for action in actions)
+        return tuple(action._replace(microbatch=dealt[action.microbatch]) for action in actions)
 
     def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""

@@ -65,15 +65,18 @@ def _awaiting_alone(name: str, n_microbatches: int, in_flight: tuple[int, ...]) 
     """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages.
 
     F F ... F | B F | B F ... | B B ... B    what a rank holds grows, stays, where there are more microbatches than that, and shrinks
+
+    Of ZB1P, whose rank r has r input halves in front of its first weight half, what it holds shrinks from the third message behind that on.
     """
     if n_microbatches > len(in_flight) + 1 and name != "GPipe":
         return Awaiting(in_flight, in_flight, in_flight, in_flight)
-    if name == "ZB1P":
-        return awaiting(make_schedule(name, len(in_flight), n_microbatches))
     growing = tuple(min(held, n_microbatches - 1) for held in in_flight)
     staying = tuple(held if n_microbatches > held + 1 else 0 for held in in_flight)
-    last = n_microbatches - 1 if n_microbatches > 2 else 0
-    shrinking = tuple(held if held < n_microbatches else last for held in in_flight)
+    waiting = range(len(in_flight)) if name == "ZB1P" else (0,) * len(in_flight)
+    shrinking = tuple(
+        held if held < n_microbatches else n_microbatches - 1 if n_microbatches > behind + 2 else 0
+        for held, behind in zip(in_flight, waiting, strict=True)
+    )
     return Awaiting(growing, staying, in_flight, shrinking)
 
 

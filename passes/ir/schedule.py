@@ -14,6 +14,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from passes.ir.errors import ConfigError
 
@@ -32,8 +33,7 @@ class ActionKind(enum.Enum):
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True, order=False)
-class Action:
+class Action(NamedTuple):
     """One computation of one stage on one microbatch.
 
     >>> str(Action(2, ActionKind.FORWARD, 0)), Action.parse("1B3").microbatch
