@@ -6,7 +6,11 @@
 Operations of each model are timed, and what two processes wait that swap tensors between pieces of work, five times over; the planner
 chooses with the medians. The others are each mode alone, the pipeline under two schedules with 2, 4 and 8 microbatches; ``data``,
 ``tensor`` and a pipeline are what one chooses without a planner. All plans of a model take turns; plans that decide alike are measured
-once. The last column is the time of the automatic plan in parts of the best of all.
+once.
+
+Then the automatic plan and those that took at most a tenth longer than the fastest take turns again, three times as often, and with them
+the automatic plan a second time: the fastest of ten is partly the luckiest of ten, and what a plan takes beside itself is the noise. Ratios
+are medians over rounds of what one plan took in a round by what the other took in it.
 
 Steps take 70 to 250 ms. What a message takes on a shared machine differs by half a millisecond from one minute to the next, which is what
 decides between the plans of a model whose step takes 20 ms.
@@ -17,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.predictions import machine, squares, swap_link
-from benchmarks.rounds import measure, milliseconds, run_tables, say, table
+from benchmarks.rounds import Measured, measure, milliseconds, run_tables, say, table
 from benchmarks.tile import UNet
 from benchmarks.transformer import VOCABULARY, gpt, loss_of
 from cost_models.hardware import Cluster, Link
@@ -162,32 +166,58 @@ def models(rounds: int) -> None:
     ratios, summary = [], []
     for name, make in PROBLEMS.items():
         problem = make()
-        plan = automatic(problem)
-        placed = {"automatic": step_of(problem, plan=plan)}
-        for other, asked in OTHERS.items():
-            if _suits(other, problem[1]):
-                other_plan, step = step_of(problem, **asked)
-                placed[f"automatic, as {other}" if _decided(other_plan) == _decided(plan) else other] = other_plan, step
-        same = [each for each in placed if each.startswith("automatic, ")]
-        for each in same:  # the same programs: measured once
-            placed["automatic"] = placed.pop(each)
-        found = measure({each: step for each, (_, step) in placed.items()}, rounds, repeats=3)
-        order = sorted(found, key=lambda each: found[each].wall)
-        table(
-            f"{name}, {same[0] if same else 'automatic'}: {words_of(plan)}",
-            ("plan", "ms"),
-            [(each, milliseconds(found[each])) for each in order],
-        )
-        ratios.append(found["automatic"].wall / found[order[0]].wall)
-        summary.append((name, milliseconds(found["automatic"]), order[0], milliseconds(found[order[0]]), f"{ratios[-1]:.2f}x"))
-    table("The automatic plan beside the best of all", ("model", "automatic ms", "best", "best ms", "ratio"), summary)
-    say(f"within 5 % of the best: {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} models")
+        plan, alike, steps = contestants(problem)
+        first = measure(steps, rounds, repeats=3)
+        last = measure(finalists(steps, first), 3 * rounds, repeats=3)
+        of_automatic = {each: last["automatic"].beside(found) for each, found in last.items() if each != "automatic"}
+        again = of_automatic.pop(_AGAIN)
+        rows = [
+            (each, milliseconds(found), milliseconds(last[each]) if each in last else "", _times(of_automatic.get(each)))
+            for each, found in sorted(first.items(), key=lambda item: item[1].wall)
+        ]
+        table(f"{name}, {alike}: {words_of(plan)}", ("plan", "ms", "again, ms", "automatic takes"), rows)
+        fastest = max(of_automatic, key=lambda each: of_automatic[each])
+        ratios.append(of_automatic[fastest])
+        summary.append((name, milliseconds(last["automatic"]), fastest, milliseconds(last[fastest]), _times(ratios[-1]), _times(again)))
+    head = ("model", "automatic, ms", "the fastest other", "ms", "automatic takes", "beside itself")
+    table("The automatic plan beside the fastest of the others", head, summary)
+    say(f"at most 5 % slower than the best: {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} models")
+
+
+_AGAIN = "automatic, again"
+
+
+def contestants(problem: Problem) -> tuple[Plan, str, dict[str, Callable[[], Tensor]]]:
+    """The automatic plan, which of the others decides alike, and a step of each plan."""
+    plan = automatic(problem)
+    alike, steps = "automatic", {"automatic": step_of(problem, plan=plan)[1]}
+    for other, asked in OTHERS.items():
+        if _suits(other, problem[1]):
+            other_plan, step = step_of(problem, **asked)
+            if _decided(other_plan) == _decided(plan):  # the same programs: measured once
+                alike, steps["automatic"] = f"automatic, as {other}", step
+            else:
+                steps[other] = step
+    return plan, alike, steps
+
+
+def finalists(steps: Mapping[str, Callable[[], Tensor]], found: Mapping[str, Measured]) -> dict[str, Callable[[], Tensor]]:
+    """The automatic plan twice, the fastest other, and who is nearly as fast."""
+    others = sorted((each for each in steps if each != "automatic"), key=lambda each: found[each].wall)
+    fastest = min(each.wall for each in found.values())
+    near = [each for each in others if each == others[0] or found[each].wall <= 1.1 * fastest]
+    return {"automatic": steps["automatic"], **{each: steps[each] for each in near}, _AGAIN: steps["automatic"]}
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def _decided(plan: Plan) -> object:
     """What plans of the same programs have in common."""
     in_time = plan.schedule, plan.n_microbatches, tuple(stage.first_node for stage in plan.stages)
-    return plan.grid, plan.recompute, plan.axes, plan.halos, in_time if len(plan.stages) > 1 else ()
+    halos = tuple((run.first, run.last, run.payment) for run in plan.halos)  # what they would have taken otherwise is no decision
+    return plan.grid, plan.recompute, plan.axes, halos, in_time if len(plan.stages) > 1 else ()
 
 
 def _suits(name: str, batch: Tensor) -> bool:

@@ -29,10 +29,16 @@ class Measured:
     Attributes:
         wall: seconds a step, of the slower process.
         processor: CPU seconds a step, summed over the processes.
+        walls: of each round, what ``wall`` is the median of.
     """
 
     wall: float
     processor: float
+    walls: tuple[float, ...]
+
+    def beside(self, other: Measured) -> float:
+        """How many times as long it takes as the other: the median over rounds, in each of which the machine was equally fast for both."""
+        return statistics.median(one / another for one, another in zip(self.walls, other.walls, strict=True))
 
 
 def measure(steps: Mapping[Name, Callable[[], object]], rounds: int, repeats: int) -> dict[Name, Measured]:
@@ -52,7 +58,7 @@ def measure(steps: Mapping[Name, Callable[[], object]], rounds: int, repeats: in
             if number > 0:  # the first round warms up
                 wall[name].append(slowest[0].item())
                 processor[name].append(total[1].item())
-    return {name: Measured(statistics.median(wall[name]), statistics.median(processor[name])) for name in steps}
+    return {name: Measured(statistics.median(wall[name]), statistics.median(processor[name]), tuple(wall[name])) for name in steps}
 
 
 def ratio(one: Measured, other: Measured) -> str:
