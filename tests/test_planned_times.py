@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.transformer import gpt
+from cost_models.hardware import Cluster, Device, Link
 from partitioner import Constraints, PartitionedModel, partition
 
 TOLERANCE = 0.05
@@ -48,6 +49,17 @@ def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_and_simulation_agree(name: str) -> None:
     pm = on_a100s(SETTINGS[name])
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_small_parameters_that_travel_together_are_priced_so(devices: int) -> None:
+    """Twenty-four of them over a link whose messages take as long to start as half a layer: one message for all, not one for each."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.ReLU())))
+    kind = Device("d", {"float32": 1e10}, 2**40, 1e10, launch_overhead=0.0, compute_efficiency=1.0)
+    cluster = Cluster([kind] * devices, Link(5e-4, 1e9))
+    pm = partition(model, devices, "zero1", example_inputs=(torch.zeros(256, 128, device="meta"),), cluster=cluster, progress=False)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 

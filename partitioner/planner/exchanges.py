@@ -12,13 +12,14 @@
     Shard          beyond its ends    halo_exchange     halo_exchange
 
 Each change is made once for all readers, in the unit of the first. Gradients of parameters that every rank has whole are summed once a
-step.
+step. Small parameters that ranks hold in parts go many in a message (``passes.bundle``): each is priced as its part of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor, fx
@@ -26,6 +27,7 @@ from torch import Tensor, fx
 from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
+from passes.bundle import ALONE_BYTES, BUNDLE_BYTES
 from passes.extents import Extents
 from passes.inside.table import SINGLE_BYTES, inside_of
 from passes.ir.graph import ModelGraph
@@ -35,7 +37,17 @@ from passes.layouts import Layouts
 from passes.rules.loops import Size
 from passes.slide import fetch_of, held_for, slides_of
 
-__all__ = ["Exchange", "GradientSum", "collectives_between", "find_exchanges", "find_gradient_sums", "find_halos", "reduced_in_parts"]
+__all__ = [
+    "Exchange",
+    "GradientSum",
+    "collectives_between",
+    "counted_together",
+    "find_exchanges",
+    "find_gradient_sums",
+    "find_halos",
+    "part_of_message",
+    "reduced_in_parts",
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Exchange:
         backward: the same for the backward.
         again: what the backward does besides: a parameter that is not kept whole is gathered once more.
         runs: in how many runs of memory a rank's part of the whole value lies: more than one are copied into a message or out of it.
+        held: whether ranks hold the value in parts all the time: small ones go many in a message (``passes.bundle``).
+        together: how many small ones the model has.
     """
 
     reader: str
@@ -59,19 +73,47 @@ class Exchange:
     backward: Collective | None
     again: Collective | None = None
     runs: Size = 1
+    held: bool = False
+    together: int = 0
 
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
         """Forward and backward, for so many bytes in so many runs of memory, on the links between the ranks."""
-        forward, backward, again = (_seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
+        forward, backward, again = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
         return forward, backward + again
 
+    def _seconds(self, kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
+        if kind is None:
+            return 0.0
+        if kind == "all_to_all":  # of what a rank holds
+            size /= links.n_ranks
+        messages = part_of_message(kind, size, links.n_ranks, self.together) if self.held else 1.0
+        saved = (1 - messages) * links.seconds(kind, 0.0) if messages < 1 else 0.0
+        return links.seconds(kind, size) - saved + _COPIES[kind][runs > 1 or messages < 1] * links.copying(size)
 
-def _seconds(kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
-    if kind is None:
-        return 0.0
-    if kind == "all_to_all":  # of what a rank holds
-        size /= links.n_ranks
-    return links.seconds(kind, size) + _COPIES[kind][runs > 1] * links.copying(size)
+
+def part_of_message(kind: Collective, size: float, n_ranks: int, together: int = 0) -> float:
+    """How much of a message a value of so many bytes is that is held in parts: what ranks give little of goes with others, in bundles.
+
+    Args:
+        together: how many there are to go in one; 0: nobody knows, and there may be any number.
+    """
+    given = size if kind == "reduce_scatter" else size / n_ranks
+    return 1.0 if given >= ALONE_BYTES else max(given / BUNDLE_BYTES, 1 / together if together else 0.0)
+
+
+def counted_together(found: Iterable[Exchange], mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]) -> Iterator[Exchange]:
+    """The same exchanges, those of values that ranks hold in parts with how many small ones there are.
+
+    Args:
+        mesh: how many ranks each dimension has.
+        copies: the calls of the whole model that each call stands for.
+    """
+    every = list(found)
+    small = Counter[str]()
+    for each in every:
+        if each.held and float(each.size) < ALONE_BYTES * mesh[each.dimension]:
+            small[each.dimension] += len(copies(each.reader))
+    return (replace(each, together=small[each.dimension]) if each.held else each for each in every)
 
 
 _COPIES: Mapping[Collective, tuple[int, int]] = {
@@ -158,7 +200,8 @@ def _changes(
             cut = next((each for each in (wanted, lies) if isinstance(each, Shard)), None)
             runs = 1 if cut is None else sizes.runs(operand, need if cut is wanted else have, index, cut.dimension)
             key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
-            yield key, Exchange(reader, size, name, forward, backward, again, runs)
+            held = operand.name in layouts.stored and isinstance(lies, Shard)
+            yield key, Exchange(reader, size, name, forward, backward, again, runs, held)
 
 
 def find_halos(

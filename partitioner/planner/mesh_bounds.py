@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
+from cost_models.group_communication import Collective
 from cost_models.hardware import Cluster
 from partitioner.planner.auto_space import microbatch_choices
 from partitioner.planner.candidates import Candidate, microbatch_size, schedules
 from partitioner.planner.cuttable_model import CuttableModel
+from partitioner.planner.exchanges import part_of_message
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_request import PlanRequest
@@ -61,7 +65,7 @@ class MeshBounds:
         every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
         self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
         self._longest = dict(every)
-        self._in_parts: dict[int, tuple[int, float]] = {}
+        self._in_parts: dict[tuple[Collective, int, int], tuple[float, float]] = {}
 
     def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = ()) -> float:
         """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
@@ -156,18 +160,19 @@ class MeshBounds:
         links = self._links.of(mesh)[kind]
         if kind == "data":
             return links.seconds("all_reduce", sum(self._sizes.values()) / others)
-        number, size = self._gathered(rows)
-        return sum(
-            (number * links.seconds(way, 0.0) / stages_length(mesh) + size / others * links.seconds(way, _LARGE) / _LARGE)
-            for way in ("all_gather", "reduce_scatter")
-        )
+        stages, seconds, ways = stages_length(mesh), 0.0, ("all_gather", "reduce_scatter")
+        for way in cast(Sequence[Collective], ways):
+            messages, size = self._gathered(way, rows, others // stages)
+            seconds += messages * links.seconds(way, 0.0) / stages + size / others * links.seconds(way, _LARGE) / _LARGE
+        return seconds
 
-    def _gathered(self, rows: int) -> tuple[int, float]:
-        """How many parameters so many ranks could hold in parts, and their bytes."""
-        if rows not in self._in_parts:
+    def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
+        """How many messages the parameters take that so many ranks could hold in parts, cut among others, too, and their bytes."""
+        key = (way, rows, others)
+        if key not in self._in_parts:
             sizes = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
-            self._in_parts[rows] = len(sizes), sum(sizes)
-        return self._in_parts[rows]
+            self._in_parts[key] = sum(part_of_message(way, size / others, rows) for size in sizes), sum(sizes)
+        return self._in_parts[key]
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:

@@ -19,7 +19,7 @@ from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import Exchange, GradientSum, find_exchanges, find_gradient_sums
+from partitioner.planner.exchanges import Exchange, GradientSum, counted_together, find_exchanges, find_gradient_sums
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.unfold import RepeatedPrices
@@ -101,7 +101,8 @@ class ModelPart:
         """The collectives of every microbatch."""
         if self.layouts is None or self.axes is None or self.sizes is None:
             return ()
-        return tuple(find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients))
+        found = find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients)
+        return tuple(counted_together(found, dict(self.layouts.mesh), self.of.copies))
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:

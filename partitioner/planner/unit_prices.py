@@ -314,7 +314,8 @@ class PriceList:
         seconds = np.zeros((3, len(self._points.units)))
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self._exchanges:
-            key = (exchange.size, exchange.dimension, exchange.forward, exchange.backward, exchange.again, exchange.runs)
+            kinds = exchange.forward, exchange.backward, exchange.again
+            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.held, exchange.together)
             if key not in known:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
