@@ -235,7 +235,10 @@ def adding_link() -> Link:
 
 
 def swap_link(rounds: int = 5) -> Link:
-    """What two ranks wait that compute and swap a tensor, as stages do; without work between them, swaps are several times as fast."""
+    """What two ranks wait that compute and swap a tensor, as stages do; without work between them, swaps are several times as fast.
+
+    Who is done first waits for the other, the longer the more both had to do: they work for milliseconds, as between messages of a step.
+    """
     other, left = 1 - dist.get_rank(), torch.rand(256, 256)
 
     def started(count: int) -> tuple[dist.Work | None, ...]:
@@ -243,7 +246,7 @@ def swap_link(rounds: int = 5) -> Link:
 
     def step(count: int, *, beside: bool) -> None:
         works = started(count) if beside else ()
-        for _ in range(4):
+        for _ in range(_PRODUCTS):
             torch.mm(left, left)
         for work in started(count) if count and not beside else works:
             assert work is not None  # both ranks are in the group
@@ -259,6 +262,7 @@ def swap_link(rounds: int = 5) -> Link:
 
 
 _ADDED_FLOATS = 2**18
+_PRODUCTS = 16
 _MESSAGE_FLOATS = (2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
 _FLOATS_BESIDE_WORK = 2**20
 

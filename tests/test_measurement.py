@@ -79,7 +79,8 @@ def test_each_call_is_timed_once_on_a_machine(tmp_path: Path, monkeypatch: pytes
 
 
 def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times, timed = [1.0, 10.0, 3.0, 12.0, 2.0, 11.0], list[Call]()
+    """The machine is half as fast in the second of three rounds, in which one call more is asked for."""
+    times, timed = [1.0, 10.0, 2.0, 20.0, 6.0, 1.1, 10.0, 3.0], list[Call]()
 
     def timing(call: Call, _device: torch.device) -> float:
         timed.append(call)
@@ -87,13 +88,21 @@ def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
     costs = MeasuredCosts(tmp_path / "times.db")
-    works = [call_work(product(rows)) for rows in (8, 16)]
-    for expected in ([1.0, 10.0], [2.0, 11.0], [2.0, 11.0]):  # medians of the first time, of two and of three
-        assert [costs.operation_time(work, DEVICE, torch.float32) for work in works] == expected
-        assert [sample.seconds for sample in costs.samples] == expected
-        if len(timed) < 6:
-            costs.time_again()
-    assert [MeasuredCosts(tmp_path / "times.db").operation_time(work, DEVICE, torch.float32) for work in works] == [2.0, 11.0]
+    works = [call_work(product(rows)) for rows in (8, 16, 32)]
+
+    def found(count: int) -> list[float]:
+        return [costs.operation_time(work, DEVICE, torch.float32) for work in works[:count]]
+
+    assert found(2) == [1.0, 10.0]
+    costs.time_again()
+    assert found(2) == pytest.approx([1.5, 15.0])  # of two rounds neither is usual
+    assert found(3)[2] == pytest.approx(6.0 / (2.0 / 1.5))
+    costs.time_again()
+    assert found(3) == pytest.approx([1.0, 10.0, 3.0])  # the first also took 2 / 2 and 1.1
+    assert [sample.seconds for sample in costs.samples] == found(3)
+    assert len(timed) == len(times)
+    again = MeasuredCosts(tmp_path / "times.db")
+    assert [again.operation_time(work, DEVICE, torch.float32) for work in works] == found(3)
 
 
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:
