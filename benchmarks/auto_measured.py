@@ -3,7 +3,7 @@
     python -m benchmarks.auto_measured              # every model; starts two processes with one thread each, gloo
     python -m benchmarks.auto_measured --rounds 15  # on a noisy machine
 
-Operations of each model are timed, and what two processes wait that swap tensors between pieces of work, five times over; the planner
+Operations of each model are timed, and what two processes wait that swap tensors between pieces of work, seven times over; the planner
 chooses with the medians. The others are each mode alone, the pipeline under two schedules with 2, 4 and 8 microbatches; ``data``,
 ``tensor`` and a pipeline are what one chooses without a planner. All plans of a model take turns; plans that decide alike are measured
 once.
@@ -40,7 +40,7 @@ from partitioner.planner.describe import words_of
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.plan import Plan
 
-_ROUNDS_OF_TIMES = 5
+_ROUNDS_OF_TIMES = 7
 
 Problem = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 """A model, a batch, its target and its loss."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts, Sample, fitted
 from cost_models.measured.kernels import kernels_of
 from cost_models.measured.operations import measure_call
+from cost_models.measured.paces import Paces
 from cost_models.measured.store import MeasurementStore, key_of
 from cost_models.measurement import detect as detection
 from cost_models.measurement.machine import STEPS, gloo_link, measure_machine
@@ -79,30 +83,50 @@ def test_each_call_is_timed_once_on_a_machine(tmp_path: Path, monkeypatch: pytes
 
 
 def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is half as fast in the second of three rounds, in which one call more is asked for."""
-    times, timed = [1.0, 10.0, 2.0, 20.0, 6.0, 1.1, 10.0, 3.0], list[Call]()
+    """The machine is half as fast when calls are timed for the second time; one call more is asked for then."""
+    rounds, timed = [{8: 1.0, 16: 10.0}, {8: 2.0, 16: 20.0, 32: 6.0}, {8: 1.1, 16: 10.0, 32: 3.0}], list[int]()
 
     def timing(call: Call, _device: torch.device) -> float:
-        timed.append(call)
-        return times[len(timed) - 1]
+        rows = int(call.result.shape[0])
+        timed.append(rows)
+        return rounds[timed.count(rows) - (rows != 32)][rows]
 
     monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
     costs = MeasuredCosts(tmp_path / "times.db")
-    works = [call_work(product(rows)) for rows in (8, 16, 32)]
 
-    def found(count: int) -> list[float]:
-        return [costs.operation_time(work, DEVICE, torch.float32) for work in works[:count]]
+    def found(*rows: int) -> list[float]:
+        return [costs.operation_time(call_work(product(each)), DEVICE, torch.float32) for each in rows]
 
-    assert found(2) == [1.0, 10.0]
+    assert found(8, 16) == [1.0, 10.0]
     costs.time_again()
-    assert found(2) == pytest.approx([1.5, 15.0])  # of two rounds neither is usual
-    assert found(3)[2] == pytest.approx(6.0 / (2.0 / 1.5))
+    assert found(8, 16) == pytest.approx([1.5, 15.0])  # of two paces neither is usual
+    assert found(32) == pytest.approx([6.0 / (2.0 / 1.5)])
     costs.time_again()
-    assert found(3) == pytest.approx([1.0, 10.0, 3.0])  # the first also took 2 / 2 and 1.1
-    assert [sample.seconds for sample in costs.samples] == found(3)
-    assert len(timed) == len(times)
+    assert found(8, 16, 32) == pytest.approx([1.0, 10.0, 3.0])  # the first also took 2 / 2 and 1.1
+    assert [sample.seconds for sample in costs.samples] == found(8, 16, 32)
+    assert len(timed) == 8
     again = MeasuredCosts(tmp_path / "times.db")
-    assert [again.operation_time(work, DEVICE, torch.float32) for work in works] == found(3)
+    assert [again.operation_time(call_work(product(each)), DEVICE, torch.float32) for each in (8, 16, 32)] == found(8, 16, 32)
+
+
+def test_times_and_paces_are_found_together() -> None:
+    """Of samples that are a call's time multiplied by the pace of the machine, which changes with every sixteenth."""
+    draw, paces, number = random.Random(0), Paces(), itertools.count()
+    times = {product(rows): draw.uniform(1, 100) for rows in range(1, 49)}
+
+    def add(calls: Iterable[Call]) -> None:
+        for call in calls:
+            paces.add(call, times[call] * (1.0, 1.5, 1.2)[next(number) // 16 % 3])
+
+    add(list(times)[:32])
+    add(paces.in_another_order())
+    add(list(times)[32:])
+    for _ in range(3):
+        add(paces.in_another_order())
+    paces.settle()
+    found = [paces.time(call) / seconds for call, seconds in times.items()]
+    assert found == pytest.approx([found[0]] * len(times))
+    assert 1.0 <= found[0] <= 1.5
 
 
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:

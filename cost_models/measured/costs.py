@@ -24,7 +24,7 @@ from cost_models.cost_model import Roofline
 from cost_models.devices import Device, Link
 from cost_models.measured.kernels import Kernels, kernels_of
 from cost_models.measured.operations import measure_call
-from cost_models.measured.rounds import Rounds
+from cost_models.measured.paces import Paces
 from cost_models.measured.store import MeasurementStore
 from cost_models.node_work import call_work
 from cost_models.work import Family, Gradients, Work
@@ -50,7 +50,7 @@ class MeasuredCosts:
         self._roofline = Roofline()
         self._known_kernels: dict[tuple[Call, Gradients], Kernels | None] = {}
         self._asked: dict[tuple[Work, torch.dtype], None] = {}
-        self._rounds = Rounds()
+        self._paces = Paces()
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
         """Of the calls that it becomes, measured; a roofline for work that is no call."""
@@ -80,17 +80,16 @@ class MeasuredCosts:
     def time_again(self) -> None:
         """Time every call that was timed so far once more, and take medians: for machines that are not equally fast all the time.
 
-        Calls that were timed one after the other in a slow minute and in a fast one do not compare; those of many rounds do, and so do
-        those that are asked for later, whose times count by how slow their round is (``measured.rounds``).
+        Calls that were timed one after the other in a slow minute and in a fast one do not compare. Those that are timed often do, when
+        each time counts by how slow the machine was just then (``measured.paces``); so do calls that are asked for later.
         """
-        self._rounds.next()
-        for call in self._rounds:
+        for call in self._paces.in_another_order():
             seconds = measure_call(call, self._device)
             assert seconds is not None  # it could be timed before
-            self._rounds.add(call, seconds)
-        self._rounds.settle()
-        for call in self._rounds:
-            self._store[call] = self._rounds.time(call)
+            self._paces.add(call, seconds)
+        self._paces.settle()
+        for call in self._paces.in_another_order():
+            self._store[call] = self._paces.time(call)
 
     def _kernels(self, call: Call, gradients: Gradients) -> Kernels | None:
         if (call, gradients) not in self._known_kernels:
@@ -103,8 +102,8 @@ class MeasuredCosts:
         if call not in self._store:
             seconds = measure_call(call, self._device)
             if seconds is not None:
-                self._rounds.add(call, seconds)
-            self._store[call] = None if seconds is None else self._rounds.time(call)
+                self._paces.add(call, seconds)
+            self._store[call] = None if seconds is None else self._paces.time(call)
         if work.half == "forward":
             self._asked[work, dtype] = None
         return self._store[call]
