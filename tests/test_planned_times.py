@@ -52,15 +52,27 @@ def test_plan_and_simulation_agree(name: str) -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+def over_a_slow_link(width: int, devices: int, mode: str, host_share: float) -> PartitionedModel:
+    """Twelve square layers over a link whose messages take long to begin."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(width, width), nn.ReLU())))
+        x = torch.zeros(256, width)
+    kind = Device("d", {"float32": 1e10}, 2**40, 1e10, launch_overhead=0.0, compute_efficiency=1.0)
+    cluster = Cluster([kind] * devices, Link(1e-3, 1e9, host_share=host_share))
+    return partition(model, devices, mode, example_inputs=(x,), cluster=cluster, progress=False)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_small_parameters_that_travel_together_are_priced_so(devices: int) -> None:
-    """Twenty-four of them over a link whose messages take as long to start as half a layer: one message for all, not one for each."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.ReLU())))
-    kind = Device("d", {"float32": 1e10}, 2**40, 1e10, launch_overhead=0.0, compute_efficiency=1.0)
-    cluster = Cluster([kind] * devices, Link(5e-4, 1e9))
-    pm = partition(model, devices, "zero1", example_inputs=(torch.zeros(256, 128, device="meta"),), cluster=cluster, progress=False)
+    """One message for all twenty-four, not one for each."""
+    pm = over_a_slow_link(128, devices, "zero1", 0.0)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+def test_every_message_of_gradients_begins_anew() -> None:
+    """Four of them, where processors that move messages compute nothing meanwhile."""
+    pm = over_a_slow_link(768, 4, "data", 1.0)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE / 5)
 
 
 def _images(norm: nn.Module) -> tuple[nn.Module, Tensor, Mapping[str, int], Constraints]:

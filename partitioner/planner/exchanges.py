@@ -17,6 +17,7 @@ step. Small parameters that ranks hold in parts go many in a message (``passes.b
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from partitioner.planner.part_sizes import PartSizes
 from passes.axes import Axes, returned_values
 from passes.bundle import ALONE_BYTES, BUNDLE_BYTES
 from passes.extents import Extents
+from passes.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.inside.table import SINGLE_BYTES, inside_of
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
@@ -47,6 +49,7 @@ __all__ = [
     "find_halos",
     "part_of_message",
     "reduced_in_parts",
+    "sum_seconds",
 ]
 
 
@@ -143,6 +146,16 @@ class GradientSum:
     parameter: str
     size: float
     dimension: str
+
+
+def sum_seconds(size: float, links: GroupLinks) -> float:
+    """Seconds in which ranks sum so many bytes of gradients, in buckets, if compute hides none of the bytes.
+
+    What it takes to begin a bucket goes on beside the backward, but for the part in which processors compute nothing (``host_share``).
+    """
+    more = max(math.ceil((size - FIRST_BUCKET_BYTES) / BUCKET_BYTES), 0)
+    beginning = 2 * links.seconds("all_reduce", BUCKET_BYTES) - links.seconds("all_reduce", 2 * BUCKET_BYTES)
+    return links.seconds("all_reduce", size) + links.copying(size) + more * links.ring.host_share * beginning
 
 
 _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | None, Collective | None]] = {

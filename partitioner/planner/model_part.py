@@ -19,7 +19,7 @@ from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import Exchange, GradientSum, counted_together, find_exchanges, find_gradient_sums
+from partitioner.planner.exchanges import Exchange, GradientSum, counted_together, find_exchanges, find_gradient_sums, sum_seconds
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.unfold import RepeatedPrices
@@ -130,8 +130,7 @@ class ModelPart:
 
     def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
         """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
-        sums = ((links[name], size) for name, size in bytes_by_dimension.items() if size)
-        return sum(each.seconds("all_reduce", size) + each.copying(size) for each, size in sums)
+        return sum(sum_seconds(size, links[name]) for name, size in bytes_by_dimension.items() if size)
 
 
 def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:

@@ -15,6 +15,7 @@ from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
 from partitioner.planner.constrained_cuts import Restrictions, restrict
 from partitioner.planner.cut_points import CutPoints
+from partitioner.planner.exchanges import sum_seconds
 from partitioner.planner.message_times import MessageTimes
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.plan_request import PlanRequest
@@ -109,8 +110,7 @@ class PipelineProblems:
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
         gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks), self.kinds(candidate))
         links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
-        sums = zip(links, gradients.tolist(), strict=True)
-        return max(each.seconds("all_reduce", size) + each.copying(size) for each, size in sums)
+        return max(sum_seconds(size, each) for each, size in zip(links, gradients.tolist(), strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""
