@@ -91,7 +91,7 @@ class MeshBounds:
         if in_parts:
             seconds = self._prices.times(self._whole.batch_size).min(axis=1)
             return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
-        sending = self._sending(kind, rows, stages * parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
+        sending = self._sending(kind, rows, stages, parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
         inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
         exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / places if inner.dimensions else 0.0
@@ -155,15 +155,15 @@ class MeshBounds:
             seconds += sum(exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])) * count
         return seconds
 
-    def _sending(self, kind: str, rows: int, others: int, mesh: Mesh) -> float:
-        """Seconds that replicas send at least, when so many other ranks share the parameters equally."""
+    def _sending(self, kind: str, rows: int, stages: int, others: int, mesh: Mesh) -> float:
+        """Seconds that replicas send at least, when the stages, and so many other ranks of each, share the parameters equally."""
         links = self._links.of(mesh)[kind]
         if kind == "data":
-            return links.seconds("all_reduce", sum(self._sizes.values()) / others)
-        stages, seconds, ways = stages_length(mesh), 0.0, ("all_gather", "reduce_scatter")
+            return links.seconds("all_reduce", sum(self._sizes.values()) / (stages * others))
+        seconds, ways = 0.0, ("all_gather", "reduce_scatter")
         for way in cast(Sequence[Collective], ways):
-            messages, size = self._gathered(way, rows, others // stages)
-            seconds += messages * links.seconds(way, 0.0) / stages + size / others * links.seconds(way, _LARGE) / _LARGE
+            messages, size = self._gathered(way, rows, others)
+            seconds += messages / stages * links.seconds(way, 0.0) + size / (stages * others) * links.seconds(way, _LARGE) / _LARGE
         return seconds
 
     def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
