@@ -145,11 +145,16 @@ class MeshBounds:
         return max(started, min(steps, default=math.inf))
 
     def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, *, beside: bool) -> float:
-        """Seconds that a rank's part of all stages exchanges with the ranks beside it."""
+        """Seconds that a rank's part of all stages exchanges with the ranks beside it.
+
+        Not what ranks hold in parts: more ranks may give so little of it each that many go in a message, which two ranks do not tell.
+        """
         part = self._model.cut(inner, beside=beside).part
         links = self._links.of(mesh)
         numbers, seconds = Numbers(rows), 0.0
         for exchange, count in part.exchange_counts:
+            if exchange.held:
+                continue
             share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
             # Of microbatches of one row the parts may be runs of memory, which nobody copies.
             seconds += sum(exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])) * count
