@@ -19,11 +19,12 @@ from cost_models.hardware import Cluster
 from cost_models.memory import optimizer_states
 from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of, microbatch_choices
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
-from partitioner.planner.cuttable_model import CuttableModel, MeshCut
+from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.describe import searched_words
 from partitioner.planner.infeasible import nothing_fits
 from partitioner.planner.make_plan import describe_best, differentiates
 from partitioner.planner.mesh_bounds import MeshBounds
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of

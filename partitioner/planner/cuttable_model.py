@@ -13,6 +13,7 @@ import sympy
 from cost_models.graph_cost import graph_cost
 from partitioner.planner.axis_choice import AxisChoice, AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.model_part import ModelPart, axis_cut, cut_part, whole_part
 from partitioner.planner.pace import Pace
 from partitioner.planner.part_graph import PartGraph, part_graph
@@ -20,7 +21,7 @@ from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.space_choice import Hardware, SpaceProblem, Switched, may_switch
 from partitioner.planner.tile_grid import tile_axes, with_grid
 from passes.axes import Axes, find_axes
-from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
+from passes.axis_names import axes_named, axis_names, batch_axes, expert_axes, space_axes
 from passes.cut_axes import AxisCut
 from passes.fix_batch import fix_batch
 from passes.fold_repeats import Folded, fold_repeats
@@ -28,12 +29,11 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun, ends_of
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
-from passes.layouts import Layouts
 from passes.loss_totals import with_totals
-from passes.merge_axes import find_axes_to_cut, merge_short_axes
+from passes.merge_axes import merge_short_axes
 from passes.split_randomness import split_randomness
 
-__all__ = ["CuttableModel", "MeshCut"]
+__all__ = ["CuttableModel"]
 
 TENSOR = "tensor"
 """The mesh dimension that cuts axes of the parameters."""
@@ -43,63 +43,16 @@ DATA = "data"
 
 
 @dataclass(frozen=True, eq=False)
-class MeshCut:
-    """A model under the dimensions of a mesh that cut axes.
+class _Chosen:
+    """What is cut, and in which graph: ``in_numbers``, for the batch size alone that is planned for."""
 
-    Attributes:
-        part: of one rank.
-        axes: of the model.
-        names: of the axes.
-        assigned: mesh dimension -> the axes that it cuts.
-        layouts: how every value lies.
-        beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation
-            recomputation in large transformer models", 2022); where there is no tensor dimension, whether that of the replicas cuts
-            weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014);
-            where there are tiles, whether these cut other axes where space is not worth its halos (``space_choice``).
-        gap: of the choice of axes, by its own prices; None where there was none.
-        halos: how runs of calls pay for them.
-    """
-
-    part: ModelPart
+    of: PartGraph
+    graph: ModelGraph
     axes: Axes
     names: tuple[str, ...]
     assigned: Mapping[str, tuple[int, ...]]
-    layouts: Layouts
-    beside: bool = False
-    gap: float | None = None
-    halos: tuple[HaloRun, ...] = ()
-
-    def in_whole_model(self) -> tuple[tuple[str, str], ...]:
-        """What is cut as a plan says it: (axis of the whole model, mesh dimension).
-
-        Where all of a name are cut in the folded model, so are those of all blocks.
-        """
-        of, cutting = self.part.of, self.part.cutting
-        axes, names, assigned = self.axes, self.names, self.assigned
-        by_folded = {name: shortened(each, names) for name, each in assigned.items()}
-        if all("[" not in axis or self._is_numbered_alike(axis) for each in by_folded.values() for axis in each):
-            return tuple((axis, name) for name in cutting.names for axis in by_folded[name])
-        if of.unfolding is not None:
-            by_rows = any(name in ROWS for name in cutting.names)
-            graph = split_randomness(with_totals(of.whole) if by_rows else of.whole)
-            whole = find_axes_to_cut(graph, cutting)
-            names = axis_names(graph, whole)
-            counterparts = _counterparts(axes, whole, of)
-            assigned = {
-                name: tuple(dict.fromkeys(found for axis in each for found in counterparts.get(axis, ())))
-                for name, each in assigned.items()
-            }
-        return tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names))
-
-    def _is_numbered_alike(self, axis: str) -> bool:
-        """Whether an axis has the same number in the whole model: none of its name is left out there, with the copies of a block."""
-        return axis.partition("[")[0] not in self._names_in_block
-
-    @cached_property
-    def _names_in_block(self) -> frozenset[str]:
-        copies = self.part.of.unfolding.copies if self.part.of.unfolding is not None else {}
-        tensors = (tensor for node in copies for tensor in self.axes.tensors.get(node, ()))
-        return frozenset(self.names[axis].partition("[")[0] for tensor in tensors for each in tensor for axis in each)
+    gap: float | None
+    in_numbers: bool
 
 
 class CuttableModel:
@@ -162,7 +115,24 @@ class CuttableModel:
             self._asked[asked] = self._worked_out(cutting, beside, limit, halos)
         return self._asked[asked]
 
+    def axes_cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
+        """The names of the axes that each mesh dimension cuts; as ``cut`` has it, without the part of a rank."""
+        chosen = self._choose(cutting, beside, limit)
+        return {name: tuple(chosen.names[axis] for axis in each) for name, each in chosen.assigned.items()}
+
     def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloRun, ...]) -> MeshCut:
+        chosen = self._choose(cutting, beside, limit)
+        key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
+        if key not in self._cuts:
+            plain = axis_cut(cutting, chosen.assigned, self._request.batchnorm)
+            cut = dataclasses.replace(plain, wide=ends_of(halos, "recompute"), overlapped=ends_of(halos, "overlap"))
+            part = self._part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, beside)
+            assert part.layouts is not None
+            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, beside, chosen.gap, halos)
+        return self._cuts[key]
+
+    def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
+        """Which axes are cut: those that are asked for, and those that cost least."""
         in_tiles = any(name in TILES for name in cutting.names)
         switched = self._beside_space(cutting) if beside and in_tiles else None
         in_numbers = switched is not None and switched.in_numbers
@@ -176,17 +146,10 @@ class CuttableModel:
         elif beside and TENSOR not in chosen:
             chosen[DATA] = self._beside_rows(of, graph, axes, cutting, limit)
         assigned = {name: each.axes for name, each in chosen.items()}
+        if beside and TENSOR in assigned and switched is None:
+            assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
         gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
-        key = (cutting, beside, tuple(assigned.items()), gap, halos, in_numbers)
-        if key not in self._cuts:
-            if beside and TENSOR in assigned and switched is None:
-                assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
-            plain = axis_cut(cutting, assigned, self._request.batchnorm)
-            cut = dataclasses.replace(plain, wide=ends_of(halos, "recompute"), overlapped=ends_of(halos, "overlap"))
-            part = self._part(of, graph.batch_size, axes, cut, beside)
-            assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, axes, names, assigned, part.layouts, beside, gap, halos)
-        return self._cuts[key]
+        return _Chosen(of, graph, axes, names, assigned, gap, in_numbers)
 
     def with_grid(self, mesh: Mesh) -> Mesh:
         """A mesh whose tiles, if it has any, make a grid."""
@@ -349,18 +312,6 @@ class CuttableModel:
                 remedy="use fewer devices for this mesh dimension, or another mode",
             )
         return chosen
-
-
-def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[int, None]]:
-    """Axis of a folded graph -> the axes of the whole one that it stands for."""
-    found: dict[int, dict[int, None]] = {}
-    for node, tensors in folded.tensors.items():
-        for copy in of.copies(node):
-            for mine, theirs in zip(tensors, whole.tensors[copy], strict=True):
-                for one, other in zip(mine, theirs, strict=True):
-                    for axis, counterpart in zip(one, other, strict=False):
-                        found.setdefault(axis, {})[counterpart] = None
-    return found
 
 
 def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

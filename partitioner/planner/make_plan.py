@@ -16,9 +16,9 @@ from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
 from partitioner.planner.auto_space import candidates_of
 from partitioner.planner.candidates import Candidate, microbatch_counts, schedules
-from partitioner.planner.cuttable_model import MeshCut
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.infeasible import nothing_fits, why_infeasible
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
 from partitioner.planner.model_part import whole_part
 from partitioner.planner.part_graph import unfolded

@@ -16,8 +16,9 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
-from partitioner.planner.cuttable_model import CuttableModel, MeshCut
+from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.make_plan import differentiates, make_plan, plan_ways
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of

@@ -22,8 +22,8 @@ import numpy as np
 
 from cost_models.units import format_seconds
 from partitioner.planner.candidates import Candidate
-from partitioner.planner.cuttable_model import MeshCut
 from partitioner.planner.describe import plan_words
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_problem import MeshProblem, Promise, Solution
 from passes.ir.errors import ConfigError
 from passes.recompute import Recompute

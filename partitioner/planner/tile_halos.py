@@ -7,8 +7,8 @@ from collections.abc import Callable
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from partitioner.planner.constrained_halos import asked_payments
-from partitioner.planner.cuttable_model import MeshCut
 from partitioner.planner.halo_choice import choose_halos
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, places_of
 from partitioner.planner.plan_request import PlanRequest
 from passes.ir.halo_run import HaloRun

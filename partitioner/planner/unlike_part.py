@@ -22,8 +22,8 @@ from cost_models.formulas import Numbers
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.borders import Gathered, Parted
-from partitioner.planner.cuttable_model import MeshCut
 from partitioner.planner.exchanges import Exchange, collectives_between
+from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable
 from partitioner.planner.model_part import ModelPart, axis_cut, cut_part
 from partitioner.planner.staged_model import StageSums
