@@ -165,15 +165,20 @@ def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: b
         beside: whether replicas also cut weights, where those are large.
         replicas: how many ranks each stage has, where not all have one.
     """
-    stages = mesh.length("pipeline")
-    memory = given.request.memory_limit
-    held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices) * stages
-    held *= math.prod(mesh.length(name) for name in ("zero1", "fsdp")) / (2 + optimizer_states(given.request.optimizer))
+    stages, held = mesh.length("pipeline"), held_at_most(given, mesh)
     request = replace(given.request, mode="auto" if stages > 1 else "pipeline", replicas=replicas)
     try:
         return None if beside and not model.can_cut_beside(mesh) else problem_of(given, model, mesh, request, beside=beside, limit=held)
     except ConfigError:
         return None
+
+
+def held_at_most(given: Instance, mesh: Mesh) -> float:
+    """Bytes of parameters for which the ranks of a pipeline have memory, with their gradients and the optimizer's state."""
+    memory = given.request.memory_limit
+    held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices)
+    held *= mesh.length("pipeline") * math.prod(mesh.length(name) for name in ("zero1", "fsdp"))
+    return held / (2 + optimizer_states(given.request.optimizer))
 
 
 def problem_of(

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+import torch
+from torch import nn
 
+from cost_models.cost_model import Roofline
+from cost_models.hardware import Cluster, Device, Link
 from partitioner import InfeasiblePlanError
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.cuttable_model import CuttableModel
+from partitioner.planner.mesh_bounds import MeshBounds
+from partitioner.planner.mesh_problem import MeshProblem
 from partitioner.planner.pace import pace_of
+from partitioner.planner.plan_request import PlanRequest
 from partitioner.planner.staged_model import stage_model
+from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
-from tests.all_plans import Instance, candidates, instance, mesh_problem, meshes, price, shared, unlike_widths
+from tests.all_plans import Instance, candidates, held_at_most, instance, mesh_problem, meshes, price, shared, unlike_widths
 
 
 def best_by_brute_force(given: Instance) -> float:
-    """Seconds of the fastest of all plans; inf where none fits."""
+    """Seconds of the fastest of all plans; inf where none fits. What is proved of a mesh is true of each of its plans."""
     model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=False))
+    bounds = MeshBounds(model, given.cluster, given.request, Roofline())
     best = math.inf
     pipeline = Mesh((("pipeline", len(given.request.devices)),))
     beside_others = [mesh for mesh in meshes(given) if mesh.length("pipeline") > 1 and mesh.cutting.size > 1]
@@ -30,14 +40,21 @@ def best_by_brute_force(given: Instance) -> float:
     ]
     for mesh, beside, replicas in every:
         problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)
-        if problem is None:
-            continue
-        for policy, candidate in candidates(given, problem):
-            problems = problem.problems(policy)
-            n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
-            for cuts in itertools.combinations(range(1, n_units), n_stages - 1):
-                best = min(best, price(problem, problems, stage_model(problems, candidate, (0, *cuts))))
+        if problem is not None:
+            fastest = min(plans(given, problem), default=math.inf)
+            bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=held_at_most(given, mesh))
+            assert bound <= fastest, (mesh, beside, replicas)
+            best = min(best, fastest)
     return best
+
+
+def plans(given: Instance, problem: MeshProblem) -> Iterator[float]:
+    """Seconds of every plan of a mesh."""
+    for policy, candidate in candidates(given, problem):
+        problems = problem.problems(policy)
+        n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
+        for cuts in itertools.combinations(range(1, n_units), n_stages - 1):
+            yield price(problem, problems, stage_model(problems, candidate, (0, *cuts)))
 
 
 _QUICK = {*range(8), 13, 18}
@@ -57,3 +74,66 @@ def test_the_plan_is_the_best_of_all_plans(seed: int) -> None:
     assert plan.step_time * (1 - plan.gap) <= best * (1 + 1e-9)
     assert plan.step_time == pytest.approx(best, rel=1e-9)
     assert plan.gap == 0.0
+
+
+class Sliced(nn.Module):
+    """A table of which a piece is read: the gradient of that piece alone is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.zeros(65536, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 4, 64) -> (B, 4, 64)."""
+        given: torch.Tensor = self.layer(x + self.table[:4])
+        return given
+
+
+def light_and_heavy(width: int) -> nn.Module:
+    """A convolution that takes all the time, and a product that has all the parameters."""
+    layers = nn.Conv2d(8, 8, 9, padding=4, bias=False), nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(512, width, bias=False)
+    return nn.Sequential(*layers)
+
+
+def products() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+
+
+UNLIKE_STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[tuple[str, int], ...], tuple[int, ...]]] = {
+    "exchanged_where_little_is_computed": (lambda: light_and_heavy(256), (8, 8, 96, 96), (("pipeline", 2), ("tensor", 4)), ()),
+    "gathered_where_little_is_computed": (lambda: light_and_heavy(512), (16, 8, 128, 128), (("fsdp", 2), ("pipeline", 2)), ()),
+    "scattered_where_little_is_computed": (lambda: light_and_heavy(512), (16, 8, 128, 128), (("pipeline", 2), ("zero1", 2)), ()),
+    "gathered_by_ranks_in_turn": (products, (32, 2048), (("fsdp", 2), ("pipeline", 4)), (2, 2)),
+    "scattered_by_ranks_in_turn": (products, (32, 2048), (("pipeline", 3), ("zero1", 2)), (2, 1)),
+    "a_piece_of_a_table_summed": (Sliced, (8, 4, 64), (("data", 2),), ()),
+    "a_piece_of_a_table_scattered": (Sliced, (8, 4, 64), (("fsdp", 2),), ()),
+    "nothing_trained": (lambda: nn.Linear(512, 512).requires_grad_(False), (8, 512), (("data", 2),), ()),
+}
+"""Model, input, mesh and ranks of each stage."""
+
+
+def schedules_of(name: str) -> tuple[str, ...]:
+    """Those that the stages of a case can have."""
+    _, _, dimensions, replicas = UNLIKE_STAGES[name]
+    if "pipeline" not in dict(dimensions):
+        return ("1F1B",)
+    return ("GPipe", "1F1B", "ZB1P") if replicas else ("GPipe", "1F1B", "ZB1P", "ZBV", "Interleaved1F1B")
+
+
+@pytest.mark.parametrize(("name", "schedule"), [(name, schedule) for name in UNLIKE_STAGES for schedule in schedules_of(name)])
+def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
+    """One stage may wait for what it exchanges while another one computes."""
+    make, shape, dimensions, replicas = UNLIKE_STAGES[name]
+    mesh = Mesh(dimensions)
+    with torch.device("meta"):
+        graph = trace(make(), (torch.zeros(shape),), {}, training=True)
+    device = Device("slow", {"float32": 1e11}, 2**40, 1e13, compute_efficiency=1.0)
+    for count, link in itertools.product((2, 8), (Link(0.0, 1e9), Link(1e-4, 1e9))):
+        request = PlanRequest(
+            "auto", tuple(f"cuda:{rank}" for rank in range(mesh.size)), recompute="none", schedule=schedule, n_microbatches=count
+        )
+        given = Instance(graph, Cluster([device] * mesh.size, link), request)
+        model = CuttableModel(graph, request, differentiate=True, pace=pace_of(graph, given.cluster, asked=False))
+        problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
+        if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
+            assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)

@@ -192,6 +192,28 @@ def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -
         assert least_shared_step(candidate, float(whole.sum()), float(whole.max()), shares) <= best * (1 + 1e-6), seed
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("block", range(4))
+def test_no_cuts_beat_the_bounds_wherever_ranks_exchange(block: int, shared: bool) -> None:
+    """The bound knows how much all stages exchange together; some units do much of it, others nothing."""
+    for seed in range(block * 25, block * 25 + 25):
+        case, draw = some_case(seed, shared=shared), np.random.default_rng(seed)
+        waiting = np.zeros_like(case.halves)
+        some = draw.integers(0, case.halves.shape[1], 2)
+        waiting[:2, some] = draw.random((2, 2, 1)) * draw.choice([0.1, 1.0, 10.0]) * case.halves.mean()
+        exchanging = replace(case, halves=case.halves + waiting)
+        best = min(exchanging.seconds(starts) for starts in case.all_cuts())
+        whole, shares = case.halves.sum(axis=0).min(axis=1), Shares.of(case.halves)
+        exchanged = float(waiting[0].sum()), float(waiting[1].sum())
+        candidate, lengths = Candidate(case.name, case.stages_per_rank, case.n_microbatches, case.replicas), float(whole.sum())
+        if shared:
+            bound = least_shared_step(candidate, lengths, float(whole.max()), shares, exchanged)
+        else:
+            loads = least_load(whole, case.n_ranks, case.stages_per_rank), least_load(whole, case.n_stages, 1)
+            bound = least_step(candidate, case.n_ranks, lengths, *loads, shares, exchanged)
+        assert bound <= best * (1 + 1e-6), seed
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_no_cuts_into_stages_of_unlike_kinds_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
     fit = limited = 0

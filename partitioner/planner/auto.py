@@ -137,7 +137,7 @@ class _Auto:
         try:
             plain = not replicas and not mesh.widths
             for beside in (False, True)[: 1 + (plain and self._model.can_cut_beside(mesh))]:
-                bound = bounds.of(mesh, beside=beside, replicas=replicas)
+                bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._parameter_limit(mesh))
                 item = _Cut(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
                 self._search.add(bound, item)

@@ -59,28 +59,34 @@ _SHARE = 0.05
 """To which shares of halves are rounded, of the model for which weights are sought."""
 
 
-def least_on_v(name: str, n_ranks: int, count: int, halves: Floats) -> float:
+def least_on_v(name: str, n_ranks: int, count: int, halves: Floats, exchanged: tuple[float, float] = (0.0, 0.0)) -> float:
     """Seconds of a step, at least.
 
     Args:
         name: of the schedule.
         count: microbatches.
         halves: (3, N, K) seconds of the forward of each unit and of the halves of its backward, for one microbatch, on kinds of devices.
+        exchanged: seconds that units wait for the other ranks of their stages besides, forward and backward, whichever they are.
     """
-    return _least(name, n_ranks, count, halves.shape, halves.tobytes())
+    each, forwards, backwards = _least(name, n_ranks, count, halves.shape, halves.tobytes())
+    return float((each + forwards * exchanged[0] + backwards * exchanged[1]).max())
 
 
 @lru_cache(maxsize=4096)
-def _least(name: str, n_ranks: int, count: int, shape: tuple[int, ...], numbers: bytes) -> float:
-    """The same: asked for again on every mesh whose microbatches are as large."""
+def _least(name: str, n_ranks: int, count: int, shape: tuple[int, ...], numbers: bytes) -> tuple[Floats, Floats, Floats]:
+    """Of each mean: what the units count at least, and how often a second of any stage does, forward and backward.
+
+    Asked for again on every mesh whose microbatches are as large.
+    """
     halves = np.frombuffer(numbers).reshape(shape)
     shares = halves.min(axis=2).sum(axis=1)
     if not shares.sum() > 0:
-        return 0.0
+        return np.zeros(1), np.zeros(1), np.zeros(1)
     forward, inputs, _ = np.rint(shares / shares.sum() / _SHARE).astype(int).tolist()
     means = _means(name if n_ranks <= _MOST_RANKS else "", n_ranks, count, forward, inputs)
     each = np.tensordot(means, halves.reshape(3, -1), (1, 0)).min(axis=1)  # (T, N K), each where it counts least
-    return float(each.reshape(len(each), *halves.shape[1:]).min(axis=2).sum(axis=1).max())
+    units = each.reshape(len(each), *halves.shape[1:]).min(axis=2).sum(axis=1)
+    return units, means[:, 0].min(axis=1), means[:, 1].min(axis=1)
 
 
 @lru_cache(maxsize=512)

@@ -2,8 +2,8 @@
 
 A rank of a mesh with R parts of the rows, T parts of everything else and P stages does at least one in R T P of the arithmetic and of the
 memory traffic of the whole model, and starts all kernels of its stages: cutting an axis makes kernels smaller, not fewer. Its stages wait
-for each other as in any schedule with as many microbatches (``step_bounds``). Replicas sum the gradients of all parameters once, or gather
-every parameter that they hold in parts, in each microbatch.
+for each other as in any schedule with as many microbatches (``step_bounds``). Replicas sum the gradients of all parameters that they read
+whole, once, or gather every one that they hold in parts, in each microbatch. What stages exchange is told of all of them together.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
 from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
-from cost_models.group_communication import Collective
+from cost_models.group_communication import Collective, GroupLinks
 from cost_models.hardware import Cluster
 from partitioner.planner.auto_space import microbatch_choices
 from partitioner.planner.candidates import Candidate, microbatch_size, schedules
@@ -30,6 +29,7 @@ from partitioner.planner.stage_problem import Floats
 from partitioner.planner.step_bounds import least_shared_step, least_step
 from partitioner.planner.time_shares import Shares
 from passes.axes import Axes, find_axes
+from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILES, Mesh
 
 __all__ = ["MeshBounds"]
@@ -53,7 +53,8 @@ class MeshBounds:
         self._cluster, self._whole, self._model = cluster, whole, model
         self._links = links or LinkTable(cluster)
         kinds = tuple(dict.fromkeys(cluster.devices))
-        prices = whole.prices(kinds, cost_model, request.optimizer)
+        # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
+        prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
         self._prices, self._request = prices, request
         self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
         self._n_units = len(whole.points.units)
@@ -66,16 +67,18 @@ class MeshBounds:
         self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
         self._longest = dict(every)
         self._in_parts: dict[tuple[Collective, int, int], tuple[float, float]] = {}
+        self._read_whole: dict[int, frozenset[str]] = {}
 
-    def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = ()) -> float:
+    def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
         """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
 
-        What ranks exchange that cut the same axes is told by two of them: the sizes are those of whole values, and more ranks take
-        longer. Microbatches send no less in more messages.
+        What ranks exchange is told by two of them, where those cut the same axes: the sizes are those of whole values, and more ranks
+        take longer. Microbatches send no less in more messages.
 
         Args:
             beside: whether the sequence, or tiles' other axes, may be cut beside.
             replicas: how many ranks of the pipeline each stage is on; empty where each is on one.
+            limit: bytes of parameters that all ranks of a pipeline may hold together (``CuttableModel.cut``).
 
         Raises:
             ConfigError: the mesh cannot cut the model.
@@ -91,19 +94,24 @@ class MeshBounds:
         if in_parts:
             seconds = self._prices.times(self._whole.batch_size).min(axis=1)
             return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
-        sending = self._sending(kind, rows, stages, parts // rows, mesh) if rows > 1 and self._whole.graph.training else 0.0
         inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
-        exchanging = self._exchanging(inner, mesh, own_rows, beside=beside) / places if inner.dimensions else 0.0
+        exchanging = self._exchanging(inner, mesh, own_rows, beside, limit) if inner.dimensions else (0.0, 0.0)
+        sending, summing = (0.0, 0.0), 0.0
+        if rows > 1 and self._whole.graph.training:
+            links = self._links.of(mesh)[kind]
+            if kind == "data":
+                summing = self._summing(links, rows, stages * parts // rows)
+            else:
+                sending = self._sending(links, rows, parts // rows)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
-        steps = [
-            self._working(count, microbatch_size(own_rows, count), places, parts // rows, request)
-            + sending * (1 if kind == "data" else count)
-            for count in microbatch_choices(part, request, places)
-            if count >= max(replicas, default=1)
-        ]
-        return (min(steps, default=math.inf) + exchanging) * (1 - _ROUNDING)
+        steps = []
+        for count in microbatch_choices(part, request, places):
+            if count >= max(replicas, default=1):
+                waiting = exchanging[0] / count + sending[0], exchanging[1] / count + sending[1]
+                steps.append(self._working(count, microbatch_size(own_rows, count), places, parts // rows, request, waiting))
+        return (min(steps, default=math.inf) + summing) * (1 - _ROUNDING)
 
     def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
         """The same for stages of unlike width: what ranks exchange is left out, for it depends on which stage has what.
@@ -130,54 +138,83 @@ class MeshBounds:
             self._known[rows] = float(seconds.sum()), float(seconds.max()), self._prices.least_shares(rows), seconds
         return self._known[rows]
 
-    def _working(self, count: int, rows: int, stages: int, parts: int, request: PlanRequest) -> float:
-        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches."""
+    def _working(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
+        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches.
+
+        Args:
+            rows: of a microbatch.
+            exchanged: seconds that all stages wait for the ranks beside them, for one microbatch, forward and backward.
+        """
         whole, longest, shares, seconds = self._seconds_of(rows)
-        started = count * float(np.maximum(seconds / parts, self._starts).sum()) / stages
+        started = count * (float(np.maximum(seconds / parts, self._starts).sum()) + sum(exchanged)) / places
         steps = []
         for name, each in schedules(request):
             if request.replicas:
-                steps.append(least_shared_step(Candidate(name, 1, count, request.replicas), whole / parts, longest / parts, shares))
+                candidate = Candidate(name, 1, count, request.replicas)
+                steps.append(least_shared_step(candidate, whole / parts, longest / parts, shares, exchanged))
                 continue
-            load, slowest = (max(whole / (stages * runs), longest) / parts for runs in (1, each))
-            if stages * each <= self._n_units:
-                steps.append(least_step(Candidate(name, each, count), stages, whole / parts, load, slowest, shares))
+            load, slowest = (max(whole / (places * runs), longest) / parts for runs in (1, each))
+            if places * each <= self._n_units:
+                steps.append(least_step(Candidate(name, each, count), places, whole / parts, load, slowest, shares, exchanged))
         return max(started, min(steps, default=math.inf))
 
-    def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, *, beside: bool) -> float:
-        """Seconds that a rank's part of all stages exchanges with the ranks beside it.
+    def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
+        """Seconds that the ranks of all stages exchange for so many rows, forward and backward.
 
         Not what ranks hold in parts: more ranks may give so little of it each that many go in a message, which two ranks do not tell.
         """
+        cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
+        of_two = self._model.axes_cut(inner, beside=beside)
+        if any(cut[name] != of_two[name] for name in inner.names):
+            return 0.0, 0.0
         part = self._model.cut(inner, beside=beside).part
         links = self._links.of(mesh)
-        numbers, seconds = Numbers(rows), 0.0
+        numbers, totals = Numbers(rows), (0.0, 0.0)
         for exchange, count in part.exchange_counts:
             if exchange.held:
                 continue
             share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
             # Of microbatches of one row the parts may be runs of memory, which nobody copies.
-            seconds += sum(exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])) * count
-        return seconds
+            forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
+            totals = totals[0] + forward * count, totals[1] + backward * count
+        return totals
 
-    def _sending(self, kind: str, rows: int, stages: int, others: int, mesh: Mesh) -> float:
-        """Seconds that replicas send at least, when the stages, and so many other ranks of each, share the parameters equally."""
-        links = self._links.of(mesh)[kind]
-        if kind == "data":
-            return links.seconds("all_reduce", sum(self._sizes.values()) / (stages * others))
-        seconds, ways = 0.0, ("all_gather", "reduce_scatter")
-        for way in cast(Sequence[Collective], ways):
+    def _summing(self, links: GroupLinks, rows: int, others: int) -> float:
+        """Seconds in which replicas sum the gradients of a stage at least, when so many other ranks share the parameters equally."""
+        size = sum(self._sizes[name] for name in self._whole_on(rows))
+        return links.seconds("all_reduce", size / others) if size else 0.0
+
+    def _sending(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
+        """Seconds that the ranks of all stages gather parameters and scatter gradients, of each microbatch.
+
+        Args:
+            rows: ranks that hold the parameters in parts.
+            others: ranks of each stage that share what they hold equally.
+        """
+        ways: Sequence[Collective] = ("all_gather", "reduce_scatter")
+        totals = []
+        for way in ways:
             messages, size = self._gathered(way, rows, others)
-            seconds += messages / stages * links.seconds(way, 0.0) + size / (stages * others) * links.seconds(way, _LARGE) / _LARGE
-        return seconds
+            totals.append(messages * links.seconds(way, 0.0) + size / others * links.seconds(way, _LARGE) / _LARGE)
+        return totals[0], totals[1]
 
     def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
         """How many messages the parameters take that so many ranks could hold in parts, cut among others, too, and their bytes."""
         key = (way, rows, others)
         if key not in self._in_parts:
-            sizes = [size for name, size in self._sizes.items() if self._longest[name] >= rows]
+            sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows]
             self._in_parts[key] = sum(part_of_message(way, size / others, rows) for size in sizes), sum(sizes)
         return self._in_parts[key]
+
+    def _whole_on(self, rows: int) -> frozenset[str]:
+        """The parameters that so many replicas read whole, each with its rows: not what they read a piece of, nor experts of their own."""
+        if rows not in self._read_whole:
+            try:
+                summed = self._model.cut(Mesh((("data", rows),))).part.sums
+            except ConfigError:
+                summed = ()
+            self._read_whole[rows] = frozenset(each.parameter for each in summed) & self._sizes.keys()
+        return self._read_whole[rows]
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:

@@ -84,8 +84,14 @@ class ModelPart:
         optimizer: str,
         policy: Recompute = "none",
         links: Mapping[str, GroupLinks] = MappingProxyType({}),
+        *,
+        adding: bool = True,
     ) -> Prices:
-        """The prices of its units, on links for each mesh dimension."""
+        """The prices of its units, on links for each mesh dimension.
+
+        Args:
+            adding: whether microbatches add their gradients to those of earlier ones.
+        """
         graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
         exchanges = [(exchange, links[exchange.dimension]) for exchange in self.exchanges]
         key = (tuple(kinds), optimizer, policy)
@@ -93,7 +99,7 @@ class ModelPart:
             known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
             is_cut = self.layouts is not None
             self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds, summed=self._summed_at_once, is_cut=is_cut)
-        prices = self.known_prices[key].on(graph, exchanges)
+        prices = self.known_prices[key].on(graph, exchanges, adding=adding)
         return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
 
     @cached_property

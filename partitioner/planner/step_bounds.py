@@ -14,6 +14,9 @@ With W the time of all units for one microbatch, M microbatches, R ranks, and L 
     on a V           about (M + f (R - 1) / 4) W / R   ranks begin one after the other; more where M < 2 R: see ``fill_of_v``
 
 ``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks.
+
+What ranks of a stage exchange is part of the stage's time, and W has it, but which stages exchange how much is not known: that of a split
+backward counts as often as it does where it counts least.
 """
 
 from __future__ import annotations
@@ -85,7 +88,15 @@ def _sums_of_runs(lengths: Floats, most: float) -> Floats:
     return np.unique(between[(between >= 0) & (between <= most)])
 
 
-def least_step(candidate: Candidate, n_ranks: int, whole: float, load: float, slowest: float, shares: Shares) -> float:
+def least_step(
+    candidate: Candidate,
+    n_ranks: int,
+    whole: float,
+    load: float,
+    slowest: float,
+    shares: Shares,
+    exchanged: tuple[float, float] = (0.0, 0.0),
+) -> float:
     """Seconds of a step.
 
     Args:
@@ -93,25 +104,33 @@ def least_step(candidate: Candidate, n_ranks: int, whole: float, load: float, sl
         load: of the fullest rank.
         slowest: of the slowest stage.
         shares: of forward and backward.
+        exchanged: seconds that all stages together wait for the ranks beside them, for one microbatch, forward and backward.
     """
     count, alone, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
     is_whole = candidate.schedule == "GPipe" or candidate.schedule in _WHOLE_BACKWARDS
-    step = max(whole * (1.0 if is_whole else shares.through), count * load)
+    every = whole + sum(exchanged)
+    load = max(load, every / n_ranks)
+    step = max(every if is_whole else whole * shares.through + sum(exchanged), count * load)
     if candidate.schedule == "GPipe":
-        return max(step, whole + (count - 1) * load)
+        return max(step, every + (count - 1) * load)
     if candidate.schedule in _WHOLE_BACKWARDS:
-        step = max(step, whole + (count - 1) * shares.backward * slowest)
+        step = max(step, every + (count - 1) * shares.backward * slowest)
     if alone and candidate.schedule in _WHOLE_BACKWARDS:
-        step = max(step, whole / (1 - (1 - 1 / count) ** n_ranks))
-        return max(step, 2 * whole + (count - n_ranks - 1) * load) if count > n_ranks else step
+        step = max(step, every / (1 - (1 - 1 / count) ** n_ranks))
+        return max(step, 2 * every + (count - n_ranks - 1) * load) if count > n_ranks else step
     if alone and forward > 0:
-        return max(step, whole * forward / (1 - (1 - forward / count) ** n_ranks))
-    if candidate.schedule in _ON_A_V:
-        return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves))
-    return max(step, whole * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
+        left = 1 - forward / count
+        counting = whole + exchanged[0] + exchanged[1] * left ** (n_ranks - 1)  # where it counts least: on the first rank
+        return max(step, counting * forward / (1 - left**n_ranks))
+    if candidate.schedule in _ON_A_V and whole > 0:
+        relative = exchanged[0] / whole, exchanged[1] / whole
+        return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves, relative))
+    return max(step, every * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
 
 
-def least_shared_step(candidate: Candidate, whole: float, longest: float, shares: Shares) -> float:
+def least_shared_step(
+    candidate: Candidate, whole: float, longest: float, shares: Shares, exchanged: tuple[float, float] = (0.0, 0.0)
+) -> float:
     """Seconds of a step whose stages are on so many ranks each as ``candidate.replicas`` says.
 
     The last stage, of k ranks that take x seconds for a microbatch, begins when the others have made the first, and what it has done last
@@ -127,13 +146,16 @@ def least_shared_step(candidate: Candidate, whole: float, longest: float, shares
         whole: seconds of all units, for one microbatch.
         longest: of the longest of them.
         shares: of forward and backward.
+        exchanged: as ``least_step`` has it; what a split backward exchanges is not in front.
     """
     count, n_ranks, last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]
     is_split = candidate.schedule not in ("GPipe", *_WHOLE_BACKWARDS)
+    every = whole + sum(exchanged)
     beside, rounds, rest = (shares.forward[0] if is_split else 1.0), -(-count // last), count / (n_ranks - last)
     at_last = max(rest - beside, 0.0) / (rounds - beside + rest)
-    fill = whole * (beside * (1 - at_last) + rounds * at_last)
-    return max(fill, count * whole / n_ranks, count * longest / max(candidate.replicas), whole * (shares.through if is_split else 1.0))
+    fill = (whole + exchanged[0] if is_split else every) * (beside * (1 - at_last) + rounds * at_last)
+    through = whole * shares.through + sum(exchanged) if is_split else every
+    return max(fill, count * every / n_ranks, count * longest / max(candidate.replicas), through)
 
 
 @lru_cache(maxsize=1024)

@@ -188,11 +188,13 @@ class PriceList:
         self._summed, self._summed_meanwhile = summed
         self._is_cut = is_cut
 
-    def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]]) -> PriceList:
-        """The same for a rank's part of another batch, on other links."""
+    def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]], *, adding: bool = True) -> PriceList:
+        """The same for a rank's part of another batch, on other links; without what it takes to add up gradients, if so asked."""
         other = copy.copy(self)
         mine = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
         vars(other).update(_graph=graph, _exchanges=mine, _known={}, _known_times={})
+        if not adding:
+            vars(other).update(_adding=np.zeros((len(self._points.units), len(self.kinds))))
         return other
 
     def at(self, microbatch_size: int) -> UnitPrices:
