@@ -322,7 +322,8 @@ class PriceList:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
             gathers = exchange.forward == "all_gather" and self.recompute != "none"
-            again = forward if gathers or exchange.reader in self._again else 0.0
+            anew = exchange.again is None and (gathers or exchange.reader in self._again)  # else the backward has it already
+            again = forward if anew else 0.0
             seconds[0, self._unit_of[exchange.reader]] += forward
             seconds[1, self._unit_of[exchange.reader]] += backward + again
         return seconds
