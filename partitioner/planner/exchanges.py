@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 from torch import Tensor, fx
 
 from cost_models.group_communication import Collective, GroupLinks
 from partitioner.planner.part_sizes import PartSizes
+from partitioner.planner.stage_problem import Floats
 from passes.axes import Axes, returned_values
 from passes.bundle import ALONE_BYTES, BUNDLE_BYTES
 from passes.extents import Extents
@@ -49,6 +51,7 @@ __all__ = [
     "find_halos",
     "part_of_message",
     "reduced_in_parts",
+    "shares_of_bucket",
     "sum_seconds",
 ]
 
@@ -79,6 +82,10 @@ class Exchange:
     held: bool = False
     together: int = 0
 
+    def in_stages(self, count: int) -> Exchange:
+        """The same where the model is cut into so many stages, each of which has as many small ones: they do not travel together."""
+        return replace(self, together=-(-self.together // count)) if self.together and count > 1 else self
+
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
         """Forward and backward, for so many bytes in so many runs of memory, on the links between the ranks."""
         forward, backward, again = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
@@ -89,7 +96,7 @@ class Exchange:
             return 0.0
         if kind == "all_to_all":  # of what a rank holds
             size /= links.n_ranks
-        messages = part_of_message(kind, size, links.n_ranks, self.together) if self.held else 1.0
+        messages = part_of_message(kind, size, links.n_ranks, self.together) if self.held and kind in _BUNDLED else 1.0
         saved = (1 - messages) * links.seconds(kind, 0.0) if messages < 1 else 0.0
         return links.seconds(kind, size) - saved + _COPIES[kind][runs > 1 or messages < 1] * links.copying(size)
 
@@ -118,6 +125,9 @@ def counted_together(found: Iterable[Exchange], mesh: Mapping[str, int], copies:
             small[each.dimension] += len(copies(each.reader))
     return (replace(each, together=small[each.dimension]) if each.held else each for each in every)
 
+
+_BUNDLED: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+"""What goes in bundles of values that ranks hold in parts."""
 
 _COPIES: Mapping[Collective, tuple[int, int]] = {
     "all_reduce": (1, 1),
@@ -148,15 +158,28 @@ class GradientSum:
     dimension: str
 
 
-def sum_seconds(size: float, links: GroupLinks) -> float:
-    """Seconds in which ranks sum so many bytes of gradients, in buckets, if compute hides none of the bytes.
+def shares_of_bucket(sizes: Floats) -> Floats:
+    """How much of a bucket each gradient of so many bytes takes: none is divided, and several alike fill one."""
+    return 1 / np.ceil(BUCKET_BYTES / np.maximum(sizes, 1.0))
+
+
+def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) -> float:
+    """Seconds in which ranks sum gradients, in buckets, if compute hides none of the bytes.
 
     What it takes to begin a bucket goes on beside the backward, but for the part in which processors compute nothing (``host_share``).
+
+    Args:
+        size: bytes of all of them.
+        buckets: how many they fill (``shares_of_bucket``).
+        largest: how much of one the largest fills. The first bucket, which is small, holds one at least.
     """
-    more = max(math.ceil((size - FIRST_BUCKET_BYTES) / BUCKET_BYTES), 0)
+    more = max(math.ceil(buckets - max(FIRST_BUCKET_BYTES / BUCKET_BYTES, largest) - _ROUNDING), 0)
     beginning = 2 * links.seconds("all_reduce", BUCKET_BYTES) - links.seconds("all_reduce", 2 * BUCKET_BYTES)
     return links.seconds("all_reduce", size) + links.copying(size) + more * links.ring.host_share * beginning
 
+
+_ROUNDING = 1e-6
+"""Of a sum of shares, and what gradients of no bytes have."""
 
 _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | None, Collective | None]] = {
     (Partial, Replicate): ("all_reduce", None),

@@ -143,7 +143,7 @@ class MeshProblem:
 
     def _prices(self, policy: Recompute) -> Prices:
         if self.unlike is None:
-            return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links)
+            return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links, n_stages=self.n_places)
         prices = self.unlike.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
         self.unlike.check(prices)
         return prices
@@ -299,8 +299,8 @@ class MeshProblem:
         if self.unlike is not None:
             starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
             return taking_turns + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
-        ranks = self._stage_sums.bytes_of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
-        each = {tuple(sizes) for sizes in zip(*(sizes.tolist() for sizes in ranks.values()), strict=True)}
+        ranks = self._stage_sums.of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
+        each = {tuple(sizes) for sizes in zip(*(map(tuple, sizes.tolist()) for sizes in ranks.values()), strict=True)}
         return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
 
     def _torn(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> ConfigError | None:

@@ -14,12 +14,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
+import numpy as np
+
 from cost_models.cost_model import CostModel
 from cost_models.graph_cost import GraphCost, graph_cost
 from cost_models.group_communication import GroupLinks
 from cost_models.hardware import Device
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import Exchange, GradientSum, counted_together, find_exchanges, find_gradient_sums, sum_seconds
+from partitioner.planner.exchanges import (
+    Exchange,
+    GradientSum,
+    counted_together,
+    find_exchanges,
+    find_gradient_sums,
+    shares_of_bucket,
+    sum_seconds,
+)
 from partitioner.planner.part_graph import PartGraph
 from partitioner.planner.part_sizes import PartSizes
 from partitioner.planner.unfold import RepeatedPrices
@@ -85,15 +95,17 @@ class ModelPart:
         policy: Recompute = "none",
         links: Mapping[str, GroupLinks] = MappingProxyType({}),
         *,
+        n_stages: int = 1,
         adding: bool = True,
     ) -> Prices:
         """The prices of its units, on links for each mesh dimension.
 
         Args:
+            n_stages: how many the units are cut into: what is small travels with others of its stage.
             adding: whether microbatches add their gradients to those of earlier ones.
         """
         graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
-        exchanges = [(exchange, links[exchange.dimension]) for exchange in self.exchanges]
+        exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
             known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
@@ -134,9 +146,14 @@ class ModelPart:
         most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
         return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
-    def sum_seconds(self, bytes_by_dimension: Mapping[str, float], links: Mapping[str, GroupLinks]) -> float:
-        """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it."""
-        return sum(sum_seconds(size, links[name]) for name, size in bytes_by_dimension.items() if size)
+    def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
+        """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it.
+
+        Args:
+            by_dimension: bytes, and how many buckets they fill (``StageSums``).
+        """
+        largest = float(shares_of_bucket(np.array([each.size for each in self.sums])).max(initial=0.0))
+        return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
 
 
 def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:

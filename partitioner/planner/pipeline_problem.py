@@ -15,7 +15,7 @@ from cost_models.units import parse_bytes
 from partitioner.planner.candidates import Candidate, microbatch_size
 from partitioner.planner.constrained_cuts import Restrictions, restrict
 from partitioner.planner.cut_points import CutPoints
-from partitioner.planner.exchanges import sum_seconds
+from partitioner.planner.exchanges import shares_of_bucket, sum_seconds
 from partitioner.planner.message_times import MessageTimes
 from partitioner.planner.path_costs import PathCosts
 from partitioner.planner.plan_request import PlanRequest
@@ -108,9 +108,11 @@ class PipelineProblems:
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
         """Until the ranks that take turns at a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
-        gradients = units.gradient_uses.held(stages_of(starts, len(units)), len(stage_ranks), self.kinds(candidate))
-        links = [group_links(ranks, self.cluster) for ranks in stage_ranks]
-        return max(sum_seconds(size, each) for each, size in zip(links, gradients.tolist(), strict=True))
+        uses, stages, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
+        shares = uses._replace(amount=shares_of_bucket(uses.amount))
+        sizes, buckets = (each.held(stages, len(stage_ranks), kinds).tolist() for each in (uses, shares))
+        links, largest = [group_links(ranks, self.cluster) for ranks in stage_ranks], float(shares.amount.max(initial=0.0))
+        return max(sum_seconds(size, filled, largest, each) for each, size, filled in zip(links, sizes, buckets, strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""

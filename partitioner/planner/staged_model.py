@@ -12,7 +12,7 @@ import numpy as np
 
 from partitioner.planner.candidates import Candidate
 from partitioner.planner.cut_points import module_path
-from partitioner.planner.exchanges import GradientSum
+from partitioner.planner.exchanges import GradientSum, shares_of_bucket
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_problem import Floats, Integers, Units, stage_runs, stages_of
 from partitioner.planner.step_time import StageTimes, simulate_step
@@ -165,20 +165,22 @@ class StageSums:
     """
 
     def __init__(self, prices: Prices, sums: Iterable[GradientSum]) -> None:
-        self._read_once: dict[str, tuple[list[int], list[float]]] = {}
-        self._read_often: list[tuple[str, tuple[int, ...], float]] = []
+        self._read_once: dict[str, tuple[list[int], Floats]] = {}
+        self._read_often: list[tuple[str, tuple[int, ...], Floats]] = []
+        once: dict[str, list[tuple[int, float]]] = {}
         for each in sums:
             units = prices.users(each.parameter)
             if len(units) == 1:
-                places, sizes = self._read_once.setdefault(each.dimension, ([], []))
-                places.append(units[0])
-                sizes.append(each.size)
+                once.setdefault(each.dimension, []).append((units[0], each.size))
             else:
-                self._read_often.append((each.dimension, units, each.size))
+                self._read_often.append((each.dimension, units, _amounts([each.size])[0]))
+        for dimension, found in once.items():
+            self._read_once[dimension] = [unit for unit, _ in found], _amounts([size for _, size in found])
 
-    def bytes_of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
-        """Mesh dimension -> (R,) the bytes that each rank of the pipeline sums over it; what two of its stages read, once.
+    def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
+        """Mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and how many buckets they fill.
 
+        What two of its stages read counts once.
         Of ranks that share a stage, the first counts: the others sum as much.
         """
         stage_rank = [ranks[0] for ranks in stage_ranks]
@@ -186,11 +188,17 @@ class StageSums:
         found: dict[str, Floats] = {}
         for dimension, (units, sizes) in self._read_once.items():
             stages = np.searchsorted(starts, units, side="right") - 1
-            found[dimension] = np.bincount(ranks[stages], sizes, n_ranks).astype(float)
+            found[dimension] = np.stack([np.bincount(ranks[stages], each, n_ranks) for each in sizes.T], axis=1)
         for dimension, readers, size in self._read_often:
-            total = found.setdefault(dimension, np.zeros(n_ranks))
+            total = found.setdefault(dimension, np.zeros((n_ranks, 2)))
             total[list({stage_rank[bisect_right(starts, unit) - 1] for unit in readers})] += size
         return found
+
+
+def _amounts(sizes: Sequence[float]) -> Floats:
+    """(N, 2) bytes, and shares of a bucket."""
+    bytes_of_each = np.array(sizes, dtype=float)
+    return np.stack([bytes_of_each, shares_of_bucket(bytes_of_each)], axis=1)
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:

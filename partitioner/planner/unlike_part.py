@@ -124,9 +124,9 @@ class UnlikePart:
         """
         seconds = [0.0]
         for width, of_width in sums.items():
-            by_dimension = of_width.bytes_of_ranks(starts, stage_ranks)
+            by_dimension = of_width.of_ranks(starts, stage_ranks)
             for place in {ranks[0] for ranks in stage_ranks if self.mesh.widths[ranks[0]] == width}:
-                sizes = {name: float(bytes_of_places[place]) for name, bytes_of_places in by_dimension.items()}
+                sizes = {name: tuple(of_places[place].tolist()) for name, of_places in by_dimension.items()}
                 seconds.append(self.by_width[width].sum_seconds(sizes, self.links[width]))
         return max(seconds)
 
