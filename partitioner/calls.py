@@ -60,10 +60,11 @@ class Calls:
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         kind = "local batch size" if self._rows.inputs == "local" else "batch size"
-        passed = self._runtime.agree(kind, given.batch)
+        passed = self._runtime.agree(kind, given.batch, in_step=True)
         wanted = given.requiring_gradient
         unsure = bool(given.lacking) and not wanted
-        told = self._runtime.agree("inputs that require gradients", None if unsure else ", ".join(sorted(wanted)) or _NONE)
+        said = None if unsure else ", ".join(sorted(wanted)) or _NONE
+        told = self._runtime.agree("inputs that require gradients", said, in_step=True)
         if passed is None:
             raise missing_inputs(given.lacking)
         requiring = wanted if not unsure or told in (None, _NONE) else frozenset(str(told).split(", "))

@@ -51,7 +51,7 @@ class Losses:
             if target is not None or not lowering.collectors.isdisjoint(self._runtime.local_ranks):
                 raise
             error = raised
-        told = self._runtime.agree("dependence of the loss", None if known is None else _text(known))
+        told = self._runtime.agree("dependence of the loss", None if known is None else _text(known), in_step=True)
         if told is None:
             assert error is not None
             raise error

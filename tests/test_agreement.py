@@ -50,7 +50,7 @@ Question = tuple[str, int | None]
 def ask(
     values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0, answers: list[list[str | None]] | None = None
 ) -> list[str]:
-    """Each rank asks its questions in order, starting a program behind each; returns what each raised, and what it was told."""
+    """Each rank asks its questions in order, now and then starting a program behind one; returns what each raised."""
     store = MemoryStore()
     said = [""] * len(values)
 
@@ -61,9 +61,11 @@ def ask(
         for what, value in values[rank]:
             if pauses.random() < 0.3:
                 threading.Event().wait(pauses.random() * 0.003)
+            in_step = pauses.random() < 0.5
             try:
-                told = agreement.agree(what, value)
-                agreement.go_on()
+                told = agreement.agree(what, value, in_step=in_step)
+                if in_step:
+                    agreement.go_on()
                 if answers is not None:
                     answers[rank].append(told)
             except DisagreementError as error:
@@ -120,6 +122,22 @@ def test_nobody_knows() -> None:
     assert answers == [[None, "4"], [None, "4"]]
 
 
+def test_a_rank_that_knows_nothing_new_leaves_nobody_waiting() -> None:
+    """Outside of steps, where it starts no program: a script may wait for the others behind each question."""
+    store = MemoryStore()
+    record = FailureRecord(store)
+    ranks = [Agreement(store, rank, 2, timedelta(seconds=0.5), record) for rank in range(2)]
+    first = threading.Thread(target=ranks[0].agree, args=("plan", "A"))
+    first.start()
+    assert ranks[1].agree("plan", None) == "A"
+    first.join()
+    assert ranks[0].agree("plan", "A") == "A"
+    assert ranks[1].agree("plan", None) == "A"
+    ranks[0].agree("plan", "A")
+    with pytest.raises(DisagreementError, match="rank 0 has plan A, rank 1 has B"):
+        ranks[1].agree("plan", "B")
+
+
 def test_everybody_is_named() -> None:
     said = ask([[("batch size", 8), ("batch size", value)] for value in (8, 8, 6, 8)])
     assert "rank 2 has batch size 6, the others 8" in said[2]
@@ -133,8 +151,10 @@ def test_the_store_is_left_alone_while_nothing_changes() -> None:
     agreement.agree("batch size", 8)
     before = store.n_calls
     for _ in range(100):
-        agreement.agree("batch size", 8)
+        agreement.agree("batch size", 8, in_step=True)
     assert store.n_calls == before
+    agreement.agree("batch size", 8)
+    assert store.n_calls == before + 1
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -172,8 +172,9 @@ def test_state(workers: Callable[[int], Workers]) -> None:
 
 def test_processes_that_measure_share_a_plan(workers: Callable[[int], Workers]) -> None:
     """Each measures other times, and would make another plan."""
-    first, other = workers(2).values(cases.plan_by_measured_times)
+    first, other = workers(2).values(cases.plans_by_measured_times, timeout=PROMPTLY)
     assert first == other
+    assert first[0] == first[1]  # planned anew, and the same: nobody waits for a plan that is not new
 
 
 def test_check_compares_what_a_process_sees(workers: Callable[[int], Workers]) -> None:

@@ -87,11 +87,15 @@ def forward_difference(name: str, mode: Any = "pipeline") -> str | None:
     return None
 
 
-def plan_by_measured_times() -> str:
-    """The hash of a plan that a step can be made by."""
-    case, instance, pm = partitioned("linear", cost_model=MeasuredCosts())
-    step(case, instance, pm)
-    return pm.plan.hash
+def plans_by_measured_times() -> list[str]:
+    """The hashes of two plans by the same times; a step can be made by each, and processes may wait for each other before it."""
+    costs, plans = MeasuredCosts(), []
+    for _ in range(2):
+        case, instance, pm = partitioned("linear", cost_model=costs)
+        dist.barrier()
+        step(case, instance, pm)
+        plans.append(pm.plan.hash)
+    return plans
 
 
 def check_report(name: str) -> tuple[bool, str]:

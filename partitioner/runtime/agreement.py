@@ -1,8 +1,9 @@
 """Do all ranks say the same? Asked at every call, without waiting for anybody while nothing changes.
 
 Each rank keeps one line in the store: how many questions it has passed, and how many times all ranks agreed on something new. A rank whose
-own value is the one agreed last only counts on, and writes the count when it starts a program. A rank whose value is new writes it down
-and looks at the others' lines until each has written its value for the same question, or has passed it:
+own value is the one agreed last writes the count and goes on; in a step, which has several questions, it writes when it starts its program.
+A rank whose value is new writes it down and looks at the others' lines until each has written its value for the same question, or has
+passed it:
 
     question              16      17             18
     rank 0                -       "batch 6"      -        17: looks at the others
@@ -67,8 +68,13 @@ class Agreement:
         self._agreements = 0
         self._agreed: dict[str, str] = {}
 
-    def agree(self, what: str, value: object) -> str | None:
+    def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Return when all ranks say the same; a rank that cannot know it says None, and gets what the others say.
+
+        Args:
+            what: names the question.
+            value: of this rank.
+            in_step: ``go_on`` follows before this rank waits for anything else: the others hear then that it has passed.
 
         Returns:
             The value as text; None where no rank knows it.
@@ -80,6 +86,9 @@ class Agreement:
         text = _UNKNOWN if value is None else str(value)
         self._question += 1
         if value is not None and self._agreed.get(what) == text:
+            if not in_step:
+                # Nothing else may tell the others for long, and one that says None or another value waits to hear it.
+                self.go_on()
             return text
         self._write(f"{what}: {text}")
         found = self._values(what, knows=value is not None)

@@ -179,7 +179,7 @@ class EmbeddedRuntime:
                     _advance(rank, running, waiting, results)
         return results
 
-    def agree(self, what: str, value: object) -> str | None:
+    def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """All ranks are given the same inputs here: there is nothing to compare."""
         return None if value is None else str(value)
 

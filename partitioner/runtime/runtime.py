@@ -26,8 +26,13 @@ class Runtime(Protocol):
     def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
         """Run the program of every rank of this process; returns each one's result."""
 
-    def agree(self, what: str, value: object) -> str | None:
+    def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
+
+        Args:
+            what: names the question.
+            value: of this process.
+            in_step: ``run`` follows, which tells the others that this process has passed the question: nothing is written twice.
 
         Returns:
             The value as text; None where no rank knows it.

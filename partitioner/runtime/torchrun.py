@@ -77,7 +77,7 @@ class TorchrunRuntime:
         """
         with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
-            connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}")
+            connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
             connection.agreement.go_on()
             connection.open(prepared.traffic)
             transport = DistributedTransport(connection, prepared)
@@ -97,13 +97,13 @@ class TorchrunRuntime:
                 raise
             raise raised from error
 
-    def agree(self, what: str, value: object) -> str | None:
+    def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
 
         A rank that says a value waits for nobody while it stays as it was.
         """
         with self.failing_together() as connection:
-            return connection.agreement.agree(what, value)
+            return connection.agreement.agree(what, value, in_step=in_step)
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The union of what the processes own, on every process: first what there is, then each tensor from its owner."""
