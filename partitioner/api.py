@@ -33,6 +33,7 @@ from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
 from partitioner.unlike_widths import check_unlike_widths
 from passes.fix_batch import fixed_for
+from passes.graph_digest import graph_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
@@ -117,6 +118,8 @@ def partition(
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, example_inputs, example_kwargs, dtype)
         graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
+    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
+    _agree_on_model(model, graph, runtime)
     problem: PlanProblem | None = None
     if plan is None:
         request = PlanRequest(
@@ -136,13 +139,17 @@ def partition(
         problem = PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
         with steps.step("planning"):
             plan = problem.solve(steps.tell)
-    _check_fits(plan, graph, len(placement.devices))
-    check_scaler(precision, plan.grid, world_size)
-    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
+    check_scaler(precision, plan.grid, world_size)
     assumed = Assumptions(hardware, cost_model, optimizer, problem)
     with steps.step("lowering"):
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
+
+
+def _agree_on_model(model: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
+    """Raise ConfigError in all processes where one has traced another model, or another batch."""
+    if len(runtime.local_ranks) < runtime.n_ranks:
+        runtime.agree("model", f"{type(model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
 
 
 def _agreed(plan: Plan, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
@@ -151,8 +158,9 @@ def _agreed(plan: Plan, graph: ModelGraph, runtime: Runtime, *, measured: bool) 
         is_first = 0 in runtime.local_ranks
         text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
         plan = plan if is_first or text is None else Plan.from_json(text)
-        _check_fits(plan, graph, len(runtime.devices))
     runtime.agree("plan", plan.hash)
+    # Of one model and one plan, so that either every process raises or none: nobody is left waiting for one that did.
+    _check_fits(plan, graph, runtime.n_ranks)
     return plan
 
 

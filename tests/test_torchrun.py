@@ -269,6 +269,15 @@ def test_ranks_with_different_batches(workers: Callable[[int], Workers]) -> None
         assert "rank 2 has batch size 6, the others 8" in str(answer.error)
 
 
+@pytest.mark.parametrize(("difference", "measured"), [("weights", True), ("operation", True), ("operation", False), ("batch", True)])
+def test_ranks_with_different_models(workers: Callable[[int], Workers], difference: str, measured: bool) -> None:
+    """Before anything is planned, on every rank at once."""
+    for answer in workers(2).call(cases.partition_another_model, difference, measured, timeout=PROMPTLY):
+        assert isinstance(answer.error, ConfigError)
+        assert "rank 0 has model Sequential for 8 rows" in str(answer.error)
+        assert f"rank 1 has Sequential for {4 if difference == 'batch' else 8} rows" in str(answer.error)
+
+
 def test_ranks_that_make_different_calls(workers: Callable[[int], Workers]) -> None:
     for answer in workers(4).call(cases.evaluate_on_one_rank, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from cost_models.measured.costs import MeasuredCosts
-from partitioner import PartitionedModel
+from partitioner import PartitionedModel, partition
 from partitioner.runtime import torchrun
 from partitioner.runtime.connection import Connection
 from partitioner.runtime.distributed_transport import DistributedTransport
@@ -272,6 +272,16 @@ def different_batch_sizes(other: int) -> None:
         step(case, instance, pm)
     rows = 6 if rank() == other else BATCH_SIZE
     step(case, case.build(batch_size=rows), pm)
+
+
+def partition_another_model(difference: str, measured: bool) -> None:
+    """Rank 1 has other weights, another operation without any, or another batch; a plan of the first rank would do for the last two."""
+    odd = rank() == 1
+    width = 24 if odd and difference == "weights" else 16
+    activation = nn.GELU() if odd and difference == "operation" else nn.ReLU()
+    model = nn.Sequential(nn.Linear(8, width), activation, nn.Linear(width, 4))
+    x = torch.zeros(4 if odd and difference == "batch" else BATCH_SIZE, 8)
+    partition(model, 2, "data", example_inputs=(x,), cost_model=MeasuredCosts() if measured else None, progress=False)
 
 
 def evaluate_on_one_rank() -> None:

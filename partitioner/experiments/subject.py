@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from partitioner.factory import Made, call_factory, checked
 from partitioner.tracing.trace import trace
+from passes.graph_digest import target_name
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
@@ -99,16 +99,11 @@ def make_model(name: str, source: ModelSource) -> Made:
 def _fingerprint(graph: ModelGraph) -> str:
     """A digest of every call with its sizes; names of symbols do not count, for they are not the same everywhere."""
     lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.outputs}"]
-    lines += [f"{node.op} {node.name} {_target(node)} {node.args} {node.kwargs} {_described(node)}" for node in graph.graph.nodes]
+    lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_described(node)}" for node in graph.graph.nodes]
     text = "\n".join(lines)
     if graph.batch is not None:
         text = text.replace(str(graph.batch), "batch")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _target(node: fx.Node) -> str:
-    """Without addresses, which Python prints of functions."""
-    return f"{node.target.__module__}.{node.target.__qualname__}" if isinstance(node.target, FunctionType) else str(node.target)
 
 
 def _described(node: fx.Node) -> str:

@@ -36,7 +36,10 @@ class Store(Protocol):
 class DisagreementError(ConfigError):
     """Ranks make the same call with different values, or different calls."""
 
-    REMEDY = 'make the same calls on every rank, with the same inputs; with inputs="local", as many rows (DistributedSampler sees to that)'
+    REMEDY = (
+        "make the same calls on every rank, with the same model and inputs; "
+        'with inputs="local", as many rows (DistributedSampler sees to that)'
+    )
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, remedy=self.REMEDY)
