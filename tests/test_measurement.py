@@ -129,6 +129,47 @@ def test_times_and_paces_are_found_together() -> None:
     assert 1.0 <= found[0] <= 1.5
 
 
+def test_a_pace_lasts_no_longer_than_a_pause() -> None:
+    """The machine is slow for a round, and then is not: a call timed right behind it was timed at its pace, one a minute later was not."""
+    now = [0.0]
+    paces, calls = Paces(lambda: now[0]), [product(rows) for rows in range(1, 9)]
+    for pace in (1.0, 1.0, 1.5):
+        for call in calls:
+            paces.add(call, 2.0 * pace)
+    paces.settle()
+    soon, later = product(100), product(101)
+    paces.add(soon, 3.0)
+    now[0] += 60
+    paces.add(later, 6.0)
+    for _ in range(2):
+        assert [paces.time(call) for call in (calls[0], soon, later)] == pytest.approx([2.0, 2.0, 6.0])
+        paces.settle()
+    now[0] += 60
+    for call in paces.in_another_order():
+        paces.add(call, 3.0 if call == later else 2.0)
+    paces.settle()
+    assert [paces.time(call) for call in (calls[0], soon, later)] == pytest.approx([2.0, 2.0, 3.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("samples", [(0.0,), (1e-6, 0.0, 1e-6), (0.0, 1e-6), (0.0, 1e-6, 1e-6, 0.0, 1e-6), (0.0, 0.0, 1e-6)])
+def test_times_too_short_for_the_clock_say_nothing_of_paces(samples: tuple[float, ...]) -> None:
+    paces = Paces()
+    for short in samples:
+        for call, seconds in ((product(8), 5.0), (product(16), short), (product(32), 7.0)):
+            paces.add(call, seconds)
+    paces.settle()
+    assert [paces.time(product(rows)) for rows in (8, 16, 32)] == pytest.approx([5.0, max(samples), 7.0])
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-6])
+def test_what_is_no_time_is_refused(seconds: float) -> None:
+    """One of them would be in every pace."""
+    paces = Paces()
+    with pytest.raises(ValueError, match="is no number of seconds"):
+        paces.add(product(8), seconds)
+    assert list(paces.in_another_order()) == []
+
+
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cost_models.measured.costs.measure_call", lambda *_: 2.0)
     costs, roofline, forward = MeasuredCosts(), Roofline(), call_work(product(8))
