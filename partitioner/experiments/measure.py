@@ -15,7 +15,7 @@ from partitioner.experiments.row import Row
 from partitioner.experiments.subject import ModelSource
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_measurable", "measure_row"]
+__all__ = ["check_measurable", "last_error", "measure_row"]
 
 _LIMIT = 600.0
 """Seconds that one placement may run: what hangs is a reason, not a sweep without end."""
@@ -53,12 +53,14 @@ def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
             return dataclasses.replace(row, reason=f"not measured: it ran longer than {_LIMIT:g} s")
         found = folder / "measured.json"
         if done.returncode != 0 or not found.exists():
-            return dataclasses.replace(row, reason=f"not measured: {_last_error(done.stderr)}")
+            return dataclasses.replace(row, reason=f"not measured: {last_error(done.stderr)}")
         measured = json.loads(found.read_text(encoding="utf-8"))
     return dataclasses.replace(row, measured_step_time=measured["step_time"], measured_memory=measured["memory"])
 
 
-def _last_error(text: str) -> str:
-    """The line of a log that names an error; torchrun's own summary says less."""
-    lines = [line.strip() for line in text.splitlines() if "Error" in line.split(":")[0] or "error:" in line.lower()]
-    return (lines or [line for line in text.splitlines() if line.strip()] or ["it ended without a word"])[0][:300]
+def last_error(log: str) -> str:
+    """The line of a log that names an error; of a process that was killed, torchrun's summary knows the signal, and of others less."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
+    named = [line for line in lines if "Error" in line.split(":")[0] or "error:" in line.lower()]
+    killed = [line.partition(":")[2].strip() for line in lines if line.startswith("traceback : Signal")]
+    return (named or killed or lines or ["it ended without a word"])[0][:300]
