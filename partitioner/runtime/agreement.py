@@ -151,7 +151,7 @@ class Agreement:
 def _differ(what: str, values: Mapping[int, str]) -> str:
     """Who says what: ``rank 2 has batch size 6, the others 8``."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, value in values.items():
+    for rank, value in sorted(values.items()):  # the same on every rank, whoever it heard of first
         ranks_of[value].append(rank)
     *few, (common, many) = sorted(ranks_of.items(), key=lambda item: len(item[1]))
     said = [f"{_ranks(ranks)} has {what} {value}" if len(ranks) == 1 else f"{_ranks(ranks)} have {what} {value}" for value, ranks in few]
