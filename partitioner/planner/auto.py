@@ -31,7 +31,7 @@ from partitioner.planner.pace import pace_of
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_mesh import cut_described
 from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.plan_search import PlanSearch
+from partitioner.planner.plan_search import Opened, PlanSearch
 from partitioner.planner.space_choice import Hardware
 from partitioner.planner.tile_halos import with_paid_halos
 from partitioner.planner.unlike_part import UnlikePart, unlike_part
@@ -90,6 +90,61 @@ def plan_auto(
     return search.plan()
 
 
+class _Opener:
+    """What cuts the axes of a mesh, and tells its candidates.
+
+    Args:
+        model: the model, as meshes cut it.
+        graph: the same, whole.
+        cluster: all ranks.
+        request: what was asked for.
+        cost_model: prices work and messages.
+    """
+
+    def __init__(self, model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+        self._model, self._graph, self._cluster, self._request, self._cost_model = model, graph, cluster, request, cost_model
+        self.links = LinkTable(cluster)
+        self._largest_memory = max(memory_limits(cluster, request))
+
+    def __call__(self, item: _Cut) -> Opened | None:
+        """A mesh with its axes cut, and its candidates; None where it is one that is known."""
+        mesh, limit = item.mesh, self.parameter_limit(item.mesh)
+        cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
+        if cut is not None:
+            check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+        if cut is not None and item.beside and self._is_known(item, cut, limit):
+            return None
+        part = self._model.whole if cut is None else cut.part
+        of_one_size = part.graph.batch is None and self._graph.batch is not None
+        mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
+        request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
+        unlike = None if cut is None or not mesh.widths else self._unlike(cut, mesh)
+        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
+        return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
+
+    def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
+        trains = differentiates(self._graph, self._request)
+        return unlike_part(cut, mesh, self._request.batchnorm, self.links, differentiate=trains)
+
+    def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
+        """Whether tiles that could cut other axes than space cut none."""
+        in_tiles = any(name in TILES for name in item.mesh.names)
+        return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
+
+    def _cut(self, item: _Cut, limit: float) -> MeshCut:
+        def cut(halos: tuple[HaloRun, ...]) -> MeshCut:
+            return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
+
+        return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
+
+    def parameter_limit(self, mesh: Mesh) -> float:
+        """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
+        memory = self._largest_memory * stages_length(mesh)
+        stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
+        trains = differentiates(self._graph, self._request)
+        return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)
+
+
 class _Auto:
     """The search, with what it has found so far."""
 
@@ -101,12 +156,11 @@ class _Auto:
         self._model = CuttableModel(graph, request, differentiate=trains, pace=pace_of(graph, cluster, asked=False), hardware=hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
-        self._search = PlanSearch[_Cut](tell, self._expand)
+        self._opener = _Opener(self._model, graph, cluster, request, cost_model)
+        self._search = PlanSearch[_Cut](tell, self._opener)
         self._n_cuts = 0
         self._refusals: list[ConfigError] = []
         self._too_large: list[_Cut] = []
-        self._links = LinkTable(cluster)
-        self._largest_memory = max(memory_limits(cluster, request))
 
     def run(self) -> None:
         """Search until nothing that is left can be faster."""
@@ -114,7 +168,7 @@ class _Auto:
         shapes = [*allowed_shapes(*known), *allowed_tiles(*known, tight=False)]
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
-        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._links)
+        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
         alone = Mesh((("pipeline", len(self._cluster.devices)),))
         for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
             for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
@@ -137,7 +191,7 @@ class _Auto:
         try:
             plain = not replicas and not mesh.widths
             for beside in (False, True)[: 1 + (plain and self._model.can_cut_beside(mesh))]:
-                bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._parameter_limit(mesh))
+                bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._opener.parameter_limit(mesh))
                 item = _Cut(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
                 self._search.add(bound, item)
@@ -158,44 +212,6 @@ class _Auto:
         searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap)
         notes = (*plan.notes, *self._notes())
         return dataclasses.replace(plan, searched=searched, notes=notes, weights=weights_digest(self._graph))
-
-    def _expand(self, item: _Cut) -> None:
-        """Cut the axes of a mesh, and add its candidates."""
-        mesh, limit = item.mesh, self._parameter_limit(item.mesh)
-        cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
-        if cut is not None:
-            check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
-        if cut is not None and item.beside and self._is_known(item, cut, limit):
-            return
-        part = self._model.whole if cut is None else cut.part
-        of_one_size = part.graph.batch is None and self._graph.batch is not None
-        mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
-        request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
-        unlike = None if cut is None or not mesh.widths else self._unlike(cut, mesh)
-        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self._links, unlike)
-        self._search.add_mesh(problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places)))
-
-    def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
-        trains = differentiates(self._graph, self._request)
-        return unlike_part(cut, mesh, self._request.batchnorm, self._links, differentiate=trains)
-
-    def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
-        """Whether tiles that could cut other axes than space cut none."""
-        in_tiles = any(name in TILES for name in item.mesh.names)
-        return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
-
-    def _cut(self, item: _Cut, limit: float) -> MeshCut:
-        def cut(halos: tuple[HaloRun, ...]) -> MeshCut:
-            return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
-
-        return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
-
-    def _parameter_limit(self, mesh: Mesh) -> float:
-        """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
-        memory = self._largest_memory * stages_length(mesh)
-        stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
-        trains = differentiates(self._graph, self._request)
-        return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)
 
     def _notes(self) -> Iterator[str]:
         if self._graph.microbatching and self._request.n_microbatches is None:

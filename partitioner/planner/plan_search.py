@@ -16,7 +16,7 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from partitioner.planner.mesh_problem import MeshProblem, Promise, Solution
 from passes.ir.errors import ConfigError
 from passes.recompute import Recompute
 
-__all__ = ["Option", "PlanSearch"]
+__all__ = ["Opened", "Option", "PlanSearch"]
 
 _IDLE = {"GPipe": 0.05, "1F1B": 0.05, "ZBV": 0.15, "DualPipeV": 0.1, "ZB1P": 0.3}
 """Schedule -> how much of the bubble of 1F1B it is likely to leave, beyond what its bounds tell; half for all others."""
@@ -95,6 +95,10 @@ class Option:
         return plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
 
 
+Opened: TypeAlias = tuple[MeshProblem, MeshCut | None, Iterable[tuple[Recompute, Candidate]]]
+"""A mesh, what it cuts, and its candidates."""
+
+
 class Closed(Protocol):
     """Something to be opened: many candidates, with one bound."""
 
@@ -111,7 +115,8 @@ class PlanSearch(Generic[T]):
 
     Args:
         tell: called with what is known so far, whenever it changes.
-        opened: opens what is closed: adds its candidates.
+        opened: opens what is closed: its mesh, what that cuts, and its candidates; None where the same is known already. Refers to no
+            search, so that all that a search has found is freed with it.
 
     Attributes:
         best: the fastest solution.
@@ -121,7 +126,7 @@ class PlanSearch(Generic[T]):
         bound: after ``prove``, seconds that no plan can beat.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[T], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[T], Opened | None] | None = None) -> None:
         self._tell, self._opened = tell, opened
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
@@ -207,7 +212,9 @@ class PlanSearch(Generic[T]):
         """Open what is closed."""
         assert self._opened is not None
         try:
-            self._opened(item)
+            found = self._opened(item)
+            if found is not None:
+                self.add_mesh(*found)
         except ConfigError as refusal:
             self.refusals.append(refusal)
 
