@@ -95,6 +95,23 @@ def light_and_heavy(width: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+class Attending(nn.Module):
+    """Attention of few numbers over a sequence, and a narrow perceptron: little to compute for what is exchanged."""
+
+    def __init__(self, heads: int, size: int, inside: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.into, self.out = nn.Linear(256, 3 * heads * size, bias=False), nn.Linear(heads * size, 256, bias=False)
+        self.up, self.down = nn.Linear(256, inside, bias=False), nn.Linear(inside, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, 256) to the same."""
+        q, k, v = self.into(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
 def products() -> nn.Module:
     return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
 
@@ -107,6 +124,10 @@ UNLIKE_STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], tupl
     "scattered_by_ranks_in_turn": (products, (32, 2048), (("pipeline", 3), ("zero1", 2)), (2, 1)),
     "a_piece_of_a_table_summed": (Sliced, (8, 4, 64), (("data", 2),), ()),
     "a_piece_of_a_table_scattered": (Sliced, (8, 4, 64), (("fsdp", 2),), ()),
+    "parts_of_a_sequence_by_channels": (lambda: Attending(1, 4, 32), (8, 256, 256), (("sequence", 2), ("tensor", 8)), ()),
+    "channels_by_parts_of_a_sequence": (lambda: Attending(1, 4, 256), (8, 256, 256), (("sequence", 8), ("tensor", 2)), ()),
+    "fewer_heads_than_ranks": (lambda: Attending(2, 64, 32), (8, 64, 256), (("data", 2), ("tensor", 4)), ()),
+    "fewer_heads_than_ranks_of_stages": (lambda: Attending(2, 64, 32), (8, 64, 256), (("pipeline", 2), ("tensor", 4)), ()),
     "nothing_trained": (lambda: nn.Linear(512, 512).requires_grad_(False), (8, 512), (("data", 2),), ()),
 }
 """Model, input, mesh and ranks of each stage."""

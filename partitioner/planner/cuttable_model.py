@@ -80,10 +80,12 @@ class CuttableModel:
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
+        self._choices: dict[object, _Chosen] = {}
         self._chosen: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
         self._asked: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
+        self._among_few: dict[object, ModelPart] = {}
 
     @cached_property
     def has_sequence(self) -> bool:
@@ -120,6 +122,20 @@ class CuttableModel:
         chosen = self._choose(cutting, beside, limit)
         return {name: tuple(chosen.names[axis] for axis in each) for name, each in chosen.assigned.items()}
 
+    def cut_among_few(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> ModelPart:
+        """The part of a rank of two that cut the axes that all ranks of a mesh would; of all, where several dimensions cut axes.
+
+        Among two a value that is exchanged whole is as large as among any number of ranks, so that the part is found once for all numbers.
+        Beside another dimension it is a part itself, smaller the more ranks that one has.
+        """
+        chosen = self._choose(cutting, beside, limit)
+        few = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
+        key = (few, beside, tuple(chosen.assigned.items()), id(chosen.axes))
+        if key not in self._among_few:
+            cut = axis_cut(few, chosen.assigned, self._request.batchnorm)
+            self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, differentiate=self._differentiate)
+        return self._among_few[key]
+
     def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloRun, ...]) -> MeshCut:
         chosen = self._choose(cutting, beside, limit)
         key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
@@ -132,7 +148,14 @@ class CuttableModel:
         return self._cuts[key]
 
     def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
-        """Which axes are cut: those that are asked for, and those that cost least."""
+        """Which axes are cut; found once for all that asks."""
+        asked = (cutting, beside, limit)
+        if asked not in self._choices:
+            self._choices[asked] = self._choice(*asked)
+        return self._choices[asked]
+
+    def _choice(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
+        """Those axes that are asked for, and those that cost least."""
         in_tiles = any(name in TILES for name in cutting.names)
         switched = self._beside_space(cutting) if beside and in_tiles else None
         in_numbers = switched is not None and switched.in_numbers

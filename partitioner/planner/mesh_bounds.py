@@ -57,6 +57,7 @@ class MeshBounds:
         prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
         self._prices, self._request = prices, request
         self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
+        self._numbers: dict[int, Numbers] = {}
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
         self._fixed = prices.fixed_bytes + prices.gradient_bytes
@@ -72,8 +73,8 @@ class MeshBounds:
     def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
         """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
 
-        What ranks exchange is told by two of them, where those cut the same axes: the sizes are those of whole values, and more ranks
-        take longer. Microbatches send no less in more messages.
+        What ranks exchange is told by two of them that cut the same axes: the sizes are those of whole values, and more ranks take longer.
+        Microbatches send no less in more messages.
 
         Args:
             beside: whether the sequence, or tiles' other axes, may be cut beside.
@@ -94,7 +95,7 @@ class MeshBounds:
         if in_parts:
             seconds = self._prices.times(self._whole.batch_size).min(axis=1)
             return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
-        inner = Mesh(tuple((name, 2) for name, _ in mesh.cutting.dimensions if name not in (*ROWS, *TILES)))  # halos shrink with a grid
+        inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
         exchanging = self._exchanging(inner, mesh, own_rows, beside, limit) if inner.dimensions else (0.0, 0.0)
         sending, summing = (0.0, 0.0), 0.0
@@ -164,12 +165,12 @@ class MeshBounds:
         Not what ranks hold in parts: more ranks may give so little of it each that many go in a message, which two ranks do not tell.
         """
         cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
-        of_two = self._model.axes_cut(inner, beside=beside)
-        if any(cut[name] != of_two[name] for name in inner.names):
+        alone = self._model.axes_cut(inner, beside=beside, limit=limit)
+        if any(cut[name] != alone[name] for name in inner.names):
             return 0.0, 0.0
-        part = self._model.cut(inner, beside=beside).part
+        part = self._model.cut_among_few(inner, beside=beside, limit=limit)
         links = self._links.of(mesh)
-        numbers, totals = Numbers(rows), (0.0, 0.0)
+        numbers, totals = self._numbers.setdefault(rows, Numbers(rows)), (0.0, 0.0)
         for exchange, count in part.exchange_counts:
             if exchange.held:
                 continue
