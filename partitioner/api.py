@@ -97,7 +97,7 @@ def partition(
         constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
-        progress: show progress; None: on a terminal.
+        progress: show progress; None: on a terminal. Who sees it can end a search with Ctrl-C, and takes the best plan so far.
 
     Returns:
         The partitioned model; see ``PartitionedModel``.
@@ -138,7 +138,7 @@ def partition(
         )
         problem = PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
         with steps.step("planning"):
-            plan = problem.solve(steps.tell)
+            plan = problem.solve(steps.tell if steps.is_shown else None)
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
     check_scaler(precision, plan.grid, world_size)
     assumed = Assumptions(hardware, cost_model, optimizer, problem)

@@ -29,6 +29,11 @@ class Progress:
         self._name = ""
         self._show = sys.stderr.isatty() if show is None else show
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether anybody can see it."""
+        return self._show
+
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """One step; the line goes when the last one ends."""

@@ -78,7 +78,7 @@ def plan_auto(
         cluster: the hardware, at least as many devices as the request names.
         request: what the user said, its mode ``"auto"``.
         cost_model: prices work and messages; None: an analytic roofline.
-        tell: called with what is known so far, whenever it changes.
+        tell: called with what is known so far, whenever it changes; an interrupt then takes the best so far. None: it ends everything.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
@@ -209,7 +209,7 @@ class _Auto:
         option, _ = search.best
         if option.cut is not None:
             plan = cut_described(plan, option.cut, self._request)
-        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap)
+        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
         notes = (*plan.notes, *self._notes())
         return dataclasses.replace(plan, searched=searched, notes=notes, weights=weights_digest(self._graph))
 

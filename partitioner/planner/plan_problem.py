@@ -43,7 +43,7 @@ class PlanProblem:
         """The plan: of tiles in turn on one device, of a mesh, or the fastest of all.
 
         Args:
-            tell: called with what a search knows so far.
+            tell: called with what a search knows so far, which an interrupt then takes; None: an interrupt ends everything.
 
         Raises:
             ConfigError: the request does not fit the model, the cluster or itself.

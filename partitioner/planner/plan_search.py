@@ -6,7 +6,8 @@
 
 The search ends when nothing is left that could be faster: the best solution is then the optimum of the space. Cut short, the lowest
 bound that is left says how far from it the plan may be (Land, Doig, "An automatic method of solving discrete programming problems", 1960).
-Equal inputs are searched in equal order: nothing depends on the clock on the wall.
+Equal inputs are searched in equal order: nothing depends on the clock on the wall. Who is told of each better solution may interrupt
+(Ctrl-C) and take the best so far, with the gap that is proved by then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -114,7 +116,7 @@ class PlanSearch(Generic[T]):
     """The search, with what it has found so far.
 
     Args:
-        tell: called with what is known so far, whenever it changes.
+        tell: called with what is known so far, whenever it changes; None: nobody looks on, and an interrupt ends everything.
         opened: opens what is closed: its mesh, what that cuts, and its candidates; None where the same is known already. Refers to no
             search, so that all that a search has found is freed with it.
 
@@ -124,6 +126,7 @@ class PlanSearch(Generic[T]):
         meshes: those that were opened.
         refusals: why candidates were refused.
         bound: after ``prove``, seconds that no plan can beat.
+        interrupted: whether somebody had enough of it.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[T], Opened | None] | None = None) -> None:
@@ -132,7 +135,7 @@ class PlanSearch(Generic[T]):
         self.solutions: list[tuple[Option, Solution]] = []
         self.meshes: list[MeshProblem] = []
         self.refusals: list[ConfigError] = []
-        self.bound = 0.0
+        self.bound, self.interrupted = 0.0, False
         self._open: list[tuple[float, int, float, T | Option]] = []
         self._n_added = self._n_solved = self._n_actions = 0
         self._unproved: list[float] = []
@@ -156,32 +159,48 @@ class PlanSearch(Generic[T]):
             _, _, bound, item = heapq.heappop(self._open)
             if self._is_beaten(bound):
                 continue
-            if isinstance(item, Option):
-                self._solve(item, bound)
-            else:
-                self.open(item)
+            with self._interruptible(bound):
+                if isinstance(item, Option):
+                    self._solve(item, bound)
+                else:
+                    self.open(item)
 
     def prove(self) -> None:
         """Look closer at what is left, the lowest bound first, until that can be raised no more."""
         left = [(bound, number, item) for _, number, bound, item in self._open if not self._is_beaten(bound)]
         heapq.heapify(left)
-        reached = min(self._unproved, default=np.inf)
-        while left and left[0][0] < reached and len(self.meshes) < _MOST_MESHES:
+        while left and left[0][0] < self._least_unproved and len(self.meshes) < _MOST_MESHES and not self.interrupted:
             bound, _, item = heapq.heappop(left)
             self._open = []
-            if not isinstance(item, Option):
-                self.open(item)
-            elif item.promise is None:
-                promised = self._promised(item)
-                if promised is not None and promised.promise is not None:
-                    self.add(max(bound, promised.promise.bound), promised)
-            else:
+            if isinstance(item, Option) and item.promise is not None:
                 heapq.heappush(left, (bound, -1, item))
                 break
+            with self._interruptible(bound):
+                self._look_closer(item, bound)
             for _, number, known, each in self._open:
                 if not self._is_beaten(known):
                     heapq.heappush(left, (max(bound, known), number, each))
-        self.bound = min((reached, *(bound for bound, _, _ in left)), default=np.inf)
+        self.bound = min((self._least_unproved, *(bound for bound, _, _ in left)), default=np.inf)
+
+    def _look_closer(self, item: T | Option, bound: float) -> None:
+        """Open what is closed; ask what the cuts of a candidate promise."""
+        if not isinstance(item, Option):
+            self.open(item)
+            return
+        promised = self._promised(item)
+        if promised is not None and promised.promise is not None:
+            self.add(max(bound, promised.promise.bound), promised)
+
+    @contextmanager
+    def _interruptible(self, bound: float) -> Iterator[None]:
+        """Work on something of which a bound is known; that is what is known of it if somebody interrupts, and has a plan to take."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.best is None or self._tell is None:
+                raise
+            self.interrupted = True
+            self._unproved.append(bound)
 
     @property
     def gap(self) -> float:
@@ -198,6 +217,11 @@ class PlanSearch(Generic[T]):
         return sorted(fastest.values(), key=lambda pair: (pair is not self.best, pair[1].step_time))
 
     @property
+    def _least_unproved(self) -> float:
+        """The least bound of what was worked out, or begun, and may hold better plans."""
+        return min(self._unproved, default=np.inf)
+
+    @property
     def _known(self) -> float:
         """Seconds of the best so far."""
         return np.inf if self.best is None else self.best[1].step_time
@@ -206,7 +230,8 @@ class PlanSearch(Generic[T]):
         return bound >= self._known
 
     def _has_searched_enough(self) -> bool:
-        return self.best is not None and (len(self.meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS)
+        too_long = len(self.meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS
+        return self.interrupted or (self.best is not None and too_long)
 
     def open(self, item: T) -> None:
         """Open what is closed."""
@@ -251,7 +276,7 @@ class PlanSearch(Generic[T]):
         if self.best is None or solution.step_time < self.best[1].step_time * (1 - _TIE):
             self.best = (option, solution)
             if self._tell is not None:
-                self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)}: {option.words}")
+                self._tell(f"{self._n_solved} solved, best {format_seconds(solution.step_time)} (Ctrl-C takes it): {option.words}")
 
 
 _TIE = 1e-9

@@ -1,0 +1,106 @@
+"""An interrupt while somebody looks on takes the best plan so far, with what is proved of it by then; otherwise it ends everything."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from cost_models.cost_model import Roofline
+from cost_models.devices import Device
+from cost_models.hardware import Cluster
+from cost_models.work import Work
+from partitioner import Plan, partition
+from partitioner.planner.auto import plan_auto
+from partitioner.planner.plan_request import PlanRequest
+from partitioner.tracing.trace import trace
+from passes.ir.graph import ModelGraph
+from tests.models.zoo import case_named
+
+CLUSTER = Cluster.preset("l4", nodes=2, devices_per_node=2)
+
+
+class Interrupts(Roofline):
+    """Prices that somebody interrupts when so many were asked for."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """Seconds; on the way, perhaps, Ctrl-C."""
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return super().operation_time(work, device, dtype)
+
+
+@cache
+def gpt() -> ModelGraph:
+    instance = case_named("gpt").build()
+    return trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+
+
+def planned(prices: Roofline, tell: Callable[[str], None] | None) -> Plan:
+    return plan_auto(gpt(), CLUSTER, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))), prices, tell)
+
+
+@cache
+def finished() -> tuple[Plan, int]:
+    """The plan of a whole search, and how many prices it asks for."""
+    prices = Interrupts(0)
+    return planned(prices, None), -prices.left
+
+
+@pytest.mark.parametrize("times", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_whenever_it_is_interrupted_what_is_proved_is_true(times: int) -> None:
+    """The best of all is never below the bound; before there is a plan nothing can be taken."""
+    whole, count = finished()
+    ended, taken = 0, list[Plan]()
+    for after in range(count // times, count, count // times):
+        try:
+            taken.append(planned(Interrupts(after), lambda _: None))
+        except KeyboardInterrupt:
+            ended += 1
+    assert ended
+    assert any(plan != whole for plan in taken)
+    for plan in taken:
+        assert plan.gap is not None
+        assert plan.step_time * (1 - plan.gap) <= whole.step_time <= plan.step_time
+        assert "before it was interrupted" in plan.searched
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_who_is_told_of_the_first_plan_may_take_it() -> None:
+    def enough(_: str) -> None:
+        raise KeyboardInterrupt
+
+    whole, _ = finished()
+    first = planned(Roofline(), enough)
+    assert first.searched.startswith("1 plan ")
+    assert first.gap is not None
+    assert first.step_time * (1 - first.gap) <= whole.step_time
+
+
+def test_it_ends_everything_where_nobody_looks_on() -> None:
+    _, count = finished()
+    with pytest.raises(KeyboardInterrupt):
+        planned(Interrupts(count - 1), None)
+
+
+def test_partition_takes_what_its_display_tells_of() -> None:
+    instance = case_named("gpt").build()
+    model = instance.model.to("meta")
+
+    def found(prices: Interrupts, *, shown: bool) -> Plan:
+        args, kwargs = instance.args, dict(instance.kwargs)
+        return partition(model, 4, example_inputs=args, example_kwargs=kwargs, cluster=CLUSTER, cost_model=prices, progress=shown).plan
+
+    prices = Interrupts(0)
+    assert "interrupted" not in found(prices, shown=True).searched
+    late = -prices.left - 1
+    assert "before it was interrupted" in found(Interrupts(late), shown=True).searched
+    with pytest.raises(KeyboardInterrupt):
+        found(Interrupts(late), shown=False)
