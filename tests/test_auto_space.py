@@ -128,6 +128,7 @@ UNLIKE_STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], tupl
     "channels_by_parts_of_a_sequence": (lambda: Attending(1, 4, 256), (8, 256, 256), (("sequence", 8), ("tensor", 2)), ()),
     "fewer_heads_than_ranks": (lambda: Attending(2, 64, 32), (8, 64, 256), (("data", 2), ("tensor", 4)), ()),
     "fewer_heads_than_ranks_of_stages": (lambda: Attending(2, 64, 32), (8, 64, 256), (("pipeline", 2), ("tensor", 4)), ()),
+    "too_short_to_be_held_in_parts": (lambda: nn.Linear(8, 1, bias=False), (8, 8), (("fsdp", 2), ("tensor", 6)), ()),
     "nothing_trained": (lambda: nn.Linear(512, 512).requires_grad_(False), (8, 512), (("data", 2),), ()),
 }
 """Model, input, mesh and ranks of each stage."""

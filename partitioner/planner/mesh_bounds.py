@@ -200,10 +200,10 @@ class MeshBounds:
         return totals[0], totals[1]
 
     def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
-        """How many messages the parameters take that so many ranks could hold in parts, cut among others, too, and their bytes."""
+        """How many messages the parameters take that so many ranks surely hold in parts, whatever others cut of them, and their bytes."""
         key = (way, rows, others)
         if key not in self._in_parts:
-            sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows]
+            sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows * others]
             self._in_parts[key] = sum(part_of_message(way, size / others, rows) for size in sizes), sum(sizes)
         return self._in_parts[key]
 
