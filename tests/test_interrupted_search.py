@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from functools import cache
 
@@ -33,7 +32,7 @@ class Interrupts(Roofline):
         """Seconds; on the way, perhaps, Ctrl-C."""
         self.left -= 1
         if self.left == 0:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt  # what Python makes of the signal, if it is not ignored, as it is in the background of a shell
         return super().operation_time(work, device, dtype)
 
 
