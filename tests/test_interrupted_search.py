@@ -68,7 +68,7 @@ def test_whenever_it_is_interrupted_what_is_proved_is_true(times: int) -> None:
     for plan in taken:
         assert plan.gap is not None
         assert plan.step_time * (1 - plan.gap) <= whole.step_time <= plan.step_time
-        assert "before it was interrupted" in plan.searched
+        assert "before the search was interrupted" in plan.searched
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -100,6 +100,6 @@ def test_partition_takes_what_its_display_tells_of() -> None:
     prices = Interrupts(0)
     assert "interrupted" not in found(prices, shown=True).searched
     late = -prices.left - 1
-    assert "before it was interrupted" in found(Interrupts(late), shown=True).searched
+    assert "before the search was interrupted" in found(Interrupts(late), shown=True).searched
     with pytest.raises(KeyboardInterrupt):
         found(Interrupts(late), shown=False)

@@ -70,11 +70,11 @@ def searched_words(n_plans: int, n_meshes: int, n_all: int, gap: float, *, inter
     >>> searched_words(1, 1, 1, 0.0)
     '1 plan of this mesh was worked out; it is proved that no other is faster, by the same prices'
     >>> searched_words(3, 20, 90, 0.08, interrupted=True)
-    '3 plans on 20 of 90 meshes were worked out before it was interrupted; not proved: another could take up to 8 % less time'
+    '3 plans on 20 of 90 meshes were worked out before the search was interrupted; not proved: another could take up to 8 % less time'
     """
     where = "of this mesh" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
     done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
-    done += " before it was interrupted" if interrupted else ""
+    done += " before the search was interrupted" if interrupted else ""
     if gap == 0.0:
         return f"{done}; it is proved that no other is faster, by the same prices"
     return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
