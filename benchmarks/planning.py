@@ -2,6 +2,7 @@
 
     python -m benchmarks.planning                                   # GPT-3's width, 12 to 96 layers on 8 to 1,024 A100s; minutes
     python -m benchmarks.planning --layers 12 --devices 8           # one line, for a quick look
+    python -m benchmarks.planning --layers 96 --devices 1024 --simulate    # all the way to the simulation of every rank's program
 
 Each line is a process of its own: a GPT is traced on the meta device, then planned for ``Cluster.preset("a100-80gb")``. Seconds are those
 of the processor, so that other work on the machine counts little; memory is the most that the process ever held.
@@ -21,6 +22,7 @@ from torch import nn
 
 from cost_models.hardware import Cluster
 from cost_models.units import format_seconds
+from partitioner import partition
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.describe import words_of
 from partitioner.planner.plan_request import PlanRequest
@@ -89,9 +91,7 @@ class Planned:
 
 def planned(layers: int, devices: int) -> Planned:
     """Trace and plan; one row of the batch for each device, at least 64."""
-    with torch.device("meta"):
-        model, tokens = Gpt(layers).half(), torch.zeros(max(devices, 64), LENGTH, dtype=torch.int64)
-    cluster = Cluster.preset("a100-80gb", nodes=-(-devices // A_NODE), devices_per_node=min(devices, A_NODE))
+    model, tokens, cluster = _given(layers, devices)
     start = time.process_time()
     graph = trace(model, (tokens,), {}, training=True)
     traced = time.process_time()
@@ -102,19 +102,48 @@ def planned(layers: int, devices: int) -> Planned:
     return Planned(traced - start, done - traced, held, plan.gap, plan.step_time, words_of(plan))
 
 
+def simulated(layers: int, devices: int) -> tuple[float, float]:
+    """Seconds of the processor to trace, plan and lower the same, and to simulate the programs of all ranks."""
+    model, tokens, cluster = _given(layers, devices)
+    start = time.process_time()
+    partitioned = partition(model, devices, "auto", example_inputs=(tokens,), cluster=cluster, progress=False)
+    lowered = time.process_time()
+    partitioned.simulate()
+    return lowered - start, time.process_time() - lowered
+
+
+def _given(layers: int, devices: int) -> tuple[Gpt, torch.Tensor, Cluster]:
+    with torch.device("meta"):
+        model, tokens = Gpt(layers).half(), torch.zeros(max(devices, 64), LENGTH, dtype=torch.int64)
+    return model, tokens, Cluster.preset("a100-80gb", nodes=-(-devices // A_NODE), devices_per_node=min(devices, A_NODE))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="What automatic plans cost.")
     parser.add_argument("--layers", type=int, nargs="*", default=[12, 48, 96])
     parser.add_argument("--devices", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--simulate", action="store_true", help="lower and simulate, too: seconds of all of it, in place of the plan")
     given = parser.parse_args(argv)
-    print(f"{'layers':>6} {'devices':>7} {'trace':>8} {'plan':>8} {'memory':>9} {'gap':>6} {'step':>9}  plan")
+    whole = f"{'lowered':>9} {'simulated':>10} {'together':>9}"
+    planning = f"{'trace':>8} {'plan':>8} {'memory':>9} {'gap':>6} {'step':>9}  plan"
+    print(f"{'layers':>6} {'devices':>7} {whole if given.simulate else planning}")
     for devices in given.devices:
         for layers in given.layers:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                row = pool.apply(planned, (layers, devices))
-            numbers = f"{layers:6} {devices:7} {row.tracing:6.1f} s {row.planning:6.1f} s {row.gibibytes:5.2f} GiB {row.gap:6.2f}"
-            print(f"{numbers} {format_seconds(row.step_time):>9}  {row.words}", flush=True)
+                line = pool.apply(_to_the_simulation if given.simulate else _to_the_plan, (layers, devices))
+            print(f"{layers:6} {devices:7} {line}", flush=True)
+
+
+def _to_the_plan(layers: int, devices: int) -> str:
+    row = planned(layers, devices)
+    numbers = f"{row.tracing:6.1f} s {row.planning:6.1f} s {row.gibibytes:5.2f} GiB {row.gap:6.2f}"
+    return f"{numbers} {format_seconds(row.step_time):>9}  {row.words}"
+
+
+def _to_the_simulation(layers: int, devices: int) -> str:
+    lowering, simulating = simulated(layers, devices)
+    return f"{lowering:7.1f} s {simulating:8.1f} s {lowering + simulating:7.1f} s"
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
 from partitioner.unlike_widths import check_unlike_widths
 from passes.fix_batch import fixed_for
+from passes.garbage import nothing_collected
 from passes.graph_digest import graph_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -164,6 +165,7 @@ def _agreed(plan: Plan, graph: ModelGraph, runtime: Runtime, *, measured: bool) 
     return plan
 
 
+@nothing_collected()
 def _lower(
     model: nn.Module,
     graph: ModelGraph,

@@ -64,4 +64,5 @@ class PlanCuts:
         }
         held = (*graph.parameters, *graph.buffers, *graph.constants)
         holders = {name: [rank for rank, names in needed.items() if name in names] or [0] for name in held}
-        return {name: {rank: decided.blocks(places[rank], rank)[name] for rank in ranks} for name, ranks in holders.items()}
+        blocks = {rank: decided.blocks(place, rank) for rank, place in places.items()}
+        return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}

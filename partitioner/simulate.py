@@ -12,6 +12,7 @@ from cost_models.simulator.simulation import Simulation
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.shown import Shown
+from passes.garbage import nothing_collected
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
@@ -65,6 +66,7 @@ def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulati
     return simulate_plan(self._plan, self.looked_at(), self._assumed, cluster)
 
 
+@nothing_collected()
 def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Cluster | str | None) -> Simulation:
     """Simulate the programs of a plan.
 

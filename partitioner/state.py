@@ -166,22 +166,21 @@ def materialize(
     Args:
         blocks: placeholder -> rank -> which block of it, for all ranks.
     """
-    by_rank = {rank: _copies(model, graph, blocks, rank, devices[rank]) for rank in local_ranks}
+    originals = {placeholder: _tensor(model, name) for placeholder, name in {**graph.parameters, **graph.buffers}.items()}
+    by_rank = {rank: _copies(originals, graph, blocks, rank, devices[rank]) for rank in local_ranks}
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
     return State(graph, by_rank, blocks, names, parameters, tuple(devices))
 
 
 def _copies(
-    model: nn.Module, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]], rank: int, device: torch.device
+    originals: Mapping[str, Tensor], graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]], rank: int, device: torch.device
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for placeholder, name in graph.parameters.items():
+    for placeholder, original in originals.items():
         if rank in blocks[placeholder]:
-            original = _tensor(model, name)
-            tensors[placeholder] = nn.Parameter(_copy(original, blocks[placeholder][rank], device), requires_grad=original.requires_grad)
-    for placeholder, name in graph.buffers.items():
-        if rank in blocks[placeholder]:
-            tensors[placeholder] = _copy(_tensor(model, name), blocks[placeholder][rank], device)
+            copy = _copy(original, blocks[placeholder][rank], device)
+            is_parameter = placeholder in graph.parameters
+            tensors[placeholder] = nn.Parameter(copy, requires_grad=original.requires_grad) if is_parameter else copy
     for placeholder, constant in graph.constants.items():
         if rank in blocks[placeholder]:
             tensors[placeholder] = blocks[placeholder][rank].take(constant).to(device)

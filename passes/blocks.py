@@ -46,7 +46,7 @@ class Block:
         if self.is_whole:
             return whole
         if whole.is_meta:
-            return whole.new_empty(self.part)
+            return torch.empty(self.part, dtype=whole.dtype, device=whole.device)
         return whole.reshape(self.unfolded)[self._index()].reshape(self.part).clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor) -> None:

@@ -22,7 +22,6 @@ from passes.ir.communication import all_reduce, wait
 from passes.ir.microbatch import add_gradients, add_gradients_in_place, concatenate, total
 from passes.ir.program import StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
-from passes.lower import LoweredStages
 from passes.messages import Message, gradient_sources
 from passes.split_backward import DifferentiatedStage
 
@@ -151,7 +150,7 @@ class StageEmitter(Emitter):
 
     def store_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold, and add everything to ``.grad``."""
-        shared = {name: ranks for name, ranks in shared_parameters(self.lowered).items() if self._is_stored(name)}
+        shared = {name: ranks for name, ranks in self.lowered.shared_parameters.items() if self._is_stored(name)}
         for stage in self.lowered.training:
             index = self.lowered.training.index(stage)
             if index not in self.gradients:
@@ -237,13 +236,3 @@ class StageEmitter(Emitter):
         fake = self.fake(name)
         keywords = {"dtype": fake.dtype, "device": self.device}
         return self.call(torch.zeros, (self.shape(fake, microbatch),), f"{name}_no_gradient_mb{microbatch}", **keywords)
-
-
-def shared_parameters(lowered: LoweredStages) -> dict[str, tuple[int, ...]]:
-    """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
-    shared = {}
-    for name in lowered.graph.parameters:
-        ranks = {rank for stage in lowered.stages if name in stage.parameters for rank in lowered.stage_ranks[stage.index]}
-        if len(ranks) > 1 and any(name in stage.parameters_with_gradient for stage in lowered.training):
-            shared[name] = tuple(sorted(ranks))
-    return shared

@@ -86,13 +86,13 @@ class Extents:
         name, count = self.mesh[index]
         if isinstance(size, int):
             return microbatch_sizes(size, count)
-        part = sympy.cancel(size / count)
-        if not all(number.is_integer for number in sympy.Poly(part).coeffs()):
+        part = _divided(size, count)
+        if part is None:
             raise ConfigError(
                 f"a dimension of size {size} cannot be cut into {count} parts over {name!r}: it depends on the batch size",
                 remedy="cut the batch over this mesh dimension",
             )
-        return (_plain(part),) * count
+        return (part,) * count
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -106,6 +106,13 @@ def product(sizes: Iterable[Size]) -> Size:
 def _multiplied(size: sympy.Expr, batch: sympy.Symbol, count: int) -> Size:
     """A size with so many times the batch; the same few are asked for, call after call."""
     return _plain(size.subs(batch, count * batch))
+
+
+@functools.lru_cache(maxsize=65536)
+def _divided(size: sympy.Expr, count: int) -> Size | None:
+    """An equal part of a size; None where it is not whole for every batch."""
+    part = sympy.cancel(size / count)
+    return _plain(part) if all(number.is_integer for number in sympy.Poly(part).coeffs()) else None
 
 
 @functools.lru_cache(maxsize=65536)

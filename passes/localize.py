@@ -74,6 +74,7 @@ class _Localizer:
         self.target = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.batch: fx.Node | None = None
+        self.has_whole_batch = False
         self.reader = ""
         self.known = KnownValues.like(graph.graph)
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
@@ -117,8 +118,9 @@ class _Localizer:
 
     def _whole_batch(self) -> None:
         """Sizes of the graph count the whole batch; the placeholder counts the rank's rows."""
-        if self.batch is None or self.extents.n_row_parts == 1 or any(node.name == "whole_batch" for node in self.target.nodes):
+        if self.batch is None or self.extents.n_row_parts == 1 or self.has_whole_batch:
             return
+        self.has_whole_batch = True
         count = self.extents.n_row_parts
         node = self.target.create_node("call_function", operator.mul, (self.batch, count), {}, name="whole_batch")
         node.meta["val"] = self.batch.meta["val"] * count

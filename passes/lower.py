@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -95,6 +96,17 @@ class LoweredStages:
     def returned(self) -> tuple[str, ...]:
         """The nodes that the model returns, each once."""
         return self.graph.returned
+
+    @cached_property
+    def shared_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
+        holders: dict[str, set[int]] = {}
+        for stage in self.stages:
+            for name in stage.parameters:
+                holders.setdefault(name, set()).update(self.stage_ranks[stage.index])
+        with_gradient = {name for stage in self.training for name in stage.parameters_with_gradient}
+        shared = (name for name in self.graph.parameters if len(holders.get(name, ())) > 1 and name in with_gradient)
+        return {name: tuple(sorted(holders[name])) for name in shared}
 
 
 def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
