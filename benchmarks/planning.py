@@ -132,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for layers in given.layers:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 line = pool.apply(_to_the_simulation if given.simulate else _to_the_plan, (layers, devices))
+                pool.close()  # what the process holds is given back when it ends by itself
+                pool.join()
             print(f"{layers:6} {devices:7} {line}", flush=True)
 
 
