@@ -139,7 +139,7 @@ def partition(
         )
         problem = PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
         with steps.step("planning"):
-            plan = problem.solve(steps.tell if steps.is_shown else None)
+            plan = problem.solve(steps.tell if steps.is_shown and world_size is None else None)  # interrupted, processes would differ
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
     check_scaler(precision, plan.grid, world_size)
     assumed = Assumptions(hardware, cost_model, optimizer, problem)

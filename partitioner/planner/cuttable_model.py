@@ -80,8 +80,8 @@ class CuttableModel:
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
-        self._choices: dict[object, _Chosen] = {}
-        self._chosen: dict[object, AxisProblem] = {}
+        self._chosen: dict[object, _Chosen] = {}
+        self._problems: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
         self._asked: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
@@ -150,9 +150,9 @@ class CuttableModel:
     def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
         """Which axes are cut; found once for all that asks."""
         asked = (cutting, beside, limit)
-        if asked not in self._choices:
-            self._choices[asked] = self._choice(*asked)
-        return self._choices[asked]
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choice(*asked)
+        return self._chosen[asked]
 
     def _choice(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
         """Those axes that are asked for, and those that cost least."""
@@ -241,10 +241,10 @@ class CuttableModel:
         count, batch = cutting.length(DATA), tuple(sorted(batch_axes(graph, axes)))
         longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
         key = (id(axes), DATA, longer, batch)
-        if key not in self._chosen:
+        if key not in self._problems:
             known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._pace)
-            self._chosen[key] = AxisProblem(*known, lambda name: len(of.copies(name)), rows=True)
-        return self._chosen[key].solve(count, limit) or AxisChoice(batch)
+            self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)), rows=True)
+        return self._problems[key].solve(count, limit) or AxisChoice(batch)
 
     def _part(self, of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, beside: bool) -> ModelPart:
         """The part of a rank. Said in its own rows it is the same however many replicas there are, unless these exchange activations."""
@@ -322,12 +322,12 @@ class CuttableModel:
         count = cutting.length(dimension)
         longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
         key = (id(axes), dimension, longer, fixed[dimension], tuple(sorted(elsewhere)))
-        if key not in self._chosen:
+        if key not in self._problems:
             along = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
             others = elsewhere | along - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], others, self._pace)
-            self._chosen[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
-        within, free = (self._chosen[key].solve(count, each) for each in (limit, math.inf))
+            self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
+        within, free = (self._problems[key].solve(count, each) for each in (limit, math.inf))
         chosen = within if within is not None and within.axes else free
         if chosen is None or not chosen.axes:
             raise ConfigError(
