@@ -6,14 +6,14 @@ import ast
 
 from tests.architecture.source_tree import report, sources
 
-FILE_LINES = 400
+FILE_LINES = 700
 FUNCTION_LINES = 60
 
 
 def test_files_are_short() -> None:
     lengths = {source.path: len(source.text.splitlines()) for source in sources()}
     offences = [f"{path}:{FILE_LINES + 1}: {length} lines" for path, length in lengths.items() if length > FILE_LINES]
-    assert not offences, report(offences, f"split each file at its concepts; the limit is {FILE_LINES} lines")
+    assert not offences, report(offences, f"a file is as long as its concept; split it in two: the limit is {FILE_LINES} lines")
 
 
 def test_functions_are_short() -> None:
