@@ -102,7 +102,9 @@ def _held(timeline: Timeline, of: Callable[[int], int]) -> dict[int, int]:
 IN_FLIGHT_BOUND: dict[str, Callable[[int, int, int, int], int]] = {
     "GPipe": lambda rank, n_ranks, m, v: m,
     "1F1B": lambda rank, n_ranks, m, v: min(m, n_ranks - rank),
-    "Interleaved1F1B": lambda rank, n_ranks, m, v: min(v * m, 2 * (n_ranks - 1 - rank) + (v - 1) * n_ranks + 1),
+    "Interleaved1F1B": lambda rank, n_ranks, m, v: (
+        min(v * m, 2 * (n_ranks - 1 - rank) + (v - 1) * n_ranks + 1) if v > 1 else min(m, n_ranks - rank)
+    ),
     "ZB1P": lambda rank, n_ranks, m, v: min(m, n_ranks),
     "ZBV": lambda rank, n_ranks, m, v: min(2 * m, 2 * n_ranks),
     "DualPipeV": lambda rank, n_ranks, m, v: min(2 * m, 2 * n_ranks + 1),
@@ -154,6 +156,13 @@ def test_dependencies_are_kept_and_nothing_waits_in_a_circle(name: str, v: int, 
 def test_activations_in_flight_keep_the_bound_of_the_paper(name: str, v: int, n_ranks: int) -> None:
     for m in N_MICROBATCHES:
         _check_in_flight(_timeline(name, n_ranks, m, v), name, v)
+
+
+@each_size
+def test_interleaving_one_stage_a_rank_is_1f1b(n_ranks: int) -> None:
+    for m in N_MICROBATCHES:
+        interleaved, plain = make_schedule("Interleaved1F1B", n_ranks, m, 1), make_schedule("1F1B", n_ranks, m)
+        assert (interleaved.actions, interleaved.stage_ranks) == (plain.actions, plain.stage_ranks)
 
 
 @settings(max_examples=30, deadline=None)

@@ -2,7 +2,8 @@
 
 torch makes an order for ranks and microbatches that its constraints allow; where it refuses (ValueError) there is nothing to compare, and
 each test counts how many comparisons it made. Interleaved1F1B differs on purpose where the ranks do not divide the microbatches:
-torch makes the groups of microbatches larger than R, which takes more memory than the paper's bound; ours keeps the bound.
+torch makes the groups of microbatches larger than R, which takes more memory than the paper's bound; ours keeps the bound. With one
+stage a rank torch's Interleaved1F1B holds up to twice the activations of 1F1B; ours is 1F1B.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def test_one_stage_a_rank_runs_as_torch_runs(name: str, kind: type) -> None:
     assert n_compared >= 18
 
 
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
 def test_interleaved_order_is_torchs_where_ranks_divide_microbatches(stages_per_rank: int) -> None:
     n_compared = 0
     for n_ranks, n_microbatches, ours, theirs in _accepted("Interleaved1F1B", ScheduleInterleaved1F1B, stages_per_rank):

@@ -7,16 +7,17 @@ Stage s is on rank s mod R. Microbatches go in groups of R: a group runs through
     rank 0 |0F0|0F1|2F0|2F1|0F2|...|2B0    |0F3|2B1    |2F2|0B0    |2F3|0B1    |...|2B2    |...|2B3    |0B2    |0B3    |
     rank 1 |...|1F0|1F1|3F0|3B0    |3F1|3B1    |1F2|1B0    |1F3|1B1    |3F2|3B2    |3F3|3B3    |1B2    |1B3    |
 
-With m microbatches on R ranks, rank r holds min(v m, 2 (R-1-r) + (v-1) R + 1) activations of thin stages, at most; where R divides m the
-ranks are idle for (R-1)/(v m + R-1) of the step. The paper asks that R divides m. Other numbers run the next multiple of R without the
-missing microbatches: the memory stays, the step takes up to as long as the multiple's. (torch.distributed.pipelining makes the groups
-larger instead, where the microbatches can be dealt evenly: a shorter step for more memory than the paper's bound.)
+With v >= 2 stages a rank and m microbatches on R ranks, rank r holds min(v m, 2 (R-1-r) + (v-1) R + 1) activations of thin stages, at
+most; with one stage a rank the schedule is 1F1B. Where R divides m the ranks are idle for (R-1)/(v m + R-1) of the step. The paper asks
+that R divides m. Other numbers run the next multiple of R without the missing microbatches: the memory stays, the step takes up to as long
+as the multiple's. (torch.distributed.pipelining makes the groups larger instead, where the microbatches can be dealt evenly: a shorter
+step for more memory than the paper's bound.)
 """
 
 from __future__ import annotations
 
 from partitioner.schedules.kind import ScheduleKind
-from partitioner.schedules.one_f_one_b import alternate
+from partitioner.schedules.one_f_one_b import alternate, one_f_one_b
 from partitioner.schedules.pattern import Move, Rank, on
 from partitioner.schedules.placement import looped
 
@@ -24,7 +25,12 @@ __all__ = ["INTERLEAVED", "interleaved"]
 
 
 def interleaved(rank: Rank) -> list[Move]:
-    """Microbatches in groups of R: each group runs through the rank's stages one after the other, backwards in the opposite order."""
+    """Microbatches in groups of R: each group runs through the rank's stages one after the other, backwards in the opposite order.
+
+    The extra forwards in front keep a rank's other stages busy. A rank with one stage has none to keep busy: it runs 1F1B.
+    """
+    if len(rank.stages) == 1:
+        return one_f_one_b(rank)
     n_groups = -(-rank.n_microbatches // rank.n_ranks)
     forwards = [on(stage, "F") for stage in rank.stages for _ in range(rank.n_ranks)]
     backwards = [on(stage, "B") for stage in reversed(rank.stages) for _ in range(rank.n_ranks)]
