@@ -29,15 +29,16 @@ __all__ = ["call_of_node", "call_work", "node_work"]
 aten = torch.ops.aten
 
 
-def call_of_node(node: fx.Node) -> Call:
-    """The call of an operator, sizes as ``meta["val"]`` has them; arguments of which nothing is known are left out.
+def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Call:
+    """Return the call of an operator.
 
     Args:
         node: a ``call_function`` of an operator.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
     """
     assert isinstance(node.target, OpOverload)
-    arguments = tuple((name, described(value)) for name, value in bound_arguments(node).items())
-    return Call(node.target, arguments, tensor_shapes(node.meta.get("val")))
+    arguments = tuple((name, described(value, shapes)) for name, value in bound_arguments(node).items())
+    return Call(node.target, arguments, tensor_shapes(node.meta.get("val")) if shapes is None else shapes[node])
 
 
 def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Any:
@@ -52,17 +53,22 @@ def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | No
         if isinstance(held, int | torch.SymInt):
             return size_of(held)
         of_node = tensor_shapes(held) if shapes is None else shapes[value]
-        return of_node[0] if isinstance(held, torch.Tensor) else of_node
+        return of_node[0] if len(of_node) == 1 and not isinstance(held, list | tuple) else of_node
     if isinstance(value, list | tuple):
         return tuple(described(item, shapes) for item in value)
     return value
 
 
-def node_work(node: fx.Node) -> Work:
-    """What a node does, as a formula in the batch symbol; nothing for what is no operator, and for views."""
+def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Work:
+    """Return the work of a node as a formula in the batch symbol; nothing for views and for nodes that call no operator.
+
+    Args:
+        node: of a model, a stage or a program.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
+    """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return NO_WORK
-    call = call_of_node(node)
+    call = call_of_node(node, shapes)
     return NO_WORK if not call.results or shares_memory(node) else call_work(call)
 
 

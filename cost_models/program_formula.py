@@ -27,6 +27,8 @@ from passes.aliasing import memory_keys
 from passes.ir import communication
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
+from passes.tensor_spec import TensorSpec
+from passes.value_specs import describe_values
 
 __all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
 
@@ -113,6 +115,7 @@ class _Reader:
         self._trained = trained
         self._work = ProgramWork()
         self._held: dict[str, tuple[int, bool]] = {}
+        self._shapes = _program_shapes(program)
 
     def read(self) -> ProgramWork:
         """Add up everything that belongs to microbatch 0, and what belongs to none."""
@@ -137,7 +140,7 @@ class _Reader:
         elif node.target in _KINDS:
             self._work.messages.append(self._message(node, section))
         else:
-            amount.add(_in_rows(node_work(node)))
+            amount.add(_in_rows(node_work(node, self._shapes)))
 
     def _count_stage(self, module: StageCall, section: Any, amount: Amount) -> None:
         placeholders = [node for node in module.graph.graph.nodes if node.op == "placeholder"]
@@ -191,6 +194,25 @@ _KINDS: Mapping[Callable[..., Any], str] = {
     communication.reduce_scatter: "reduce_scatter",
     communication.all_to_all: "all_to_all",
 }
+
+
+def _program_shapes(program: Program) -> dict[fx.Node, tuple[TensorShape, ...]]:
+    """Return the shapes of the tensors that each node of a program gives, in ``ROWS``.
+
+    Operators carry theirs from tracing. Inputs of a microbatch, received values and gradients of a loss follow from what they are made of.
+    Both name the batch in symbols of their own, so all become one.
+    """
+    specs = describe_values(program).of
+    shapes = {node: tensor_shapes(node.meta.get("val")) or _spec_shapes(specs[node]) for node in program.module.graph.nodes}
+    return {node: tuple(TensorShape(tuple(map(_rows_for, each.shape)), each.dtype) for each in tensors) for node, tensors in shapes.items()}
+
+
+def _spec_shapes(value: Any) -> tuple[TensorShape, ...]:
+    if isinstance(value, TensorSpec):
+        return (TensorShape(value.shape, value.dtype or torch.get_default_dtype()),)
+    if isinstance(value, list | tuple):
+        return tuple(shape for item in value for shape in _spec_shapes(item))
+    return ()
 
 
 def _in_rows(work: Work) -> Work:

@@ -126,7 +126,7 @@ def schedules() -> str:
     """Every schedule, drawn for four ranks and four microbatches."""
     parts = []
     for name, kind in SCHEDULES.items():
-        drawn = "\n".join(timetable(make_schedule(name, 4, 4), 150))
+        drawn = "\n".join(timetable(make_schedule(name, 4, 4), 150, idle=True))
         parts += [f"## {name}", f"{kind.source}.", f"```text\n{drawn}\n```"]
     lead = "`partition(..., schedule=NAME)`. Stage, letter, microbatch, in the grammar of `torch.distributed.pipelining`."
     return page("Schedules", lead, *parts)

@@ -57,8 +57,7 @@ def save_report(self: _Planned, path: str | Path, cluster: Cluster | str | None 
     Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
     """
     choices = self._choices or ()
-    formula = None if self._plan.replicas or self._plan.widths else self.cost_formula()
-    save_page(path, self.explained(), choices, self.device_table(), self.simulate(cluster), formula)
+    save_page(path, self.explained(), choices, self.device_table(), self.simulate(cluster), self.cost_formula)
 
 
 def _priced(self: _Planned) -> tuple[Pinned, ...]:

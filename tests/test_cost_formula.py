@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import sympy
@@ -89,3 +91,28 @@ def test_an_unknown_symbol_is_named() -> None:
     text = str(formula)
     assert "step time (s)" in text
     assert "rows of a step" in text
+
+
+CONVOLUTIONS: list[tuple[str | dict[str, int], int]] = [
+    ("model", 2), ("pipeline", 2), ("data", 2), ("fsdp", 2), ("zero1", 2), ("tensor", 2), ("tile", 2),
+    ({"data": 2, "tensor": 2}, 4), ({"pipeline": 2, "tile": 2}, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "devices"), CONVOLUTIONS)
+def test_convolutions_have_a_formula_in_every_mode(mode: str | dict[str, int], devices: int, tmp_path: Path) -> None:
+    """Rows, weights and gradients of a convolution come from inputs, gathers and losses, which tracing does not describe."""
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    images = torch.rand(4, 3, 16, 16)
+    pm = partition(network, devices, mode, example_inputs=(images,), cluster=f"v100:{devices}", n_microbatches=1)
+    formula = pm.cost_formula()
+    # Per element of an image: forward products, weight gradients of both layers, input gradients of the second.
+    first, second = 2 * 3 * 8 * 9, 2 * 8 * 8 * 9
+    whole = 4 * 16 * 16 * (2 * first + 3 * second)
+    flops = float(formula.evaluate(flop_rate=1e-3)[0]) * 1e-3  # of the slowest rank: so slow that nothing else counts
+    if mode in ("data", "fsdp", "zero1", "tensor"):
+        assert flops == pytest.approx(whole / devices, rel=1e-4)
+    else:  # stages wait for the larger one as long as it works; two tiles compute the rows between them
+        assert whole / devices <= flops * 1.0001 <= 2 * whole
+    pm.save_report(tmp_path / "report.html")
+    assert "no formula" not in (tmp_path / "report.html").read_text()

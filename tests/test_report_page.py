@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner import ConfigError, PartitionedModel, partition
+from partitioner.page.mathml import formulas_html
 from partitioner.reports.communication import transfers
 from tests.models.gpt import Gpt
 
@@ -88,7 +91,11 @@ def test_the_page_is_whole_and_alone(text: str) -> None:
 def test_the_numbers_are_the_models(model: PartitionedModel, text: str) -> None:
     page, simulation, explained = Page(text), model.simulate(), model.explained()
     top = "".join(page.words[""])
-    for told in (format_seconds(simulation.step_time), f"{simulation.bubble_fraction:.1%}", format_bytes(max(simulation.peak_memory))):
+    for told in (
+        format_seconds(simulation.step_time),
+        f"{simulation.bubble_fraction:.0%}".replace("%", " %"),
+        format_bytes(max(simulation.peak_memory)),
+    ):
         assert told in top
     communication = "".join(page.words["communication"])
     moved = sum(transfer.bytes for transfer in transfers(explained.lowered, explained.programs, explained.mesh))
@@ -119,3 +126,14 @@ def test_formulas_are_typeset(model: PartitionedModel, text: str) -> None:
 def test_a_file_that_cannot_be_written_is_told(model: PartitionedModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         model.save_report(tmp_path / "nowhere" / "report.html")
+
+
+def test_a_long_formula_is_typeset_in_pieces() -> None:
+    """A browser breaks lines between elements, not inside of one: each term is one."""
+    a, b, c, d = sympy.symbols("a b c d", positive=True)
+    expression = sympy.Max((a + 1) * (a + b / c + d), a - b - c, evaluate=False)
+    pieces = re.findall(r'<math display="inline">(.*?)</math>', formulas_html({"step": expression}))
+    text = ["".join(ET.fromstring(f"<m>{piece}</m>").itertext()).replace("&InvisibleTimes;", "") for piece in pieces]  # noqa: S314
+    assert len(pieces) >= 7
+    assert "".join(text).startswith("max(")
+    assert "".join(text).count("(") == "".join(text).count(")")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -25,13 +25,14 @@ from partitioner.reports.devices import DeviceTable
 from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import notes_of, sections, summary
 from partitioner.reports.table import Table
+from passes.ir.errors import ConfigError
 
 __all__ = ["page_html", "save_page"]
 
 _PROGRAMS = 16
 """Programs that are written out in full."""
 
-_FOOTER = "times and memory are predicted: the plan's by the planner, the others by simulating the programs."
+_FOOTER = "times and memory are predicted: those of plans, stages and devices by the planner, the others by simulating the programs."
 
 _WEIGHTS = 4
 """Weights that are drawn: one for each way in which ranks hold them."""
@@ -43,7 +44,7 @@ def save_page(
     choices: Sequence[Pinned],
     devices: DeviceTable,
     simulation: Simulation,
-    formula: StepFormula | None,
+    formula: Callable[[], StepFormula],
 ) -> None:
     """Write the page; see ``page_html``.
 
@@ -54,7 +55,7 @@ def save_page(
 
 
 def page_html(
-    explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: StepFormula | None
+    explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: Callable[[], StepFormula]
 ) -> str:
     """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
 
@@ -63,10 +64,10 @@ def page_html(
         choices: what the user pinned, priced.
         devices: a line for each rank.
         simulation: of a step.
-        formula: of a step; None where there is none.
+        formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
     parts = (
-        ("Plan", _plan(explained, choices)),
+        ("Plan", _plan(explained, choices, simulation)),
         ("Devices", f'<div class="wide">{devices.html()}</div>'),
         ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
         ("Weights", _weights(explained)),
@@ -86,7 +87,7 @@ def _tiles(simulation: Simulation) -> str:
     """The four numbers that one looks for first."""
     tiles = (
         (format_seconds(simulation.step_time), "a step, simulated"),
-        (f"{simulation.bubble_fraction:.1%}", "of all devices' time idle"),
+        (f"{100 * simulation.bubble_fraction:.0f} %", "of all devices' time idle"),
         (format_bytes(max(simulation.peak_memory, default=0)), "peak of the fullest device"),
         (format_bytes(sum(simulation.communication.values())), "sent in a step"),
         (f"{simulation.throughput:,.0f}", "rows a second"),
@@ -94,8 +95,8 @@ def _tiles(simulation: Simulation) -> str:
     return tiles_html(tiles)
 
 
-def _plan(explained: Explained, choices: Sequence[Pinned]) -> str:
-    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained))
+def _plan(explained: Explained, choices: Sequence[Pinned], simulation: Simulation) -> str:
+    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained, simulation))
     titles = ("PLANS", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
     return f"<dl>{pairs}</dl>" + _tables(explained, titles, choices)
 
@@ -118,15 +119,27 @@ def _communication(explained: Explained, simulation: Simulation) -> str:
     return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(explained, ("COMMUNICATION",))
 
 
-def _formulas(explained: Explained, formula: StepFormula | None) -> str:
-    """Of a step, with what each symbol is; then of each stage."""
-    stages = formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch")
-    if formula is None:
-        return f"<h3>Stages</h3>{stages}"
+def _formulas(explained: Explained, formula: Callable[[], StepFormula]) -> str:
+    """Return the formulas of a step with the meaning of each symbol, then those of each stage."""
+    stages = _or_reason(lambda: formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch"))
+    return f"{_or_reason(lambda: _step_formulas(formula()))}<h3>Stages</h3>{stages}"
+
+
+def _or_reason(part: Callable[[], str]) -> str:
+    """Return a part of the page, or why it is missing: the rest of the page does not depend on it."""
+    try:
+        return part()
+    except ConfigError as error:
+        return f'<p class="footnote">{escape(str(error))}</p>'
+    except Exception as error:  # noqa: BLE001  a defect in a formula must not cost the report
+        return f'<p class="footnote">no formula: {escape(type(error).__name__)}: {escape(str(error))} (a defect; please report it)</p>'
+
+
+def _step_formulas(formula: StepFormula) -> str:
     moved = {f"bytes that the slowest rank sends along {name}": size for name, size in formula.bytes_moved.items()}
     step = {"step time (s)": formula.step_time, "memory of the fullest rank (bytes)": formula.memory, **moved}
     symbols = str(formula).partition("\nwhere\n")[2]
-    return f"{formulas_html(step)}<pre>{escape(symbols)}</pre><h3>Stages</h3>{stages}"
+    return f"{formulas_html(step)}<pre>{escape(symbols)}</pre>"
 
 
 def _programs(explained: Explained) -> str:

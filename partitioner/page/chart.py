@@ -60,6 +60,11 @@ class Axis:
     least: float | None = None
     binary: bool = False
 
+    @property
+    def title(self) -> str:
+        """The label, with the scale where it is not linear."""
+        return f"{self.label} (log scale)" if self.logarithmic else self.label
+
 
 @dataclass(frozen=True)
 class Series:
@@ -171,8 +176,8 @@ def _axes(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
     values = _ticks(x, across)
     parts += [f'<text class="tick middle" x="{across(value):.1f}" y="{bottom + 16}">{escape(x.written(value))}</text>' for value in values]
     parts.append(f'<path class="axis" d="M{_LEFT},{bottom} H{right}"/>')
-    parts.append(f'<text class="tick end" x="{right}" y="{bottom + 32}">{escape(x.label)}</text>')
-    parts.append(f'<text class="tick" x="{_LEFT}" y="{_TOP - 8}">{escape(y.label)}</text>')
+    parts.append(f'<text class="tick end" x="{right}" y="{bottom + 32}">{escape(x.title)}</text>')
+    parts.append(f'<text class="tick" x="{_LEFT}" y="{_TOP - 8}">{escape(y.title)}</text>')
     return parts
 
 

@@ -15,15 +15,13 @@ __all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words",
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
-    """What limits the step: the sum of gradients, or the slowest stage, what it spends its time on, and how long the ranks wait."""
+    """Say what limits the step: the sum of gradients, or the slowest stage and what it spends most of its time on."""
     if sums > staged.makespan:
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     slowest, seconds = _slowest(staged)
     ranks, spent = staged.schedule.stage_ranks[slowest], _spent_on(problems, staged)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))} in turn"
-    idle = round(100 * staged.idle)
-    waiting = f"; ranks wait {idle} % of the time" if idle else ""
-    return f"stage {slowest} on {where} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}{waiting}"
+    return f"stage {slowest} on {where} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}"
 
 
 def _slowest(staged: StagedModel) -> tuple[int, float]:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cost_models.simulator.simulation import Simulation
 from cost_models.units import format_bytes, format_flops, format_seconds
 from partitioner.planner.pinned import Pinned
 from partitioner.reports.activations import activations_section
 from partitioner.reports.choices import axes_proof, contenders_section, fullest_rank, pinned_section
+from partitioner.reports.clocks import clocks, stage_seconds
 from partitioner.reports.communication import transfers
 from partitioner.reports.cut import axes_section, parameters_section
 from partitioner.reports.devices import headline
@@ -25,6 +27,7 @@ from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.mesh import mesh_words
 from passes.ir.microbatch import microbatch_sizes
+from passes.ir.plan import Plan
 from passes.size_expression import bytes_of
 
 __all__ = ["explanation", "notes_of", "sections", "summary"]
@@ -66,8 +69,12 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
     return [(title, body) for title, body in every if body]
 
 
-def summary(explained: Explained) -> list[tuple[str, str]]:
-    """The plan in a few words: names and texts."""
+def summary(explained: Explained, simulation: Simulation | None = None) -> list[tuple[str, str]]:
+    """Return the plan in a few words: names and texts.
+
+    Args:
+        simulation: of a step, if the reader sees one: its times then stand beside the planner's, with the reason of the difference.
+    """
     plan = explained.plan
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
     cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
@@ -91,7 +98,8 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
         ),
         ("tiles", f"{' x '.join(map(str, plan.tiles))} in turn" if plan.tiles else ""),
         ("recompute", kept if explained.schedule is not None else ""),
-        ("step", f"{format_seconds(plan.step_time)} predicted"),
+        ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
+        ("idle", _idle(plan, simulation)),
         ("memory", fullest_rank(explained.plan, explained.limits)),
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.runner_up or "there was no other choice"),
@@ -99,6 +107,14 @@ def summary(explained: Explained) -> list[tuple[str, str]]:
         ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def _idle(plan: Plan, simulation: Simulation | None) -> str:
+    """Return the share of the ranks' time in which they compute nothing, by the clock of the report."""
+    if simulation is not None:
+        return f"{100 * simulation.bubble_fraction:.0f} % of the ranks' time: they compute nothing (simulated)"
+    share = round(100 * (1 - stage_seconds(plan) / plan.step_time)) if plan.step_time and len(plan.stages) > 1 else 0
+    return f"{share} % of the ranks' time: they wait for other stages (predicted)" if share > 0 else ""
 
 
 def _bound_by(explained: Explained) -> str:

@@ -15,14 +15,14 @@ _WORDS = {
 }
 
 
-def timetable(schedule: Schedule, width: int = 132) -> list[str]:
-    """One line a rank, and one that says how to read them.
+def timetable(schedule: Schedule, width: int = 132, *, idle: bool = False) -> list[str]:
+    """Return one line a rank, and one that says how to read them.
 
     Args:
         width: longest line; a longer drawing keeps its beginning and its end.
+        idle: say how long ranks wait in these units. Beside predicted times this would be a second figure for the same thing.
     """
     drawn = draw(schedule).splitlines()
-    timeline = simulate(schedule, Durations())
     longest = max(len(line) for line in drawn)
     lines = [line if len(line) == longest else f"{line:.<{longest - 1}}|" for line in drawn]
     label = lines[0].index("|")
@@ -32,5 +32,5 @@ def timetable(schedule: Schedule, width: int = 132) -> list[str]:
         lines = [f"{line[: label + shown]} ... {line[len(line) - shown - 1 :]}" for line in lines]
     kinds = {action.kind for action in schedule}
     words = ", ".join(f"{kind.value} {text}" for kind, text in _WORDS.items() if kind in kinds)
-    idle = f"{100 * timeline.bubble_fraction:.0f} % of the ranks' time is idle"
-    return [*lines, f"a cell is a unit of time; {words}; {idle}"]
+    share = f"; {100 * simulate(schedule, Durations()).bubble_fraction:.0f} % of the ranks' time is idle" if idle else ""
+    return [*lines, f"a cell is a unit of time, as if every action took equally long; {words}{share}"]
