@@ -221,3 +221,20 @@ def test_two_plans_and_two_models() -> None:
     assert diff(one, other)
     with pytest.raises(ConfigError, match="a PartitionedModel and a Plan cannot be compared"):
         diff(one, other.plan)
+
+
+def test_labels_of_messages_to_one_box_do_not_cover_each_other() -> None:
+    boxes = tuple(Box(f"b{index}", index, index, f"box {index}", "", "") for index in range(4))
+    arrows = tuple(Arrow(f"b{index}", "b3", "message", "\u2193 1.00 MiB  \u2191 1.00 MiB") for index in range(3))
+    diagram = Diagram("three messages", tuple(Lane(f"rank {rank}", "cpu") for rank in range(4)), boxes, arrows)
+    svg = ET.fromstring(diagram_svg(diagram))  # noqa: S314  our own text
+    labels = [element for element in svg.iter("{http://www.w3.org/2000/svg}text") if "MiB" in (element.text or "")]
+    assert len(labels) == 3
+    width = 5.8 * len(str(labels[0].text))
+
+    def left(element: ET.Element) -> float:
+        anchor = {"e": 1.0, "c": 0.5}.get(element.attrib["class"].split()[-1], 0.0)
+        return float(element.attrib["x"]) - anchor * width
+
+    for one, other in itertools.combinations(labels, 2):
+        assert abs(float(one.attrib["y"]) - float(other.attrib["y"])) >= 10 or abs(left(one) - left(other)) >= width

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 from partitioner.drawing.colours import INK, LINKS, STAGES
 from partitioner.drawing.diagram import Arrow, Box, Diagram
@@ -20,6 +22,9 @@ _BESIDE = 56
 
 _TITLE_LETTER = 7.6
 """Width of a letter of the title, on average."""
+
+_LABEL_LETTER, _LABEL_LINE = 5.8, 12
+"""Width of a letter of a label, on average, and height of its line."""
 
 _LONGEST = 22
 """Letters that a box has room for."""
@@ -45,6 +50,42 @@ def _style() -> str:
 
 SVG_STYLE = _style()
 """The colours and classes of drawings."""
+
+
+def _width(label: str) -> float:
+    return len(label) * _LABEL_LETTER
+
+
+@dataclass(frozen=True)
+class _Label:
+    """Text beside an arrow.
+
+    Attributes:
+        x, y: of its anchor, on the base line.
+        anchor: which end of the text stands there.
+    """
+
+    text: str
+    x: float
+    y: float
+    anchor: Literal["start", "middle", "end"]
+
+    @property
+    def left(self) -> float:
+        return self.x - _width(self.text) * {"start": 0.0, "middle": 0.5, "end": 1.0}[self.anchor]
+
+    def overlaps(self, other: _Label) -> bool:
+        """Whether two labels would cover each other."""
+        return (
+            abs(self.y - other.y) < _LABEL_LINE
+            and self.left < other.left + _width(other.text)
+            and other.left < self.left + _width(self.text)
+        )
+
+    def svg(self) -> str:
+        """The element."""
+        kind = {"start": "f halo", "middle": "f halo c", "end": "f halo e"}[self.anchor]
+        return f'<text class="{kind}" x="{self.x:.1f}" y="{self.y:.0f}">{escape(self.text)}</text>'
 
 
 @dataclass(frozen=True)
@@ -90,7 +131,7 @@ def diagram_svg(diagram: Diagram) -> str:
     drawn = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
     parts += [_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in drawn]
     parts += [_box(box, index, canvas) for index, box in enumerate(diagram.boxes)]
-    parts += [label for arrow in drawn if arrow.label for label in _label(arrow, diagram, number, canvas)]
+    parts += _labels(drawn, diagram, number, canvas)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -175,14 +216,31 @@ def _below(start: tuple[float, float], end: tuple[float, float]) -> str:
     return f"M{x0 + 20:.1f},{y0 + _HEIGHT:.0f}C{x0 + 30:.1f},{deepest:.0f} {x1 - 30:.1f},{deepest:.0f} {x1 - 20:.1f},{y1 + _HEIGHT:.0f}"
 
 
-def _label(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[str]:
-    """Beside the end of a message; above a collective."""
+def _labels(arrows: Sequence[Arrow], diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[str]:
+    """Return the labels of arrows: each at the first of its places that is free, else above the labels that cover the last of them."""
+    parts: list[str] = []
+    taken: list[_Label] = []
+    for arrow in arrows:
+        if arrow.label:
+            places = _label_places(arrow, diagram, number, canvas)
+            label = next((place for place in places if not any(place.overlaps(other) for other in taken)), places[0])
+            while any(label.overlaps(other) for other in taken):
+                label = dataclasses.replace(label, y=label.y - _LABEL_LINE)
+            taken.append(label)
+            parts.append(label.svg())
+    return parts
+
+
+def _label_places(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[_Label]:
+    """Return where a label may stand: beside either end of a message, above a collective."""
     source, target = number[arrow.source], number[arrow.target]
     lanes = diagram.boxes[source].lane, diagram.boxes[target].lane
-    to_x = canvas.x(lanes[1], canvas.layers.place[target])
-    y = canvas.y(canvas.layers.row[target])
+    from_x, to_x = canvas.x(lanes[0], canvas.layers.place[source]), canvas.x(lanes[1], canvas.layers.place[target])
+    from_y, to_y = canvas.y(canvas.layers.row[source]), canvas.y(canvas.layers.row[target])
     if arrow.kind == "message":
-        return [f'<text class="f halo" x="{to_x + 8:.1f}" y="{y - 17:.0f}">{escape(arrow.label)}</text>']
-    from_x = canvas.x(lanes[0], canvas.layers.place[source])
-    y += 0 if abs(lanes[0] - lanes[1]) == 1 else _HEIGHT + 26
-    return [f'<text class="f halo c" x="{(from_x + to_x) / 2:.1f}" y="{y - 5:.0f}">{escape(arrow.label)}</text>']
+        after, before = from_y + _HEIGHT + 20, to_y - 17
+        ends = (to_x, before), (from_x, after)
+        places = [_Label(arrow.label, *place) for x, y in ends for place in ((x + 8, y, "start"), (x - 8, y, "end"))]
+        return [place for place in places if place.left >= 0]
+    to_y += 0 if abs(lanes[0] - lanes[1]) == 1 else _HEIGHT + 26
+    return [_Label(arrow.label, (from_x + to_x) / 2, to_y - 5, "middle")]
