@@ -83,6 +83,19 @@ def test_what_a_page_shows_is_what_happens(page: Path, beside_the_model: Path) -
             pytest.fail(f"{page.name}:{block.line} prints\n{printed.getvalue()}\nand the page shows\n{shown}")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_readme_runs(beside_the_model: Path) -> None:
+    """Its blocks follow each other; files that they name are those of the pages."""
+    (beside_the_model / "net.py").write_text((DOCS / "net.py").read_text(encoding="utf-8"), encoding="utf-8")
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in fences(text):
+            if block.language == "python":
+                exec(compile("\n" * block.line + block.text, "README.md", "exec"), namespace)  # noqa: S102  what it tells readers to do
+
+
 @PER_PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -50,7 +50,8 @@ def trace(
     """
     refuse_unplaceable(model)
     refuse_overlaps(model)
-    if example_inputs is None and example_kwargs is None:
+    is_found = example_inputs is None and example_kwargs is None
+    if is_found:
         example_inputs, example_kwargs = find_example_inputs(model)
     inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).moved_with(model)
     inputs = dataclasses.replace(inputs, autocast=autocast)
@@ -58,7 +59,15 @@ def trace(
     with TRACING:
         if batch_size is not None:
             return _fixed(model, inputs, training, inputs.layout(0), batch_size)
-        return _open(model, inputs, training)
+        graph = _open(model, inputs, training)
+    return _with_note_of_batch(graph) if is_found else graph
+
+
+def _with_note_of_batch(graph: ModelGraph) -> ModelGraph:
+    """Add a note: nobody said how large the batch is, and a plan is for one size."""
+    rows = f"{graph.batch_size} row{'' if graph.batch_size == 1 else 's'}"
+    note = f"no example inputs were passed: the plan is for a batch of {rows}, found with the model; pass example_inputs= to plan for yours"
+    return dataclasses.replace(graph, notes=(note, *graph.notes))
 
 
 def _open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelGraph:
