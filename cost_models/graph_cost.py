@@ -19,7 +19,7 @@ from cost_models.node_work import described
 from cost_models.operations import OperationCost, operation_cost, tensor_shapes
 from cost_models.sizes import Size, TensorShape
 from passes.aliasing import Allocations, allocations, mutated_arguments
-from passes.gradient_flow import may_require_gradient
+from passes.gradient_flow import may_require_gradient, parameter_values
 from passes.ir.collectives import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.operators import bound_arguments, node_leaves
@@ -154,7 +154,7 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
         differentiate: whether there is a backward.
     """
     flowing = nodes_with_gradient(graph) if differentiate else frozenset[str]()
-    memory, weights = allocations(graph.graph), _parameter_values(graph)
+    memory, weights = allocations(graph.graph), parameter_values(graph)
     lasting = (*graph.parameters, *graph.buffers, *graph.constants)
     stationary = frozenset(allocation for name in lasting for allocation in memory.lies_in.get(name, ()))
     calls = []
@@ -297,15 +297,6 @@ class _Kept:
 def _read_by(call: fx.Node, shapes: Shapes, parts: Parts | None) -> Shapes:
     """The shapes of a call's arguments as it reads them."""
     return shapes if parts is None else {**{argument: shapes[argument] for argument in call.all_input_nodes}, **parts.operands(call)}
-
-
-def _parameter_values(graph: ModelGraph) -> frozenset[str]:
-    """Parameters, and what is computed from them alone: their gradients belong to the weight half."""
-    values = set(graph.parameters)
-    for node in graph.computing_nodes():
-        if node.all_input_nodes and all(argument.name in values for argument in node.all_input_nodes):
-            values.add(node.name)
-    return frozenset(values)
 
 
 def _gradients(node: fx.Node, bound: Mapping[str, Any], flowing: frozenset[str], weights: frozenset[str]) -> dict[str, str]:

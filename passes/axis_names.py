@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from passes.axes import Axes
+from passes.gradient_flow import parameter_values
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
@@ -68,11 +69,12 @@ def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
     """The name of every axis, with its number."""
     batch = batch_axes(graph, axes)
     of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
-    experts = expert_axes(graph, axes)
+    experts, of_products = expert_axes(graph, axes), _axes_of_products(graph, axes, batch)
     counts: Counter[str] = Counter()
     names = []
     for axis, roles in enumerate(axes.roles):
-        name = BATCH if axis in batch else "experts" if axis in experts else _name(roles, axis in of_parameters)
+        is_special = axis in batch or axis in experts
+        name = (BATCH if axis in batch else "experts") if is_special else _name(roles, axis in of_parameters, axis in of_products)
         names.append(f"{name}[{counts[name]}]")
         counts[name] += 1
     return tuple(names)
@@ -103,12 +105,32 @@ def expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
     return frozenset(axis for axis in found if not axes.roles[axis].keys() & {"groups", "heads"})
 
 
-def _name(roles: Mapping[str, int], is_of_parameter: bool) -> str:
+def _axes_of_products(graph: ModelGraph, axes: Axes, batch: frozenset[int]) -> frozenset[int]:
+    """Find the axes that products of two activations, made for each row of the batch apart, contract or give as columns.
+
+    Scores of an attention that is decomposed contract the width of a head, and their products with values give it. Whether an attention
+    is decomposed depends on its dropout, that is on training: names must not.
+    """
+    weights = parameter_values(graph)
+    found: set[int] = set()
+    for name, loops in axes.loops.items():
+        operands = axes.operands[name]
+        if len(operands) != 2 or any(operand.name in weights for operand in operands):
+            continue
+        left, right = ({factor for dimension in operand for factor in dimension} for operand in loops.operands)
+        given = {factor for result in loops.results for dimension in result for factor in dimension}
+        if any(batch.intersection(axes.factors[name][factor]) for factor in left & right & given):
+            for factor in (left & right) - given | (right & given) - left:
+                found.update(axes.factors[name][factor])
+    return frozenset(found)
+
+
+def _name(roles: Mapping[str, int], is_of_parameter: bool, is_of_product: bool) -> str:
     if {"rows", "columns"} <= roles.keys():  # compared with itself, in an attention that is written out
         return "sequence"
     if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys() and _APART & roles.keys():
         return "heads"
-    if is_of_parameter and _CONTRACTED & roles.keys() and {"out", "columns"} <= roles.keys():
+    if is_of_parameter and is_of_product and _CONTRACTED & roles.keys():
         return "head"
     for role, name in _BY_ROLE:
         if role in roles and (name not in ("vocab", "channels") or is_of_parameter):

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["is_differentiable", "may_require_gradient"]
+from passes.ir.graph import ModelGraph
+
+__all__ = ["is_differentiable", "may_require_gradient", "parameter_values"]
 
 _CUTS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 
@@ -28,6 +30,15 @@ def may_require_gradient(graph: fx.Graph, without: Collection[str] = ()) -> froz
         if starts and is_differentiable(node):
             reached.add(node)
     return frozenset(reached)
+
+
+def parameter_values(graph: ModelGraph) -> frozenset[str]:
+    """Name the parameters, and the values that are computed from parameters alone."""
+    values = set(graph.parameters)
+    for node in graph.computing_nodes():
+        if node.all_input_nodes and all(argument.name in values for argument in node.all_input_nodes):
+            values.add(node.name)
+    return frozenset(values)
 
 
 def is_differentiable(node: fx.Node) -> bool:

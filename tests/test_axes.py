@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from passes.extents import Extents
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
+from passes.split_randomness import split_randomness
 
 BATCH, LENGTH, WIDTH, HEADS = 5, 7, 12, 3
 
@@ -232,6 +234,31 @@ def test_names_are_what_a_person_calls_them() -> None:
     tokens = next(leaf.placeholder for leaf in graph.inputs if leaf.placeholder is not None)
     assert [names[each[0]].partition("[")[0] for each in axes.of(tokens)] == ["batch", "sequence"]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "encoder"])
+def test_names_do_not_depend_on_training(kind: str) -> None:
+    """In training, attention with dropout is decomposed: the width of a head is then contracted by a plain product of two activations."""
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    if kind == "gpt2":
+        model: nn.Module = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=29, n_embd=24, n_layer=1, n_head=3, use_cache=False)
+        )
+    elif kind == "opt":
+        sizes = {"hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 1, "num_attention_heads": 3, "word_embed_proj_dim": 24}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=29, max_position_embeddings=16, **sizes))
+    else:
+        model = nn.TransformerEncoderLayer(24, 3, 40, batch_first=True)
+    names: list[dict[str, list[list[str]]]] = []
+    for training in (True, False):
+        graph = split_randomness(trace(model, (torch.randn(4, 8, 24) if kind == "encoder" else tokens,), {}, training=training))
+        axes = find_axes(graph.graph)
+        of_axes = axis_names(graph, axes)
+        found = {original: axes.of(name) for name, original in graph.parameters.items() if name in axes.tensors}
+        names.append({original: [[of_axes[axis] for axis in each] for each in dimensions] for original, dimensions in found.items()})
+    assert names[0] == names[1]
+    bases = {name.partition("[")[0] for dimensions in names[0].values() for each in dimensions for name in each}
+    assert {"heads", "head", "ffn", "hidden"} <= bases
 
 
 def test_a_name_means_all_of_its_kind_and_a_number_one() -> None:

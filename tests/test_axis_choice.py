@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from cost_models.hardware import Cluster
-from partitioner import partition
+from partitioner import Constraints, partition
 from partitioner.planner.auto import plan_auto
 from partitioner.planner.axis_choice import AxisProblem, axis_groups
-from partitioner.planner.axis_terms import axis_terms
+from partitioner.planner.axis_terms import axis_terms, contractions_of
 from partitioner.planner.choices import ChoiceProblem
 from partitioner.planner.pace import Pace
 from partitioner.planner.part_graph import part_graph
@@ -25,6 +25,7 @@ from passes.ir.graph import ModelGraph
 from passes.layout_choices import layout_choices
 from passes.split_randomness import split_randomness
 from passes.value_bytes import ValueBytes
+from tests.fixed_options import graph_of, plan_of
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
 
@@ -86,6 +87,31 @@ def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
         if count > 1:
             assert {"heads", "ffn"} <= {name.partition("[")[0] for name, _ in plan.axes}
     assert all(later < 0.85 * earlier for earlier, later in itertools.pairwise(times)), times
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+def test_flattened_rows_count_as_rows(name: str) -> None:
+    """What is multiplied with (batch * sequence, hidden) has the multiply-adds of (batch, sequence, hidden): 8 x 128 rows, not 8."""
+    graph = graph_of(name)
+    axes = find_axes(graph.graph)
+    found = contractions_of(axes, graph.batch_size)
+    nodes = {node.name: node for node in graph.graph.nodes}
+    products = [each for each in found if nodes[each].target in (torch.ops.aten.addmm.default, torch.ops.aten.linear.default)]
+    counted = {found[each] for each in products}
+    shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if node.name in graph.parameters]
+    assert counted
+    assert counted <= {8.0 * 128 * math.prod(shape) for shape in shapes if len(shape) == 2}
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+@pytest.mark.parametrize("cluster", ["cpu:1x2", "h100:1x2"])
+def test_no_axis_named_by_hand_beats_the_chosen_ones(name: str, cluster: str) -> None:
+    """Rows that are flattened in front of a product are work, too: heads and feed-forward layers are cut, not the vocabulary alone."""
+    default = plan_of(name, "tensor", cluster)
+    by_hand = plan_of(name, "tensor", cluster, constraints=Constraints(axes={"heads": "tensor", "ffn": "tensor"}))
+    assert default.gap is not None
+    assert default.step_time * (1 - default.gap) <= by_hand.step_time * (1 + 1e-9)
+    assert not [note for note in default.notes if "multiply-adds whole" in note]
 
 
 def dropping_blocks() -> ModelGraph:

@@ -22,7 +22,7 @@ from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.describe import searched_words
 from partitioner.planner.infeasible import nothing_fits
-from partitioner.planner.make_plan import describe_best, differentiates
+from partitioner.planner.make_plan import describe_best
 from partitioner.planner.mesh_bounds import MeshBounds
 from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, stages_length
@@ -123,8 +123,7 @@ class _Opener:
         return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
 
     def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
-        trains = differentiates(self._graph, self._request)
-        return unlike_part(cut, mesh, self._request.batchnorm, self.links, differentiate=trains)
+        return unlike_part(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
 
     def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
         """Whether tiles that could cut other axes than space cut none."""
@@ -141,8 +140,7 @@ class _Opener:
         """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
         memory = self._largest_memory * stages_length(mesh)
         stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
-        trains = differentiates(self._graph, self._request)
-        return memory * stored / (2 + optimizer_states(self._request.optimizer) if trains else 1)
+        return memory * stored / (2 + optimizer_states(self._request.optimizer) if self._graph.training else 1)
 
 
 class _Auto:
@@ -152,7 +150,7 @@ class _Auto:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
-        trains, hardware = differentiates(graph, request), Hardware(cluster, cost_model)
+        trains, hardware = graph.training, Hardware(cluster, cost_model)
         self._model = CuttableModel(graph, request, differentiate=trains, pace=pace_of(graph, cluster, asked=False), hardware=hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")

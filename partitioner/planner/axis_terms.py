@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from cost_models.formulas import Numbers
 from partitioner.planner.choices import Term
 from partitioner.planner.pace import Pace
 from passes.axes import Axes
@@ -206,11 +207,14 @@ def _moved(have: Placement, need: Placement, count: int, *, flows: bool) -> tupl
 
 
 def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
-    """The calls that multiply and add, and how often, for a batch of so many rows."""
-    found = {}
+    """Count the multiply-adds of each call that sums products, for a batch of so many rows.
+
+    A loop over flattened rows has a formula for its size: ``128 * batch`` where sequences of 128 were flattened into the batch.
+    """
+    found, numbers = {}, Numbers(rows)
     for name, loops in axes.loops.items():
         if len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors):
-            found[name] = math.prod(float(factor.size) if isinstance(factor.size, int) else float(rows) for factor in loops.factors)
+            found[name] = math.prod(float(numbers[factor.size]) for factor in loops.factors)
     return found
 
 

@@ -31,7 +31,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan
 from passes.operators import draws
 
-__all__ = ["PlanRequest", "describe_best", "differentiates", "make_plan", "plan_ways"]
+__all__ = ["PlanRequest", "describe_best", "make_plan", "plan_ways"]
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
@@ -48,7 +48,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
     """
     request.check(graph)
-    part = whole_part(unfolded(graph), differentiate=differentiates(graph, request))
+    part = whole_part(unfolded(graph), differentiate=graph.training)
     mesh = Mesh((("pipeline", len(request.devices)),))
     problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
     return plan_ways([(problem, None)])[0]
@@ -108,11 +108,6 @@ def describe_best(search: PlanSearch[Any], group: Callable[[Option], Hashable]) 
     beside = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
     runner_up = compared(beside[0][0].words, beside[0][1].step_time, solution.step_time) if beside else ""
     return dataclasses.replace(_described(option.problem, solution, runner_up, contenders), gap=search.gap)
-
-
-def differentiates(graph: ModelGraph, request: PlanRequest) -> bool:
-    """Whether a backward is planned for."""
-    return graph.training or request.optimizer != "none"
 
 
 def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:

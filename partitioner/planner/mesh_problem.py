@@ -116,7 +116,7 @@ class MeshProblem:
     @property
     def differentiate(self) -> bool:
         """Whether a backward is planned for."""
-        return self.part.graph.training or self.request.optimizer != "none"
+        return self.part.graph.training
 
     @property
     def batch_size(self) -> int:

@@ -111,7 +111,7 @@ class ModelPart:
             known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
             is_cut = self.layouts is not None
             self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds, summed=self._summed_at_once, is_cut=is_cut)
-        prices = self.known_prices[key].on(graph, exchanges, adding=adding)
+        prices = self.known_prices[key].on(graph, exchanges, adding=adding, n_stages=n_stages)
         return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
 
     @cached_property

@@ -17,7 +17,7 @@ from cost_models.hardware import Cluster
 from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.make_plan import differentiates, make_plan, plan_ways
+from partitioner.planner.make_plan import make_plan, plan_ways
 from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem
@@ -58,7 +58,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
     model_prices, pace = cost_model or Roofline(), pace_of(graph, cluster, asked=True)
     hardware = Hardware(cluster, model_prices)
-    model = CuttableModel(graph, request, differentiate=differentiates(graph, request), pace=pace, hardware=hardware)
+    model = CuttableModel(graph, request, differentiate=graph.training, pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
     of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
     ways = list[tuple[MeshProblem, MeshCut | None]]()
@@ -66,8 +66,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
         links = LinkTable(cluster.first(mesh.size))
-        trains = differentiates(graph, request)
-        unlike = unlike_part(cut, mesh, request.batchnorm, links, differentiate=trains) if mesh.widths else None
+        unlike = unlike_part(cut, mesh, request.batchnorm, links, differentiate=graph.training) if mesh.widths else None
         ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices, links, unlike), cut))
     plan, chosen = plan_ways(ways)
     assert chosen is not None

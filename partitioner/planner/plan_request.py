@@ -30,7 +30,7 @@ class PlanRequest:
         replicas: for each stage, how many ranks its microbatches are dealt to; empty: each rank has stages of its own.
         recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the least that fits the memory.
         memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
-        optimizer: whose state the memory counts. ``"none"`` on a graph in evaluation mode plans for the forward alone.
+        optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
         constraints: what is decided already.
         modules: names of the model's modules, so that constraints may name one that computes nothing.
         batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``.

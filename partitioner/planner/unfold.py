@@ -19,7 +19,7 @@ import numpy as np
 from partitioner.planner.cut_points import CutPoints
 from partitioner.planner.stage_problem import Floats, Integers, Shared, Value, Working
 from partitioner.planner.time_shares import Shares
-from partitioner.planner.unit_prices import PriceList, UnitPrices
+from partitioner.planner.unit_prices import PriceList, UnitPrices, held_everywhere
 from passes.recompute import Recompute
 
 __all__ = ["RepeatedPrices", "Unfolding", "unfolding_of"]
@@ -186,7 +186,8 @@ class RepeatedPrices:
     @cached_property
     def fixed(self) -> tuple[Shared, ...]:
         """What stages hold all the time."""
-        return tuple(self._unfolding.shared(self._folded.fixed))
+        everywhere = held_everywhere(self._folded.results_bytes, len(self._unfolding.source))
+        return (*self._unfolding.shared(self._folded.fixed_apart), *everywhere)
 
     @cached_property
     def gradients(self) -> tuple[Shared, ...]:
@@ -196,7 +197,8 @@ class RepeatedPrices:
     @cached_property
     def fixed_bytes(self) -> float:
         """Bytes that all stages together hold all the time, what they share once."""
-        return float(sum(item.least * self._unfolding.n_places(item.units) for item in self._folded.fixed))
+        apart = sum(item.least * self._unfolding.n_places(item.units) for item in self._folded.fixed_apart)
+        return float(apart) + self._folded.results_bytes
 
     @cached_property
     def gradient_bytes(self) -> float:

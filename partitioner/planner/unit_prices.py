@@ -27,7 +27,7 @@ from partitioner.planner.unit_memory import UnitMemory
 from passes.ir.graph import ModelGraph
 from passes.recompute import Recompute
 
-__all__ = ["PriceList", "Prices", "Triple", "UnitPrices"]
+__all__ = ["PriceList", "Prices", "Triple", "UnitPrices", "held_everywhere"]
 
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
@@ -135,6 +135,11 @@ class Prices(Protocol):
         """Seconds that some units wait for the other ranks of their stage."""
 
 
+def held_everywhere(size: float, n_units: int) -> tuple[Shared, ...]:
+    """Return what every stage holds once, whatever its units."""
+    return (Shared(size, tuple(range(n_units))),) if size else ()
+
+
 class PriceList:
     """Prices the units of a model at any microbatch size.
 
@@ -178,7 +183,8 @@ class PriceList:
         self._known_numbers: dict[int, Numbers] = {}
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._unit_of = points.unit_of
-        self._memory = UnitMemory(graph, cost, points, optimizer, recompute)
+        self._policy: Recompute = recompute if cost.gradients else "none"  # a forward alone computes nothing again
+        self._memory = UnitMemory(graph, cost, points, optimizer, self._policy)
         self._again = self._memory.again
         self._exchanges = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
         self._known_seconds = {} if known_seconds is None else known_seconds
@@ -187,12 +193,20 @@ class PriceList:
         self._calls = self._count_calls()
         self._summed, self._summed_meanwhile = summed
         self._is_cut = is_cut
+        self._receives_results = False
 
-    def on(self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]], *, adding: bool = True) -> PriceList:
-        """The same for a rank's part of another batch, on other links; without what it takes to add up gradients, if so asked."""
+    def on(
+        self, graph: ModelGraph, exchanges: Sequence[tuple[Exchange, GroupLinks]], *, adding: bool = True, n_stages: int = 1
+    ) -> PriceList:
+        """Price a rank's part of another batch, on other links.
+
+        Args:
+            adding: whether microbatches add their gradients to those of earlier ones.
+            n_stages: how many stages the units are cut into: each receives the results of a forward.
+        """
         other = copy.copy(self)
         mine = tuple(pair for pair in exchanges if pair[0].reader in self._unit_of)
-        vars(other).update(_graph=graph, _exchanges=mine, _known={}, _known_times={})
+        vars(other).update(_graph=graph, _exchanges=mine, _known={}, _known_times={}, _receives_results=n_stages > 1)
         if not adding:
             vars(other).update(_adding=np.zeros((len(self._points.units), len(self.kinds))))
         return other
@@ -234,7 +248,20 @@ class PriceList:
     @property
     def fixed(self) -> tuple[Shared, ...]:
         """What stages hold all the time."""
+        return (*self.fixed_apart, *held_everywhere(self.results_bytes, len(self._points.units)))
+
+    @property
+    def fixed_apart(self) -> tuple[Shared, ...]:
+        """What stages hold all the time, but for the results that each of them has."""
         return (*self._memory.fixed, *self._memory.given(self._numbers(self._graph.batch_size)))
+
+    @property
+    def results_bytes(self) -> float:
+        """Bytes of the results of a forward alone, which every stage of several receives for the whole batch."""
+        if self._cost.gradients or not self._receives_results:
+            return 0.0
+        numbers = self._numbers(self._graph.batch_size)
+        return float(sum(numbers[self._cost.allocation_bytes[key]] for key in self._cost.returned))
 
     @property
     def fixed_bytes(self) -> float:
@@ -321,7 +348,7 @@ class PriceList:
             if key not in known:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
-            gathers = exchange.forward == "all_gather" and self.recompute != "none"
+            gathers = exchange.forward == "all_gather" and self._policy != "none"
             anew = exchange.again is None and (gathers or exchange.reader in self._again)  # else the backward has it already
             again = forward if anew else 0.0
             seconds[0, self._unit_of[exchange.reader]] += forward
