@@ -13,15 +13,50 @@ from types import MappingProxyType
 
 import torch
 
+from passes.ir.checked_arguments import check_fields
 from passes.ir.errors import ConfigError
 
-__all__ = ["SAME_DEVICE", "Device", "Level", "Link", "check"]
+__all__ = ["MOST_DEVICES", "SAME_DEVICE", "Device", "Level", "Link", "check", "check_count", "parse_device"]
+
+MOST_DEVICES = 2**17
+"""More devices than any machine has: a number beyond it is a mistake, and its list of devices alone would fill the memory."""
 
 
 def check(holds: bool, problem: str) -> None:
     """Raise ConfigError with a description's problem unless it holds."""
     if not holds:
         raise ConfigError(problem, remedy="correct the description of the cluster")
+
+
+def check_count(n_devices: int) -> None:
+    """Raise ConfigError for a number of devices that no cluster has."""
+    if n_devices > MOST_DEVICES:
+        raise ConfigError(
+            f"devices={n_devices}: there may be {MOST_DEVICES} at most",
+            remedy="check the number of devices",
+        )
+
+
+def parse_device(name: str | torch.device) -> torch.device:
+    """A device by its name, which is there; raises ConfigError otherwise.
+
+    >>> parse_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name!r} is no device", remedy='devices are named "cpu", "cuda:0", ...') from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        remedy = f"{torch.cuda.device_count()} CUDA devices are visible; devices=4 takes the CPU"
+        raise ConfigError(f"there is no device {name}", remedy=remedy)
+    if device.type not in ("cpu", "cuda", "meta"):
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"there is no device {name}: {reason}", remedy='choose "cpu", or an accelerator that torch sees') from error
+    return device
 
 
 _POSITIVE = ("memory_bytes", "memory_bandwidth", "processors", "cache_bandwidth", "store_bandwidth")
@@ -65,6 +100,7 @@ class Device:
     store_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "tiles", tuple((rows, columns) for rows, columns in self.tiles))
         rates = {f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops.items()}
@@ -73,7 +109,8 @@ class Device:
             check(number > 0, f"device {self.name!r}: {name} must be positive, got {number}")
         check(bool(self.peak_flops), f"device {self.name!r}: peak_flops names no dtype")
         for name in ("launch_overhead", "kernel_latency"):
-            check(getattr(self, name) >= 0, f"device {self.name!r}: {name} must not be negative, got {getattr(self, name)}")
+            number = getattr(self, name)
+            check(0 <= number < math.inf, f"device {self.name!r}: {name} must be finite and not negative, got {number}")
         check(all(min(tile) > 0 for tile in self.tiles), f"device {self.name!r}: tiles must be positive, got {self.tiles}")
         for name in ("compute_efficiency", "bandwidth_efficiency"):
             check(0 < getattr(self, name) <= 1, f"device {self.name!r}: {name} must lie in (0, 1], got {getattr(self, name)}")
@@ -117,9 +154,11 @@ class Link:
     copies: bool = True
 
     def __post_init__(self) -> None:
-        check(self.latency >= 0, f"a link's latency must not be negative, got {self.latency}")
+        check_fields(self)
+        check(0 <= self.latency < math.inf, f"a link's latency must be finite and not negative, got {self.latency}")
         check(self.bandwidth > 0, f"a link's bandwidth must be positive, got {self.bandwidth}")
-        check(self.start >= 0, f"a link's start must not be negative, got {self.start}")
+        check(0 <= self.start < math.inf, f"a link's start must be finite and not negative, got {self.start}")
+        check(self.gathered_bytes >= 0, f"a link's gathered_bytes must not be negative, got {self.gathered_bytes}")
         check(0 <= self.host_share <= 1, f"a link's host_share must lie in [0, 1], got {self.host_share}")
 
 
@@ -140,3 +179,7 @@ class Level:
     size: int
     link: Link
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self.size >= 1, f"a level joins at least one place, got size {self.size}")

@@ -22,10 +22,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from cost_models.devices import SAME_DEVICE, Device, Level, Link, check
+from cost_models.devices import SAME_DEVICE, Device, Level, Link, check, check_count
 from cost_models.measurement.detect import detect
 from cost_models.units import parse_bytes
+from passes.ir.checked_arguments import at_least, check_fields, checked_arguments
 from passes.ir.errors import ConfigError
+from passes.ir.text_files import read_toml
+from passes.ir.value_checks import conform
 
 __all__ = ["Cluster", "Device", "Level", "Link"]
 
@@ -48,10 +51,13 @@ class Cluster:
     places: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.links, MappingProxyType):  # those of a cluster that was checked: a part of it is made often
+            check_fields(self)
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "places", tuple(self.places) or tuple(range(len(self.devices))))
         check(len(self.places) == len(self.devices), f"{len(self.devices)} devices have {len(self.places)} places")
         check(len(self.devices) > 0, "a cluster needs at least one device")
+        check(min(self.places) >= 0, f"a place is a number from 0, got {min(self.places)}")
         if isinstance(self.links, Mapping):
             object.__setattr__(self, "links", MappingProxyType(dict(self.links)))
         elif not isinstance(self.links, Link):
@@ -66,6 +72,8 @@ class Cluster:
             return SAME_DEVICE
         if isinstance(self.links, Link):
             return self.links
+        if not (0 <= one < len(self.places) and 0 <= other < len(self.places)):
+            raise ConfigError(f"there are no ranks {one} and {other}", remedy=f"ranks are 0 to {len(self.places) - 1}")
         here, there = self.places[one], self.places[other]
         if isinstance(self.links, tuple):
             for level in self.links:
@@ -87,6 +95,7 @@ class Cluster:
         links = self.links.values() if isinstance(self.links, Mapping) else (level.link for level in self.links)
         return any(link.copies for link in links)
 
+    @checked_arguments()
     def first(self, n_devices: int) -> Cluster:
         """The cluster of the first so many devices; raises ConfigError when there are fewer."""
         if not 1 <= n_devices <= len(self.devices):
@@ -95,6 +104,7 @@ class Cluster:
             )
         return Cluster(self.devices[:n_devices], self.links, self.places[:n_devices])
 
+    @checked_arguments()
     def placed(self, order: Sequence[int]) -> Cluster:
         """The cluster with ranks on other devices: rank i where rank ``order[i]`` was.
 
@@ -108,6 +118,7 @@ class Cluster:
         return Cluster([self.devices[rank] for rank in order], self.links, [self.places[rank] for rank in order])
 
     @staticmethod
+    @checked_arguments()
     def preset(name: str, nodes: int = 1, devices_per_node: int = 1) -> Cluster:
         """A cluster of equal, well-known devices; raises ConfigError naming the presets when there is none of that name."""
         presets = _presets()
@@ -116,6 +127,7 @@ class Cluster:
         return _uniform(presets[name], nodes, devices_per_node)
 
     @staticmethod
+    @checked_arguments()
     def parse(text: str) -> Cluster:
         """Read ``KIND:NODESxDEVICES`` (``"h100:8x8"``), ``KIND:DEVICES`` on one node, or ``KIND``: one device."""
         match = re.fullmatch(r"([^:]+)(?::(?:(\d+)x)?(\d+))?", text.strip())
@@ -124,6 +136,7 @@ class Cluster:
         return Cluster.preset(match[1], nodes=int(match[2] or 1), devices_per_node=int(match[3] or 1))
 
     @staticmethod
+    @checked_arguments({"n_devices": at_least(1)})
     def detect(n_devices: int | None = None, *, refresh: bool = False, progress: bool | None = None) -> Cluster:
         """This machine, measured: peaks of matrix products, memory bandwidth, launches, and messages between two ranks.
 
@@ -136,9 +149,11 @@ class Cluster:
         """
         found = detect(refresh=refresh, progress=progress)
         count = n_devices or found.n_devices
+        check_count(count)
         return Cluster([found.device] * count, [Level(count, found.link)])
 
     @staticmethod
+    @checked_arguments()
     def from_toml(path: str | Path) -> Cluster:
         """Read a cluster from a file.
 
@@ -163,11 +178,11 @@ class Cluster:
         Raises:
             ConfigError: the file is not TOML, or says something that is not a cluster.
         """
+        table = read_toml(path, "the cluster file", "pass the path of a TOML file")
         try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"the cluster file {path} cannot be read: {error}", remedy="pass the path of a TOML file") from error
-        return _cluster_from_table(table, str(path))
+            return _cluster_from_file(conform(table, _File, "", plain=True))
+        except ConfigError as error:
+            raise ConfigError(f"the cluster file {path}: {error.problem}", place=error.place, remedy=error.remedy) from error
 
 
 @dataclass(frozen=True)
@@ -185,39 +200,62 @@ def _presets() -> Mapping[str, _Kind]:
     return MappingProxyType({name: _kind(name, fields) for name, fields in table.items()})
 
 
+@dataclass(frozen=True)
+class _File:
+    """What a file says of a cluster: many equal devices, or one for each rank; see ``Cluster.from_toml``."""
+
+    device: str | None = None
+    nodes: int = 1
+    devices_per_node: int = 1
+    ranks: tuple[str, ...] | None = None
+    links: tuple[Mapping[str, Any], ...] = ()
+    devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
 def _kind(name: str, fields: Mapping[str, Any]) -> _Kind:
-    links = {key: _level(fields[key]) for key in ("inside", "between") if key in fields}
+    path = f"devices.{name}"
+    if "memory" not in fields:
+        raise ConfigError(f"{path} lacks memory", remedy='add memory = "16GiB"')
+    links = {key: _level(conform(fields[key], Mapping[str, Any], f"{path}.{key}"), f"{path}.{key}") for key in _JOINS if key in fields}
     inside = links.get("inside", Level(1, SAME_DEVICE))
-    numbers = {key: value for key, value in fields.items() if key not in ("inside", "between", "memory")}
-    return _Kind(Device(name=name, memory_bytes=parse_bytes(fields["memory"]), **numbers), inside, links.get("between", inside))
+    numbers = {key: value for key, value in fields.items() if key not in (*_JOINS, "memory")}
+    memory = parse_bytes(conform(fields["memory"], int | str, f"{path}.memory"))
+    device = conform({"name": name, "memory_bytes": memory, **numbers}, Device, path, plain=True)
+    return _Kind(device, inside, links.get("between", inside))
 
 
-def _level(fields: Mapping[str, Any]) -> Level:
+_JOINS = ("inside", "between")
+
+
+def _level(fields: Mapping[str, Any], path: str) -> Level:
     """A level from a table: of no size yet where the table gives none."""
-    link = {key: value for key, value in fields.items() if key not in ("size", "shared")}
-    return Level(fields.get("size", 1), Link(**link), fields.get("shared", False))
+    link = conform({key: value for key, value in fields.items() if key not in ("size", "shared")}, Link, path, plain=True)
+    size, shared = conform(fields.get("size", 1), int, f"{path}.size"), conform(fields.get("shared", False), bool, f"{path}.shared")
+    return Level(size, link, shared)
 
 
 def _uniform(kind: _Kind, nodes: int, devices_per_node: int) -> Cluster:
     check(nodes >= 1 and devices_per_node >= 1, f"a cluster needs at least one device, got {nodes} nodes of {devices_per_node}")
+    check_count(nodes * devices_per_node)
     sizes = (devices_per_node, nodes * devices_per_node)
     levels = [replace(level, size=size) for level, size in zip((kind.inside, kind.between), sizes, strict=True)]
     return Cluster([kind.device] * (nodes * devices_per_node), levels)
 
 
-def _cluster_from_table(table: Mapping[str, Any], path: str) -> Cluster:
-    try:
-        kinds = dict(_presets()) | {name: _kind(name, fields) for name, fields in table.get("devices", {}).items()}
-        if "device" in table:
-            return _uniform(_named(table["device"], kinds), table.get("nodes", 1), table.get("devices_per_node", 1))
-        devices = [_named(name, kinds).device for name in table["ranks"]]
-        levels = [_level({"size": link["size"], **link}) for link in table["links"]]
-        return Cluster(devices, levels)
-    except (KeyError, TypeError) as error:
+def _cluster_from_file(file: _File) -> Cluster:
+    kinds = dict(_presets()) | {name: _kind(name, fields) for name, fields in file.devices.items()}
+    if (file.device is None) == (file.ranks is None):
+        both = "both" if file.device is not None else "neither"
         raise ConfigError(
-            f"the cluster file {path} does not describe a cluster: {error}",
+            f"it gives {both} of `device` and `ranks`",
             remedy="give `device`, `nodes` and `devices_per_node`, or `ranks` and `links`; see Cluster.from_toml",
-        ) from error
+        )
+    if file.device is not None:
+        return _uniform(_named(file.device, kinds), file.nodes, file.devices_per_node)
+    devices = [_named(name, kinds).device for name in file.ranks or ()]
+    for index, link in enumerate(file.links):
+        check("size" in link, f"links[{index}] lacks size, the number of ranks that it joins")
+    return Cluster(devices, [_level(link, f"links[{index}]") for index, link in enumerate(file.links)])
 
 
 def _named(name: str, kinds: Mapping[str, _Kind]) -> _Kind:

@@ -175,10 +175,17 @@ def _busy(amount: Amount) -> sympy.Expr:
     return sympy.sympify(amount.flops) / FLOP_RATE + sympy.sympify(amount.bytes) / MEMORY_BANDWIDTH + amount.launches * LAUNCH_OVERHEAD
 
 
+class _SymbolicLink(Link):
+    """A link whose numbers are symbols, which no check of numbers admits."""
+
+    def __post_init__(self) -> None:
+        """Check nothing."""
+
+
 def _message_time(message: Message, shape: StepShape) -> Size:
     dimension = _dimension(message, shape)
     latency, bandwidth = sympy.symbols(f"latency_{dimension} bandwidth_{dimension}", positive=True)
-    link = Link(latency, bandwidth)
+    link = _SymbolicLink(latency, bandwidth)
     if message.kind == "send_receive":
         return communication.send_receive(message.bytes, link)
     n_ranks = REPLICAS * sympy.Rational(len(message.group), shape.n_replicas) if dimension in shape.replicated else len(message.group)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from cost_models.checked_costs import checked_costs
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts
@@ -17,6 +18,8 @@ from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings, Variant, first_variant
 from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
+from partitioner.options.arguments import EXAMPLES, VALUES, positional
+from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.plan_cuts import PlanCuts
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
@@ -26,30 +29,29 @@ from partitioner.rows import Inputs
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
-from partitioner.shared_stages import check_shared_stages
 from partitioner.simulate import Assumptions
 from partitioner.state import materialize
 from partitioner.tracing.example_inputs import find_example_inputs
 from partitioner.tracing.trace import trace
-from partitioner.unlike_widths import check_unlike_widths
 from passes.fix_batch import fixed_for
 from passes.garbage import nothing_collected
 from passes.graph_digest import graph_digest
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES
+from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import Plan
-from passes.weights_digest import weights_digest
 
 __all__ = ["partition"]
 
 
+@checked_arguments(VALUES, EXAMPLES)
 def partition(
     model: nn.Module,
     devices: DevicesArgument = None,
     mode: str | Mapping[str, int | Sequence[int]] = "auto",
     *,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: tuple[Any, ...] | Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     training: bool | None = None,
     n_microbatches: int | None = None,
@@ -77,7 +79,8 @@ def partition(
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
             pipeline as a number of ranks or, for each stage, how many take its microbatches in turn, ``{"pipeline": (2, 1)}``;
             with ``devices=1`` the tiles are computed in turn, for less memory; or ``"auto"``: the fastest of all, by predicted step time.
-        example_inputs: positional inputs of one call, the whole batch. None: taken from the model where it tells them.
+        example_inputs: positional inputs of one call, the whole batch; a tensor is the only one. None: taken from the model where it
+            tells them.
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.
         n_microbatches: microbatches a step; None lets the planner choose.
@@ -109,23 +112,16 @@ def partition(
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
     placement = resolve_devices(devices, world_size := torchrun.world_size() if torchrun.is_launched() else None)
-    hardware = _hardware(cluster, placement)
-    in_turn = tiles_in_turn(mode, len(placement.devices)) if plan is None else None
-    mesh = plan.grid if plan is not None else resolve_mode("model" if in_turn is not None else mode, len(placement.devices))
-    _check_batchnorm(batchnorm)
-    local = _inputs(inputs, world_size)
-    model, dtype = converted_model(model, true_dtype(precision)), true_dtype(precision)
-    steps = Progress("partition", 2 if plan is not None else 3, progress)
-    with steps.step("tracing"):
-        example_inputs, example_kwargs = _converted_example(model, example_inputs, example_kwargs, dtype)
-        graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
-    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
-    _agree_on_model(model, graph, runtime)
-    problem: PlanProblem | None = None
+    hardware = _hardware(cluster, placement, plan)
+    plan = None if plan is None else plan_on(plan, placement.devices)
+    in_turn, mesh = (None, plan.grid) if plan is not None else _mesh_of(mode, len(placement.devices))
+    local, cost_model, dtype = _inputs(inputs, world_size), checked_costs(cost_model), true_dtype(precision)
+    model = converted_model(model, dtype)
+    request = None
     if plan is None:
         request = PlanRequest(
             mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
-            devices=tuple(str(device) for device in placement.devices),
+            devices=tuple(map(str, placement.devices)),
             n_microbatches=n_microbatches,
             schedule=schedule,
             stages_per_rank=stages_per_device,
@@ -136,15 +132,28 @@ def partition(
             constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
-        )
-        problem = PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
+        ).checked()
+    steps = Progress("partition", 2 if plan is not None else 3, progress)
+    with steps.step("tracing"):
+        example_inputs, example_kwargs = _converted_example(model, positional(example_inputs), example_kwargs, dtype)
+        graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
+    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
+    _agree_on_model(model, graph, runtime)
+    problem = None if request is None else PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
+    if problem is not None:
         with steps.step("planning"):
             plan = problem.solve(steps.tell if steps.is_shown and world_size is None else None)  # interrupted, processes would differ
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
     check_scaler(precision, plan.grid, world_size)
-    assumed = Assumptions(hardware, cost_model, optimizer, problem)
     with steps.step("lowering"):
+        assumed = Assumptions(hardware, cost_model, optimizer, problem)
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
+
+
+def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> tuple[int | tuple[int, ...] | None, Mesh | None]:
+    """The tiles that one device computes in turn, if that is the mode; and the mesh, None where the planner chooses it."""
+    in_turn = tiles_in_turn(mode, n_devices)
+    return in_turn, resolve_mode("model" if in_turn is not None else mode, n_devices)
 
 
 def _agree_on_model(model: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
@@ -153,15 +162,16 @@ def _agree_on_model(model: nn.Module, graph: ModelGraph, runtime: Runtime) -> No
         runtime.agree("model", f"{type(model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
 
 
-def _agreed(plan: Plan, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
+def _agreed(plan: Plan | None, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
     """The plan of all processes: by times that each of them measures, plans differ, and that of the first rank is taken."""
+    assert plan is not None
     if measured:
         is_first = 0 in runtime.local_ranks
         text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
         plan = plan if is_first or text is None else Plan.from_json(text)
     runtime.agree("plan", plan.hash)
     # Of one model and one plan, so that either every process raises or none: nobody is left waiting for one that did.
-    _check_fits(plan, graph, runtime.n_ranks)
+    check_fits(plan, graph)
     return plan
 
 
@@ -189,10 +199,14 @@ def _lower(
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
 
 
-def _hardware(cluster: Cluster | str | None, placement: Placement) -> Cluster:
+def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:
+    """The hardware to plan for; a plan that is given needs none."""
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
-    return cluster or placement.cluster or hardware_of(placement.devices)
+    found = cluster or placement.cluster or hardware_of(placement.devices)
+    if plan is None:
+        found.first(len(placement.devices))  # raises where there are fewer
+    return found
 
 
 def _converted_example(
@@ -206,28 +220,10 @@ def _converted_example(
     return found
 
 
-def _check_fits(plan: Plan, graph: ModelGraph, n_devices: int) -> None:
-    if plan.weights not in ("", weights_digest(graph)):
-        raise ConfigError(
-            "the plan was made for another model: names or shapes of parameters differ", remedy="leave plan=None, and one is made for this"
-        )
-    if plan.n_ranks != n_devices:
-        raise ConfigError(f"the plan is for {plan.n_ranks} devices and {n_devices} were given", remedy=f"pass devices={plan.n_ranks}")
-    check_unlike_widths(graph, plan)
-    check_shared_stages(graph, plan)
-
-
-def _check_batchnorm(batchnorm: str) -> None:
-    if batchnorm not in ("sync", "local"):
-        raise ConfigError(f"there is no batchnorm={batchnorm!r}", remedy='choose "sync" or "local"')
-
-
 def _inputs(inputs: str, world_size: int | None) -> Inputs:
     if inputs == "local" and world_size is None:
         raise ConfigError(
             'inputs="local" is for processes that each have their rows, and here all ranks are in one process',
             remedy='start the script with torchrun, or pass the whole batch: inputs="global"',
         )
-    if inputs not in ("global", "local"):
-        raise ConfigError(f"there is no inputs={inputs!r}", remedy='choose "global" or "local"')
     return cast(Inputs, inputs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from partitioner.meshes import dimension_named
+from passes.ir.checked_arguments import check_fields
 from passes.ir.halo_run import Payment
 from passes.ir.mesh import TILE
 
@@ -16,6 +17,15 @@ __all__ = ["TENSOR", "Constraints"]
 
 TENSOR = "tensor"
 """The mesh dimension that patterns of ``tp_plan`` speak of."""
+
+_EXAMPLES = {
+    "device_map": '{"encoder": 0, "decoder": 1}, or leave it out to let the planner place the modules',
+    "tp_plan": '{"layers.*.mlp.up_proj": "colwise"}',
+    "split_spec": '{"layers.6": "beginning"}',
+    "axes": '{"heads": "tensor"}',
+    "pin": '{"layers.6": 1}',
+    "halo": '"exchange", "overlap" or "recompute", or a mapping of modules to these',
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,9 @@ class Constraints:
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
     halo: Payment | Mapping[str, Payment] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, examples=_EXAMPLES)
 
     def without_dimensions(self, names: Collection[str]) -> Constraints:
         """What is left where some mesh dimensions have one rank, which holds all of everything that they would cut."""

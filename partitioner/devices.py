@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_models.devices import check_count, parse_device
 from cost_models.hardware import Cluster
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
@@ -54,6 +55,7 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placeme
     elif isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigError(f"devices={devices!r}: there must be at least one device", remedy="pass devices=1 or more")
     elif isinstance(devices, int):
+        check_count(devices)
         found = _some(devices, world_size)
     elif isinstance(devices, Cluster):
         found = _some(len(devices.devices), world_size)
@@ -111,17 +113,7 @@ def _some(count: int, world_size: int | None, kind: str | None = None) -> Device
 
 
 def _device(name: str | torch.device, world_size: int | None) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{name!r} is no device", remedy='devices are named "cpu", "cuda:0", ...') from error
-    if device.type == "cuda":
-        if device.index is None and world_size is not None:
-            return device
-        index = device.index or 0
-        if index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"there is no device {name}", remedy=f"{torch.cuda.device_count()} CUDA devices are visible; devices=4 takes the CPU"
-            )
-        return torch.device("cuda", index)
-    return device
+    if world_size is not None and str(name) == "cuda":
+        return torch.device(name)
+    device = parse_device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

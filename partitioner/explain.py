@@ -8,12 +8,14 @@ from typing import Protocol
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulation import Simulation
 from cost_models.step_formula import StepFormula
+from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.page.build import save_page
 from partitioner.planner.pinned import Pinned, pinned
 from partitioner.reports.devices import DeviceTable
 from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import explanation
 from partitioner.simulate import Assumptions
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.plan import Plan
 
 __all__ = ["explain", "save_report"]
@@ -39,6 +41,7 @@ class _Planned(Protocol):
         """A step as formulas."""
 
 
+@checked_arguments()
 def explain(self: _Planned, *, prices: bool = False) -> str:
     """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it.
 
@@ -51,6 +54,7 @@ def explain(self: _Planned, *, prices: bool = False) -> str:
     return explanation(self.explained(), _priced(self) if prices else ())
 
 
+@checked_arguments(VALUES, EXAMPLES)
 def save_report(self: _Planned, path: str | Path, cluster: Cluster | str | None = None) -> None:
     """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``.
 

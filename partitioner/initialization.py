@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from partitioner.gathered_state import GatheredState
 from partitioner.state import State
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, PartitionError
 
 __all__ = ["InitFunction", "initialize", "seed_text"]
 
@@ -50,7 +50,7 @@ def initialize(model: nn.Module, state: State, gathered: GatheredState, init_fn:
     Raises:
         ConfigError: something is left without a value, by name.
     """
-    function = init_fn or _reset
+    function = _reset if init_fn is None else _named(init_fn)
     initializer = _Initializer(model, state, gathered)
     with torch.random.fork_rng(devices=(), enabled=seed is not None):
         if seed is not None:
@@ -72,6 +72,21 @@ def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()
+
+
+def _named(init_fn: InitFunction) -> InitFunction:
+    """The function, whose errors name the module that it was called with."""
+
+    def called(module: nn.Module) -> Any:
+        try:
+            return init_fn(module)
+        except (PartitionError, _ReachedError):
+            raise
+        except Exception as error:
+            problem = f"init_fn failed for a {type(module).__name__}: {type(error).__name__}: {error}"
+            raise ConfigError(problem, remedy="pass a function of one module, as model.apply takes it") from error
+
+    return called
 
 
 class _ReachedError(Exception):

@@ -23,8 +23,10 @@ from partitioner.drawing.partition_diagram import partition_diagram
 from partitioner.drawing.svg import diagram_svg
 from partitioner.model import PartitionedModel
 from partitioner.reports.difference import Difference, difference_of, plan_lines
+from passes.ir.checked_arguments import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
+from passes.ir.text_files import write_text
 
 __all__ = ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"]
 
@@ -47,6 +49,7 @@ class Drawing:
         """As text for Graphviz: ``dot -Tpdf model.dot``."""
         return dot_text(self.diagram)
 
+    @checked_arguments()
     def save(self, path: str | Path) -> None:
         """Write a file: ``.svg``, or ``.dot``."""
         _save(path, {".svg": self.svg, ".dot": self.dot})
@@ -55,6 +58,7 @@ class Drawing:
         return self.svg()
 
 
+@checked_arguments({"depth": at_least(1)})
 def draw(pm: PartitionedModel, *, depth: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
     """Draw the model over its ranks: modules coloured by stage, messages and collectives between devices with their bytes in a step.
 
@@ -69,8 +73,6 @@ def draw(pm: PartitionedModel, *, depth: int | None = None, ranks: Sequence[int]
     wrong = [rank for rank in ranks or () if not 0 <= rank < pm.plan.n_ranks]
     if wrong:
         raise ConfigError(f"there is no rank {wrong[0]}", remedy=f"ranks are 0 to {pm.plan.n_ranks - 1}")
-    if depth is not None and depth < 1:
-        raise ConfigError(f"a depth of {depth} shows no module", remedy="pass 1 or more, or leave it out")
     return Drawing(partition_diagram(pm.explained(), depth, ranks))
 
 
@@ -88,6 +90,7 @@ class WeightDrawing:
         """As SVG, in proportion, light or dark as the page is."""
         return blocks_svg(self.table)
 
+    @checked_arguments()
     def save(self, path: str | Path) -> None:
         """Write a file: ``.svg``, or ``.txt``."""
         _save(path, {".svg": self.svg, ".txt": lambda: f"{self}\n"})
@@ -99,6 +102,7 @@ class WeightDrawing:
         return self.svg()
 
 
+@checked_arguments()
 def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
     """Draw which rank holds which block of a parameter or buffer.
 
@@ -158,4 +162,4 @@ def _save(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> None:
     form = forms.get(Path(path).suffix)
     if form is None:
         raise ConfigError(f"a drawing cannot be saved as {Path(path).name}", remedy=f"name the file {' or '.join(forms)}")
-    Path(path).write_text(form(), encoding="utf-8")
+    write_text(path, form(), "the drawing")

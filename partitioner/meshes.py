@@ -15,12 +15,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import ROWS, STAGES, TILE, TILES, WIDTH, Mesh
+from passes.ir.mesh import DIMENSIONS, STAGES, TILE, TILES, WIDTH, Mesh
 
 __all__ = ["dimension_named", "dimensions_of_one", "ranks_of_mesh", "ranks_of_stages", "resolve_mode", "tiles_in_turn"]
-
-MODES = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
-"""Every mode that stands for one mesh dimension."""
 
 _SHORT_NAMES = {"dp": "data", "pp": "pipeline", "tp": "tensor", "sp": "sequence"}
 
@@ -34,6 +31,8 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
     if isinstance(mode, str):
         name = _known(mode)
         return None if name == "auto" else Mesh(((name, n_devices),))
+    if not mode:
+        raise ConfigError("mode={} names no dimension", remedy='name each with its size: mode={"data": 2, "tensor": 2}')
     names = [_known(name) for name in mode]
     for name in names:
         if names.count(name) > 1 or name == "auto":
@@ -136,8 +135,8 @@ def _ranks(name: str, lengths: Sequence[int]) -> int:
 
 def _known(name: str) -> str:
     name = _SHORT_NAMES.get(name, name)
-    if name not in (*MODES, "auto"):
-        raise ConfigError(f"there is no mode {name!r}", remedy=f"choose one of {', '.join(MODES)}, auto")
+    if name not in (*DIMENSIONS, "auto"):
+        raise ConfigError(f"there is no mode {name!r}", remedy=f"choose one of {', '.join(DIMENSIONS)}, auto")
     return name
 
 

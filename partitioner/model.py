@@ -39,6 +39,7 @@ from partitioner.shown import LastStep, Shown, shown
 from partitioner.simulate import Assumptions, simulate
 from partitioner.state import State, check_values, load
 from passes.emit_programs import LossForm
+from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.microbatch import microbatch_sizes
@@ -205,6 +206,7 @@ class PartitionedModel(nn.Module):
         """For each rank the program that it runs: the training step if the model trains, else the forward."""
         return comment_programs(self.explained())
 
+    @checked_arguments()
     def graph(self, rank: int) -> fx.GraphModule:
         """The program of one rank."""
         if not 0 <= rank < self._plan.n_ranks:
@@ -311,11 +313,13 @@ class PartitionedModel(nn.Module):
         """
         return dict(self._state.sharded())
 
+    @checked_arguments()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy in tensors under the original names, a full state dict or this process's part."""
         load(self._state, state_dict, complete=strict)
         return {"missing_keys": [], "unexpected_keys": []}
 
+    @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
         """Give a model from the meta device its values, module by module: no process ever holds more than one module whole.
 
@@ -354,6 +358,7 @@ class PartitionedModel(nn.Module):
         """
         return self._accumulation.no_sync()
 
+    @checked_arguments({"max_norm": at_least(0), "norm_type": more_than(0)})
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
 
@@ -367,6 +372,7 @@ class PartitionedModel(nn.Module):
 
     # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
 
+    @checked_arguments()
     def train(self, mode: bool = True) -> PartitionedModel:
         """The mode is frozen when the model is traced; asking for that mode does nothing."""
         if mode != self._graph.training:

@@ -22,6 +22,7 @@ from partitioner.devices import hardware_of, resolve_devices
 from partitioner.lowerings import first_variant
 from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode
 from partitioner.moves import Moves, TensorBytes, moves_between
+from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.plan_cuts import PlanCuts
 from partitioner.planner.describe import words_of
 from partitioner.planner.plan_problem import PlanProblem
@@ -30,6 +31,7 @@ from partitioner.reports.moved import moved_text
 from partitioner.simulate import Assumptions
 from partitioner.state import State
 from passes.fix_batch import fixed_for
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
@@ -66,6 +68,7 @@ class _Planned(Protocol):
     _original: tuple[nn.Module]
 
 
+@checked_arguments(VALUES, EXAMPLES)
 def replan(
     self: _Planned,
     devices: int | Sequence[str | torch.device] | Cluster | None = None,

@@ -9,10 +9,12 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
+from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.shown import Shown
 from passes.garbage import nothing_collected
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
@@ -57,6 +59,7 @@ class _Simulated(Protocol):
         """Which programs are simulated."""
 
 
+@checked_arguments(VALUES, EXAMPLES)
 def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulation:
     """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
 

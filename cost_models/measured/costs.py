@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from cost_models.calls import Call
 from cost_models.cost_model import Roofline
-from cost_models.devices import Device, Link
+from cost_models.devices import Device, Link, parse_device
 from cost_models.measured.kernels import Kernels, kernels_of
 from cost_models.measured.operations import measure_call
 from cost_models.measured.paces import Paces
 from cost_models.measured.store import MeasurementStore
 from cost_models.node_work import call_work
 from cost_models.work import Family, Gradients, Work
+from passes.ir.checked_arguments import checked_arguments, read_by
 
 __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted"]
 
@@ -44,6 +45,7 @@ class MeasuredCosts:
         device: where operations are timed.
     """
 
+    @checked_arguments({"device": read_by(parse_device)})
     def __init__(self, store: str | Path = ":memory:", device: str | torch.device = "cpu") -> None:
         self._device = torch.device(device)
         self._store = MeasurementStore(store, machine_name(self._device))

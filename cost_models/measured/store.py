@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from cost_models.calls import Call
+from passes.ir.errors import ConfigError
+from passes.ir.value_checks import conform
 
 __all__ = ["MeasurementStore"]
 
@@ -26,15 +28,23 @@ class MeasurementStore:
     Args:
         path: the file; made where there is none.
         machine: whose times these are: device, number of threads, version of torch.
+
+    Raises:
+        ConfigError: the file is no store of times, or cannot be opened.
     """
 
     def __init__(self, path: str | Path, machine: str) -> None:
-        self._machine = machine
-        self._connection = sqlite3.connect(path, timeout=30)
-        self._connection.execute(_TABLE)
-        self._known: dict[str, float | None] = dict(
-            self._connection.execute("SELECT call, seconds FROM operation_times WHERE machine = ?", (machine,))
-        )
+        self._path, self._machine = path, machine
+        try:
+            self._connection = sqlite3.connect(path, timeout=30)
+            self._connection.execute(_TABLE)
+            found = self._connection.execute("SELECT call, seconds FROM operation_times WHERE machine = ?", (machine,)).fetchall()
+        except (sqlite3.Error, ValueError) as error:  # ValueError: a path with a null byte
+            problem = f"{path} cannot be opened as a store of measured times: {error}"
+            raise ConfigError(problem, remedy="name a file that MeasuredCosts wrote, or one that is not there") from error
+        self._known: dict[str, float | None] = {
+            call: conform(seconds, float | None, f"{path}: the time of {call}") for call, seconds in found
+        }
 
     def __contains__(self, call: Call) -> bool:
         return key_of(call) in self._known
@@ -46,10 +56,14 @@ class MeasurementStore:
     def __setitem__(self, call: Call, seconds: float | None) -> None:
         key = key_of(call)
         self._known[key] = seconds
-        with self._connection:
-            self._connection.execute(
-                "INSERT OR REPLACE INTO operation_times VALUES (?, ?, ?, ?)", (self._machine, key, seconds, time.time())
-            )
+        try:
+            with self._connection:
+                row = (self._machine, key, seconds, time.time())
+                self._connection.execute("INSERT OR REPLACE INTO operation_times VALUES (?, ?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"a measured time cannot be written to {self._path}: {error}", remedy="name a file on a disk with room, of your own"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)

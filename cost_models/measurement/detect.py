@@ -94,7 +94,7 @@ def _read(file: Path) -> tuple[Device, Link] | None:
     try:
         table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return Device(**table["device"]), Link(**table["link"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

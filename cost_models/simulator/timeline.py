@@ -15,6 +15,8 @@ from typing import Any
 from cost_models.simulator.events import Slice
 from cost_models.simulator.gantt import draw
 from cost_models.simulator.memory import MemoryCurve
+from passes.ir.checked_arguments import checked_arguments
+from passes.ir.text_files import write_text
 
 __all__ = ["Timeline"]
 
@@ -53,9 +55,10 @@ class Timeline:
         events = [event for number, timeline in enumerate((self, *others)) for event in timeline.events(number)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
+    @checked_arguments()
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write ``to_json`` to a file."""
-        Path(path).write_text(self.to_json(*others), encoding="utf-8")
+        write_text(path, self.to_json(*others), "the timeline")
 
     def svg(self, *others: Timeline) -> str:
         """A picture: device against time, communication below computing, memory as a curve.

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from partitioner.command_line.options import CODES, Commands, add_command
-from partitioner.meshes import MODES
 from partitioner.schedules.catalog import SCHEDULES
+from passes.ir.mesh import DIMENSIONS
 
 __all__ = ["add_completion", "completion_script"]
 
@@ -21,7 +21,7 @@ SHELLS = ("bash", "zsh", "fish")
 """The shells that there are scripts for."""
 
 _VALUES: Mapping[str, Sequence[str]] = {
-    "--mode": ("auto", *MODES),
+    "--mode": ("auto", *DIMENSIONS),
     "--schedule": tuple(SCHEDULES),
     "--recompute": ("none", "selective", "full"),
 }

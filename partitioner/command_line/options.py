@@ -6,12 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from passes.ir.errors import ConfigError
+from passes.ir.text_files import write_text
 
-__all__ = ["CODES", "Commands", "add_command", "add_json", "read_file", "say", "write_file", "write_json"]
+__all__ = ["CODES", "Commands", "add_command", "add_json", "say", "write_json"]
 
 Commands = Any
 """What ``argparse.ArgumentParser.add_subparsers`` gives."""
@@ -64,7 +63,8 @@ def write_json(arguments: argparse.Namespace, what: str, value: Any) -> None:
     if arguments.json == STANDARD_OUTPUT:
         print(text)
         return
-    write_file(arguments.json, text + "\n", what)
+    write_text(arguments.json, text + "\n", f"the {what}")
+    sys.stdout.flush()
     print(f"\n{what} written to {arguments.json}")
 
 
@@ -72,27 +72,3 @@ def say(arguments: argparse.Namespace, text: str) -> None:
     """Print for a person: not where a machine reads."""
     if arguments.json != STANDARD_OUTPUT:
         print(text)
-
-
-def read_file(path: str, what: str, remedy: str) -> str:
-    """The text of a file; raises ConfigError where there is none.
-
-    Args:
-        what: it is, for the error: ``"plan"``.
-        remedy: where one comes from.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"the {what} file {path} cannot be read: {reason}", remedy=remedy) from error
-
-
-def write_file(path: str, text: str, what: str) -> None:
-    """Write a file; raises ConfigError where it cannot be written."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = f"the {what} cannot be written to {path}: {error.strerror}"
-        raise ConfigError(problem, remedy="name a file in a folder that is there") from error
-    sys.stdout.flush()

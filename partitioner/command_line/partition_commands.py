@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.api import partition
-from partitioner.command_line.options import CODES, Commands, add_command, add_json, read_file, say, write_file, write_json
+from partitioner.command_line.options import CODES, Commands, add_command, add_json, say, write_json
 from partitioner.factory import Made, call_factory
 from partitioner.inspection import draw
 from partitioner.mode_text import parse_mode
@@ -16,6 +16,7 @@ from partitioner.model import PartitionedModel
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
+from passes.ir.text_files import read_text, write_text
 
 __all__ = ["add_partition_commands"]
 
@@ -84,7 +85,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     elif arguments.output is None:
         print(_shown(pm, form, arguments.rank))
     else:
-        write_file(arguments.output, _shown(pm, form, arguments.rank) + "\n", form)
+        write_text(arguments.output, _shown(pm, form, arguments.rank) + "\n", f"the {form}")
     if arguments.output is not None:
         print(f"{form} written to {arguments.output}")
     return 0
@@ -128,7 +129,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     say(arguments, str(simulation))
     if arguments.timeline is not None:
         drawn = Path(arguments.timeline).suffix == ".svg"
-        write_file(arguments.timeline, simulation.timeline.svg() if drawn else simulation.timeline.to_json(), "timeline")
+        write_text(arguments.timeline, simulation.timeline.svg() if drawn else simulation.timeline.to_json(), "the timeline")
         say(arguments, f"timeline written to {arguments.timeline}")
     numbers: dict[str, Any] = {
         "plan": pm.plan.hash,
@@ -159,7 +160,7 @@ def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
         if decided and (decided != ["cluster"] or arguments.command != "simulate"):
             options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
             raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")
-        plan = Plan.from_json(read_file(arguments.plan, "plan", "partitioner plan ... --json FILE writes one"))
+        plan = Plan.from_json(read_text(arguments.plan, "the plan file", "partitioner plan ... --json FILE writes one"))
     return partition(
         made.model,
         devices=arguments.devices,

@@ -12,8 +12,9 @@ from cost_models.units import format_seconds
 from partitioner.experiments.plots import PLOTS, pareto_front
 from partitioner.experiments.results import Results, cell, columns_of, heading
 from partitioner.experiments.row import Row
-from partitioner.page.frame import framed, page_file, save_text, tiles_html
+from partitioner.page.frame import framed, page_file, tiles_html
 from passes.ir.errors import ConfigError
+from passes.ir.text_files import write_text
 
 __all__ = ["report_html", "write_report"]
 
@@ -27,7 +28,7 @@ def write_report(results: Results, path: str | Path, title: str = "Placements") 
     Raises:
         ConfigError: there are no rows, or the file cannot be written.
     """
-    save_text(path, report_html(results, title), "the report")
+    write_text(path, report_html(results, title), "the report")
 
 
 def report_html(results: Results, title: str = "Placements") -> str:

@@ -16,8 +16,10 @@ from partitioner.experiments.plots import PLOTS
 from partitioner.experiments.row import NUMBERS, Row
 from partitioner.page.chart import Picture
 from partitioner.reports.table import align, html_table
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
+from passes.ir.text_files import write_text
 
 __all__ = ["FORMATS", "Results", "cell", "columns_of", "heading"]
 
@@ -101,6 +103,7 @@ class Results:
             raise ConfigError(f"rows have no {unknown[0]!r}", remedy=f"choose from {', '.join(_FACTS)}")
         return Results(tuple(row for row in self.table if all(getattr(row, name) == value for name, value in facts.items())))
 
+    @checked_arguments()
     def best(self, by: str = "step_time", **facts: Any) -> dict[str, Any]:
         """The row in which a number is least, among those that did not fail.
 
@@ -120,6 +123,7 @@ class Results:
             raise ConfigError(f"no placement has a {by}{told}", remedy="look at .failures, or ask for other placements")
         return min(found, key=lambda row: (getattr(row, by), row.key)).facts()
 
+    @checked_arguments()
     def plan(self, key: str) -> Plan:
         """The plan of a row, for ``partition(model, plan=...)``.
 
@@ -131,6 +135,7 @@ class Results:
             raise ConfigError(f"no plan has the key {key!r}", remedy='pass row["key"] of a row whose status is "ok"')
         return Plan.from_json(found.plan)
 
+    @checked_arguments()
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV, written to a file if one is named; also returned."""
         text = io.StringIO()
@@ -139,10 +144,12 @@ class Results:
         writer.writerows(self.rows())
         return _written(text.getvalue(), path)
 
+    @checked_arguments()
     def to_jsonl(self, path: str | Path | None = None) -> str:
         """The rows as JSON, one a line, written to a file if one is named; also returned."""
         return _written("".join(f"{json.dumps(row)}\n" for row in self.rows()), path)
 
+    @checked_arguments()
     def to_parquet(self, path: str | Path) -> None:
         """The rows as Parquet; needs ``pip install partitioner[parquet]``.
 
@@ -156,6 +163,7 @@ class Results:
         columns = {name: [row[name] for row in self.rows()] for name in _FACTS}
         parquet.write_table(arrow.table(columns), str(path))
 
+    @checked_arguments()
     def plot(self, name: str, **facts: Any) -> Picture:
         """A picture as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
 
@@ -194,8 +202,5 @@ class Results:
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}", remedy="name a file in a folder that is there") from error
+        write_text(path, text, "the table")
     return text

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from cost_models.devices import check_count
 from cost_models.hardware import Cluster
 from partitioner.devices import hardware_of, resolve_devices
 from partitioner.experiments.evaluate import Assumptions, Bench, Evaluator
@@ -25,7 +26,9 @@ from partitioner.experiments.sampler import GridSampler, RandomSampler, Sampler
 from partitioner.experiments.store import Store
 from partitioner.experiments.subject import Models, ModelSource, Subject, name_models, trace_subject
 from partitioner.experiments.workers import InProcess, Pool, WorkerProcesses, can_fork
+from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.progress import ProgressBar
+from passes.ir.checked_arguments import at_least, checked_arguments, each_of, more_than
 from passes.ir.errors import ConfigError, PartitionError
 
 __all__ = ["Clusters", "Modes", "sweep"]
@@ -38,7 +41,31 @@ ClusterSource = Cluster | str
 Clusters = Mapping[str, ClusterSource] | Sequence[ClusterSource] | ClusterSource | None
 """Machines by name, a list of texts like ``"h100:8x8"`` or of TOML files, or one; None: the hardware that is here."""
 
+_VALUES = {
+    "devices": each_of(at_least(1)),
+    "schedules": each_of(VALUES["schedule"]),
+    "microbatches": each_of(VALUES["n_microbatches"]),
+    "recompute": each_of(VALUES["recompute"]),
+    "n_samples": at_least(1),
+    "workers": at_least(0),
+    "timeout": more_than(0),
+    "memory_limit": VALUES["memory_limit"],
+    "optimizer": VALUES["optimizer"],
+}
 
+_EXAMPLES = {
+    **EXAMPLES,
+    "models": '{"net": "net.py:factory"}',
+    "devices": "[2, 4, 8]",
+    "modes": '["data", {"pipeline": 2, "data": -1}]',
+    "clusters": '["h100:1x8"], or leave it out',
+    "schedules": '["1F1B", "ZB1P"], or leave it out',
+    "microbatches": "[4, 8], or leave it out",
+    "store": '"runs.db", or leave it out',
+}
+
+
+@checked_arguments(_VALUES, _EXAMPLES)
 def sweep(
     models: Models,
     devices: int | Sequence[int],
@@ -99,6 +126,8 @@ def sweep(
     """
     sources = name_models(models)
     counts = [devices] if isinstance(devices, int) else list(devices)
+    for count in counts:
+        check_count(count)
     machines = _clusters(clusters, counts)
     asked = (_several(schedules), _several(microbatches), _several(recompute))
     grid = placements(Grid(tuple(sources), counts, _modes(modes), tuple(machines), *asked))
@@ -171,8 +200,6 @@ def _prepare(kept: Store, keys: Iterable[str], *, resume: bool, retry_failures: 
 
 
 def _pool(bench: Bench, workers: int | None, timeout: float | None) -> Pool:
-    if workers is not None and workers < 0:
-        raise ConfigError(f"workers={workers}: there cannot be fewer than none", remedy="pass 0 to plan in this process")
     count = os.cpu_count() or 1 if workers is None else workers
     if count == 0 or not can_fork():
         return InProcess(Evaluator(bench))

@@ -14,7 +14,7 @@ from partitioner.drawing.held import cut_weights
 from partitioner.drawing.partition_diagram import partition_diagram
 from partitioner.drawing.svg import diagram_svg
 from partitioner.page.communication_matrix import matrix_html
-from partitioner.page.frame import framed, page_file, save_text, tiles_html
+from partitioner.page.frame import framed, page_file, tiles_html
 from partitioner.page.mathml import formulas_html
 from partitioner.page.memory_bars import bars_html
 from partitioner.page.program_html import program_html
@@ -26,6 +26,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.explanation import notes_of, sections, summary
 from partitioner.reports.table import Table
 from passes.ir.errors import ConfigError
+from passes.ir.text_files import write_text
 
 __all__ = ["page_html", "save_page"]
 
@@ -51,7 +52,7 @@ def save_page(
     Raises:
         ConfigError: the file cannot be written.
     """
-    save_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
+    write_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
 
 
 def page_html(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
-from passes.ir.errors import ConfigError
-
-__all__ = ["framed", "page_file", "save_text", "tiles_html"]
+__all__ = ["framed", "page_file", "tiles_html"]
 
 
 def framed(title: str, header: str, sections: Sequence[tuple[str, str]], footer: str, script: str = "", style: str = "") -> str:
@@ -47,17 +44,3 @@ def tiles_html(tiles: Sequence[tuple[str, str]]) -> str:
     """The numbers that one looks for first, each with its words."""
     found = "".join(f"<div class=tile><b>{escape(number)}</b><span>{escape(words)}</span></div>" for number, words in tiles)
     return f'<div class="tiles">{found}</div>'
-
-
-def save_text(path: str | Path, text: str, what: str) -> None:
-    """Write a file; raises ConfigError where it cannot be written.
-
-    Args:
-        what: it is, for the error: ``"the report"``.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{what} cannot be written to {path}: {error.strerror}", remedy="name a file in a folder that is there"
-        ) from error

@@ -10,11 +10,11 @@ from partitioner.constraints import Constraints
 from partitioner.schedules.catalog import find_schedule
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.plan import RECOMPUTE
 
 __all__ = ["PlanRequest"]
 
 MODES = ("auto", "model", "pipeline")
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,32 @@ class PlanRequest:
 
     def check(self, graph: ModelGraph) -> None:
         """Raise ConfigError for the first thing that does not fit, by itself or with the model."""
+        self.checked()
+        if self.schedule is not None:
+            find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
+        if graph.batch_size < 1:
+            raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
+        self._check_microbatches(graph)
+        self._check_replicas(graph)
+
+    def checked(self) -> PlanRequest:
+        """This request; raises ConfigError for the first thing that does not fit the rest of it, whatever the model is."""
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
         if not self.devices:
             raise ConfigError("there must be at least one device", remedy="pass devices=1 or more")
-        if graph.batch_size < 1:
-            raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ConfigError(f"there is no recompute {self.recompute!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
         optimizer_states(self.optimizer)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         self._check_schedule()
-        self._check_microbatches(graph)
-        self._check_replicas(graph)
+        count = self.n_microbatches
+        if count is not None and count < 1:
+            raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
+        if count is not None and count > 1 and self.mode == "model":
+            raise ConfigError(f'n_microbatches={count} does not fit mode "model", which cuts no batch', remedy='use mode "pipeline"')
+        return self
 
     def _check_schedule(self) -> None:
         if self.mode == "model":
@@ -72,7 +84,7 @@ class PlanRequest:
                 if value not in (None, only):
                     raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
         if self.schedule is not None:
-            find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
+            find_schedule(self.schedule).stage_ranks(sum(self.replicas) or 1, self.stages_per_rank, self.replicas)
         elif self.replicas and self.stages_per_rank not in (None, 1):
             raise ConfigError(
                 f"stages_per_device={self.stages_per_rank} does not fit stages that ranks take turns at",
@@ -85,10 +97,6 @@ class PlanRequest:
         count = self.n_microbatches
         if count is None:
             return
-        if count < 1:
-            raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
-        if count > 1 and self.mode == "model":
-            raise ConfigError(f'n_microbatches={count} does not fit mode "model", which cuts no batch', remedy='use mode "pipeline"')
         mixed = [output.name or "(the result)" for output in graph.outputs if output.combine == "mixed"]
         if count > 1 and mixed:
             raise ConfigError(

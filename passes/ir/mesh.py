@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 __all__ = [
+    "DIMENSIONS",
     "ROWS",
     "STAGES",
     "STORED",
@@ -53,6 +54,9 @@ WIDTH = "tensor"
 
 TILE = "tile"
 """The mesh dimension of tiles whose grid the planner chooses."""
+
+DIMENSIONS = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
+"""Every mesh dimension that a user may name."""
 
 TILES = ("tile0", "tile1", "tile2")
 """The mesh dimensions of a grid of tiles: the outermost dimension of space that it cuts, the next, the last."""

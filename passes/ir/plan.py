@@ -5,16 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
+from passes.ir.checked_arguments import check_fields
 from passes.ir.errors import ConfigError
 from passes.ir.halo_run import HaloRun
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
+from passes.ir.value_checks import conform
 
-__all__ = ["Contender", "Plan", "Stage"]
+__all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Stage"]
 
 _FORMAT = 1
+
+RECOMPUTE = ("none", "selective", "full")
+"""What a backward may compute again: nothing, what is cheap for its bytes, all but the inputs of a stage."""
+
+BATCHNORM = ("sync", "local")
+"""Whose rows statistics of batch normalisation may be of, where the batch is cut: all of them, or each rank's own."""
 
 
 @dataclass(frozen=True)
@@ -145,35 +155,69 @@ class Plan:
         counts = tuple(len(stage.ranks) for stage in self.stages)
         return counts if max(counts, default=1) > 1 else ()
 
+    def check(self) -> None:
+        """Raise ConfigError, naming the entry, where the plan says something that no plan does or contradicts itself."""
+        for part in (self, *self.stages, *self.contenders, *self.halos):
+            check_fields(part)
+        for path, number in _numbers(self, ""):
+            may_be_less = path in ("gap", "axes_gap")  # a rounding error below 0
+            _require(math.isfinite(number) and (number >= 0 or may_be_less), path, f"there is no {number} there")
+        _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
+        _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
+        _require(self.batch_size >= 1, "batch_size", f"a batch of {self.batch_size} rows has none")
+        _require(1 <= self.n_microbatches <= self.batch_size, "n_microbatches", f"{self.n_microbatches} of {self.batch_size} rows")
+        self._check_mesh()
+        places = list(range(len(self.widths) or math.prod(size for name, size in self.mesh if name in STAGES)))
+        for index, stage in enumerate(self.stages):
+            right = bool(stage.ranks) and len(set(stage.ranks)) == len(stage.ranks) and set(stage.ranks) <= set(places)
+            _require(right, f"stages[{index}].ranks", f"{stage.ranks} are not some of the pipeline's ranks, 0 to {len(places) - 1}")
+        idle = sorted(set(places).difference(*self.stage_ranks))
+        _require(not idle, "stages", f"rank {idle[0] if idle else 0} of the pipeline has none")
+        for index, (name, dimension) in enumerate(self.axes):
+            _require(dimension in self.grid.names, f"axes[{index}]", f"the mesh has no dimension {dimension!r} to cut {name!r} over")
+            _require(self.axes.index((name, dimension)) == index, f"axes[{index}]", f"{name!r} is cut over {dimension!r} twice")
+        _require(len(self.memory) == self.n_ranks, "memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}")
+        tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
+        _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
+
+    def _check_mesh(self) -> None:
+        sizes, n_ranks = dict(self.mesh), len(self.devices)
+        _require(n_ranks > 0, "devices", "there is none")
+        for index, (name, size) in enumerate(self.mesh):
+            _require(name in (*DIMENSIONS, *TILES), f"mesh[{index}]", f"there is no mesh dimension {name!r}")
+            _require(1 <= size <= n_ranks, f"mesh[{index}]", f"{n_ranks} devices have no dimension of {size}")
+        _require(len(sizes) == len(self.mesh) and not set(STAGES) <= sizes.keys(), "mesh", "it has a dimension twice")
+        n_places, widest = math.prod(sizes.get(name, 1) for name in STAGES), max(self.widths, default=1)
+        unlike = len(self.widths) == n_places and len(set(self.widths)) > 1 and min(self.widths) >= 1 and widest == sizes.get(WIDTH)
+        _require(not self.widths or unlike, "widths", f"{self.widths} do not fit the mesh, {sizes}")
+        _require(self.grid.size == n_ranks, "mesh", f"it has {self.grid.size} ranks, and the plan names {n_ranks} devices")
+
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what ``to_json`` wrote; raises ConfigError naming what does not fit."""
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ConfigError: the text is no plan: names the entry that is wrong.
+        """
+        remedy = "pass the text that plan.to_json() gave"
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the plan is not JSON: {error}", remedy="pass the text that plan.to_json() gave") from error
+            fields = json.loads(conform(text, str, "the plan"), object_pairs_hook=_entries, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"the plan is not JSON: {reason}", remedy=remedy) from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise ConfigError(f"the plan is not of format {_FORMAT}", remedy="make the plan again with this version")
-        _check_names("plan", fields, Plan)
-        for stage in fields["stages"]:
-            _check_names("stage", stage, Stage)
-        fields["stages"] = tuple(
-            Stage(**{**stage, "modules": tuple(stage["modules"]), "ranks": tuple(stage["ranks"])}) for stage in fields["stages"]
-        )
-        for contender in fields["contenders"]:
-            _check_names("contender", contender, Contender)
-        fields["contenders"] = tuple(Contender(**contender) for contender in fields["contenders"])
-        for run in fields["halos"]:
-            _check_names("run of halos", run, HaloRun)
-        fields["halos"] = tuple(HaloRun(**{**run, "modules": tuple(run["modules"])}) for run in fields["halos"])
-        fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
-        fields["axes"] = tuple((name, dimension) for name, dimension in fields["axes"])
-        for name in ("devices", "memory", "notes", "tiles", "widths"):
-            fields[name] = tuple(fields[name])
-        return Plan(**fields)
+        missing = [field.name for field in dataclasses.fields(Plan) if field.name not in fields]
+        if missing:  # also those with a default: what stands for "not decided" here may have been decided there
+            raise ConfigError(f"the plan lacks {', '.join(missing)}", remedy=remedy)
+        plan: Plan = conform(fields, Plan, "plan", plain=True)
+        plan.check()
+        return plan
 
     @property
     def hash(self) -> str:
@@ -181,8 +225,32 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def _check_names(what: str, fields: dict[str, Any], kind: type) -> None:
-    expected = {field.name for field in dataclasses.fields(kind)}
-    for problem, names in (("lacks", expected - fields.keys()), ("has unknown", fields.keys() - expected)):
-        if names:
-            raise ConfigError(f"the {what} {problem} {', '.join(sorted(names))}", remedy="pass the text that plan.to_json() gave")
+def _require(holds: bool, path: str, problem: str) -> None:
+    if not holds:
+        raise ConfigError(f"plan.{path}: {problem}", remedy="make the plan again, or correct the entry")
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """All numbers of a plan, each with where it is."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{path}[{index}]")
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+def _entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ConfigError where it has an entry twice, of which Python would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"the plan has the entry {twice!r} twice", remedy="leave one of them out")
+    return found
+
+
+def _no_number(text: str) -> Never:
+    raise ConfigError(f"the plan has {text} in place of a number", remedy="pass the text that plan.to_json() gave")

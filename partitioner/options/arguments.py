@@ -1,0 +1,74 @@
+"""Which values the options of ``partition`` have, beside the types of its signature: one table for every call that takes them.
+
+Each reader is the function that later reads the value, so that a value that passes here is understood there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from cost_models.hardware import Cluster
+from cost_models.memory import optimizer_states
+from cost_models.units import parse_bytes
+from partitioner.precision import true_dtype
+from partitioner.schedules.catalog import find_schedule
+from passes.ir.checked_arguments import Rule, at_least, one_of, read_by
+from passes.ir.plan import BATCHNORM, RECOMPUTE
+
+__all__ = ["EXAMPLES", "VALUES", "positional"]
+
+
+def _read_cluster(cluster: Cluster | str) -> Cluster:
+    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+
+
+VALUES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "n_microbatches": at_least(1),
+        "schedule": read_by(find_schedule),
+        "stages_per_device": at_least(1),
+        "recompute": one_of(RECOMPUTE),
+        "cluster": read_by(_read_cluster),
+        "memory_limit": read_by(parse_bytes),
+        "optimizer": read_by(optimizer_states),
+        "precision": read_by(true_dtype),
+        "batchnorm": one_of(BATCHNORM),
+        "inputs": one_of(("global", "local")),
+    }
+)
+"""Option -> which of its values there are."""
+
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "net, a torch.nn.Module",
+        "devices": "4",
+        "mode": '"pipeline", or a mesh: mode={"data": 2, "tensor": 2}',
+        "example_inputs": "(x,), or x where it is the only one",
+        "example_kwargs": '{"mask": mask}',
+        "training": "True or False, or leave it out to keep the model's mode",
+        "n_microbatches": "4, or leave it out to let the planner choose",
+        "schedule": '"1F1B", or leave it out to let the planner choose',
+        "stages_per_device": "2, or leave it out",
+        "recompute": '"none", "selective" or "full", or leave it out to let the planner choose',
+        "cluster": '"h100:8x8" or a Cluster, or leave it out',
+        "memory_limit": '"16GiB", or leave it out',
+        "optimizer": '"adamw"',
+        "precision": '"bf16-mixed", or leave it out',
+        "batchnorm": '"sync" or "local"',
+        "inputs": '"global" or "local"',
+        "constraints": 'Constraints(axes={"heads": "tensor"}), or leave it out',
+        "plan": "Plan.from_json(text), or leave it out",
+        "cost_model": "MeasuredCosts(), or leave it out",
+        "progress": "True or False, or leave it out",
+    }
+)
+"""Option -> how to write it, behind ``option=``."""
+
+
+def positional(example_inputs: tuple[Any, ...] | Tensor | None) -> tuple[Any, ...] | None:
+    """The positional inputs of a call; a tensor is the only one."""
+    return (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
