@@ -18,6 +18,7 @@ from passes.ir.errors import (
     ConfigError,
     InfeasiblePlanError,
     PartitionError,
+    PartitionWarning,
     TraceError,
     VerificationError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "PartitionError",
+    "PartitionWarning",
     "PartitionedModel",
     "Plan",
     "TraceError",
