@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     expected = nn.functional.mse_loss(whole(images), target)
     expected.backward()
     loss = pm.train_step(images, target=target, loss_fn=nn.functional.mse_loss)
-    print("each rank's part of the weight:", ", ".join(str(tuple(p.shape)) for n, p in pm.named_parameters() if n.startswith("weight")))
+    parts = [dict(pm.named_parts(rank))["weight"] for rank in range(options.devices)]
+    print("each rank's part of the weight:", ", ".join(str(tuple(part.shape)) for part in parts))
 
     gradients = pm.full_gradients()
     differences = [abs(loss.item() - expected.item())]

@@ -13,12 +13,12 @@ from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.inspection import Drawing, WeightDrawing, diff, draw, draw_weight
 from partitioner.model import PartitionedModel
+from partitioner.optimizer_check import register_optimizer
 from passes.ir.errors import (
     CommunicationError,
     ConfigError,
     InfeasiblePlanError,
     PartitionError,
-    PartitionWarning,
     TraceError,
     VerificationError,
 )
@@ -34,7 +34,6 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "PartitionError",
-    "PartitionWarning",
     "PartitionedModel",
     "Plan",
     "TraceError",
@@ -44,4 +43,5 @@ __all__ = [
     "draw",
     "draw_weight",
     "partition",
+    "register_optimizer",
 ]

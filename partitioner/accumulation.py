@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from partitioner.gradient_slots import is_unsummed
 from passes.ir.errors import ConfigError
-from passes.ir.unsummed import is_unsummed
 from passes.place_on_mesh import Gradients
 
 __all__ = ["Accumulation"]
@@ -32,6 +32,11 @@ class Accumulation:
             yield
         finally:
             self._holds = before
+
+    @property
+    def holds(self) -> bool:
+        """Whether steps now keep each rank's part of gradients."""
+        return self._holds
 
     @property
     def gradients(self) -> Gradients:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,11 +14,11 @@ from cost_models.checked_costs import checked_costs
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts
-from partitioner.batch_statistics import check_values_per_channel, warn_of_microbatches
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
+from partitioner.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.lowering import Lowering
-from partitioner.lowerings import Lowerings, Variant, first_variant, variant_for
+from partitioner.lowerings import Lowerings, Variant, first_variant
 from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.options.arguments import EXAMPLES, VALUES, positional
@@ -26,7 +28,7 @@ from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.progress import Progress
-from partitioner.rows import Inputs, RowParts
+from partitioner.rows import Inputs
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
@@ -95,8 +97,7 @@ def partition(
             ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
-            ``state_dict()``. Microbatches of a pipeline have statistics of their own: with ``"sync"`` the planner chooses one microbatch;
-            ``"local"``, or ``n_microbatches`` above 1, accepts them, with a ``PartitionWarning``.
+            ``state_dict()``.
         inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
             as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
@@ -118,7 +119,7 @@ def partition(
     plan = None if plan is None else plan_on(plan, placement.devices)
     in_turn, mesh = (None, plan.grid) if plan is not None else _mesh_of(mode, len(placement.devices))
     local, cost_model, dtype = _inputs(inputs, world_size), checked_costs(cost_model), true_dtype(precision)
-    model = converted_model(model, dtype)
+    model, hooks = converted_model(model, dtype), tensor_hooks(model)  # a converted copy has no hooks of parameters
     request = None
     if plan is None:
         request = PlanRequest(
@@ -138,7 +139,7 @@ def partition(
     steps = Progress("partition", 2 if plan is not None else 3, progress)
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, positional(example_inputs), example_kwargs, dtype)
-        graph = trace(model, example_inputs, example_kwargs, training, autocast=autocast_of(precision, model))
+        graph = _traced(model, example_inputs, example_kwargs, training, precision)
     runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     _agree_on_model(model, graph, runtime)
     problem = None if request is None else PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
@@ -146,16 +147,28 @@ def partition(
         with steps.step("planning"):
             plan = problem.solve(steps.tell if steps.is_shown and world_size is None else None)  # interrupted, processes would differ
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
-    _check_numbers(graph, plan, runtime, precision, world_size)
+    check_scaler(precision, plan.grid, world_size)
     with steps.step("lowering"):
         assumed = Assumptions(hardware, cost_model, optimizer, problem)
-        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed)
+        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed, hooks)
 
 
 def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> tuple[int | tuple[int, ...] | None, Mesh | None]:
     """The tiles that one device computes in turn, if that is the mode; and the mesh, None where the planner chooses it."""
     in_turn = tiles_in_turn(mode, n_devices)
     return in_turn, resolve_mode("model" if in_turn is not None else mode, n_devices)
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, training: bool | None, precision: str | None
+) -> ModelGraph:
+    """The graph of the model, with a note and a warning of what its hooks do besides."""
+    graph = trace(model, args, kwargs, training, autocast=autocast_of(precision, model))
+    note = side_effect_note(model)
+    if note is None:
+        return graph
+    warnings.warn(note, stacklevel=4)  # where partition() was called
+    return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 
 def _agree_on_model(model: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
@@ -177,15 +190,6 @@ def _agreed(plan: Plan | None, graph: ModelGraph, runtime: Runtime, *, measured:
     return plan
 
 
-def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None, world_size: int | None) -> None:
-    """Refuse a scaler whose processes would disagree and statistics of one value; warn where microbatches change the model's numbers."""
-    check_scaler(precision, plan.grid, world_size)
-    rows = RowParts(plan.grid)
-    check_values_per_channel(graph, plan, rows, plan.batch_size, variant_for(graph, plan, rows, plan.batch_size)[0])
-    if 0 in runtime.local_ranks:
-        warn_of_microbatches(graph, plan)
-
-
 @nothing_collected()
 def _lower(
     model: nn.Module,
@@ -197,15 +201,17 @@ def _lower(
     example_inputs: tuple[Any, ...] | None,
     example_kwargs: Mapping[str, Any] | None,
     assumed: Assumptions,
+    hooks: TensorHooks,
 ) -> PartitionedModel:
     graph = fixed_for(graph, plan)
     cuts = PlanCuts(graph, plan, lambda rows: trace(model, example_inputs, example_kwargs, graph.training, rows, graph.autocast))
 
     def lower_at(variant: Variant) -> Lowering:
-        return Lowering(cuts.at(variant), plan, runtime.devices, runtime.local_ranks, state.by_rank, trainable, variant.inputs)
+        held = state.by_rank, state.slots
+        return Lowering(cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
 
-    held = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
-    state = materialize(model, graph, held, runtime.devices, runtime.local_ranks)
+    blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
+    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
 

@@ -21,6 +21,7 @@ from partitioner.precision import converted_inputs
 from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.runtime import Runtime
+from partitioner.state import State
 from passes.ir.autocast import without_autocast
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -39,14 +40,18 @@ class Calls:
         original: the model; its signature says which argument has which name.
         graph: of the model.
         runtime: runs programs.
+        state: what programs read, and where their gradients go.
         rows: what each process passes.
         dtype: what floating-point inputs are converted to, if anything.
     """
 
-    def __init__(self, original: nn.Module, graph: ModelGraph, runtime: Runtime, rows: RowParts, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, original: nn.Module, graph: ModelGraph, runtime: Runtime, state: State, rows: RowParts, dtype: torch.dtype | None = None
+    ) -> None:
         self._signature = inspect.signature(original.forward)
         self._graph = graph
         self._runtime = runtime
+        self._state = state
         self._rows = rows
         self.dtype = dtype
 
@@ -93,8 +98,12 @@ class Calls:
                 **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
                 **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
+        self._state.gradients.begin()
         with without_autocast():  # casts are operations of the programs
-            return self._runtime.run(programs, given)
+            results = self._runtime.run(programs, given)
+        with self._runtime.failing_together():
+            self._state.finish()
+        return results
 
     def _check_autocast(self) -> None:
         """Raise ConfigError for a call inside an autocast that the programs were not traced in."""

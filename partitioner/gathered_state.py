@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from partitioner.part_gradient import plain
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 
@@ -26,6 +27,7 @@ class GatheredState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``."""
+        self._state.check_names()
         return self.whole(self._state.names)
 
     def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -35,10 +37,11 @@ class GatheredState:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``; None where there is none."""
-        return self._collect(self._state.parameter_names, lambda parameter: parameter.grad)
+        return self._collect(self._state.parameter_names, _gradient)
 
     def held(self) -> dict[str, Tensor]:
         """What this process holds, in the order of the original; what is cut over processes is put together."""
+        self._state.check_names()
         whole = {name: blocks for name in self._state.names if (blocks := self._state.held(name)) and blocks[0][0].is_whole}
         held = {name: blocks[0][1].detach() for name, blocks in whole.items()}
         cut = [name for name in self._state.names if name not in whole and self._state.is_cut(name)]
@@ -53,3 +56,7 @@ class GatheredState:
         owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
         found = self._runtime.collect(owned)
         return {name: self._state.whole(name, found) for name in names}
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else plain(parameter.grad)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from partitioner.part_gradient import plain
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 
@@ -21,7 +22,7 @@ def gradient_norm(original: nn.Module, state: State, runtime: Runtime, norm_type
         original: the model; its dtypes make that of the norm, also on a rank that owns nothing.
     """
     names = dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names)
-    owned = [tensor.grad for name in names for _, tensor in state.owned(name) if tensor.grad is not None]
+    owned = [plain(tensor.grad) for name in names for _, tensor in state.owned(name) if tensor.grad is not None]
     dtypes = [parameter.dtype for parameter in original.parameters()] or [torch.get_default_dtype()]
     zero = torch.zeros((), dtype=functools.reduce(torch.promote_types, dtypes).to_real(), device=runtime.devices[runtime.local_ranks[0]])
     norms = torch.stack([zero, *(torch.linalg.vector_norm(gradient, norm_type).to(zero) for gradient in owned)])

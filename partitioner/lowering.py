@@ -20,6 +20,7 @@ from passes.ir.mesh import Mesh, homes, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
+from passes.ir.unsummed import GradientSlot
 from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import Gradients, place_on_mesh
 from passes.program_module import ProgramModule
@@ -44,6 +45,7 @@ class Lowering:
         devices: for each rank, where it runs.
         local_ranks: the ranks of this process: only their programs are bound to tensors.
         state: rank -> placeholder -> tensor.
+        slots: rank -> placeholder of a parameter -> where its gradients go.
         trainable: placeholders of the parameters that get gradients, of all ranks.
         inputs: what each process passes.
     """
@@ -55,6 +57,7 @@ class Lowering:
         devices: Sequence[torch.device],
         local_ranks: Sequence[int],
         state: Mapping[int, Mapping[str, Tensor]],
+        slots: Mapping[int, Mapping[str, GradientSlot]],
         trainable: frozenset[str],
         inputs: Inputs = "global",
     ) -> None:
@@ -68,6 +71,7 @@ class Lowering:
         self.rows = RowParts(self._mesh if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._local_ranks = tuple(local_ranks)
         self._state = state
+        self._slots = slots
         self._kept: dict[Hashable, Any] = {}
         self.trainable = trainable
 
@@ -225,7 +229,7 @@ class Lowering:
         programs = tuple(found[rank] for rank in range(len(found)))
         verify(programs)
         for rank in self._local_ranks:
-            programs[rank].bind(self._state[rank])
+            programs[rank].bind(self._state[rank], self._slots[rank])
         return ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
 
     def _emitted(self, emit: Emit, pipeline: int) -> Sequence[Program]:

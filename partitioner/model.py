@@ -21,10 +21,13 @@ from partitioner.explain import explain, save_report
 from partitioner.freezing import Freezing
 from partitioner.gathered_state import GatheredState
 from partitioner.gradient_norm import gradient_norm, scale_gradients
+from partitioner.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.initialization import InitFunction, initialize, seed_text
+from partitioner.load_state import load_state
 from partitioner.losses import Losses
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
+from partitioner.optimizer_check import check_optimizers
 from partitioner.optimizer_state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.planner.pinned import Pinned
 from partitioner.precision import converted_inputs
@@ -37,7 +40,7 @@ from partitioner.reports.mesh_devices import mesh_table
 from partitioner.runtime.runtime import Runtime
 from partitioner.shown import LastStep, Shown, shown
 from partitioner.simulate import Assumptions, simulate
-from partitioner.state import State, check_values, load
+from partitioner.state import State, check_values
 from passes.emit_programs import LossForm
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
@@ -73,14 +76,15 @@ class PartitionedModel(nn.Module):
         self.training = graph.training
         # A tuple, so that the original, kept for comparison alone, is no submodule.
         self._original = (original,)
-        self._stand_in = (nn.Parameter(torch.empty(0)),) if state.parameter_names else ()
+        check_optimizers()
+        self._stand_in: tuple[nn.Parameter, ...] = (nn.Parameter(torch.empty(0)),) if state.parameter_names else ()
         self._graph = graph
         self._plan = plan
         self._runtime = runtime
         self._state = state
         self._freezing = Freezing(state.named_parameters())
         self._accumulation = Accumulation(state.named_parameters())
-        self._calls = Calls(original, graph, runtime, lowerings.rows, dtype)
+        self._calls = Calls(original, graph, runtime, state, lowerings.rows, dtype)
         self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
         self._assumed = assumed
@@ -102,7 +106,7 @@ class PartitionedModel(nn.Module):
         differentiation = lowering.everything(wanted)
         if not (torch.is_grad_enabled() and differentiation.outputs):
             return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
-        self._freezing.check()
+        self._check_parameters()
         call = PartitionedForward(self._calls, self._runtime, lowering, differentiation, count, inputs, self._accumulation)
         return self._calls.result(call.tracked(), inputs.batch)
 
@@ -131,9 +135,10 @@ class PartitionedModel(nn.Module):
             ConfigError: inputs that do not fit what was traced, or a loss that is no number.
             CommunicationError: a rank could not communicate.
         """
+        refuse_hooks(self, "train_step()")
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
-        self._freezing.check()
+        self._check_parameters()
         inputs = self._bind(args, kwargs)
         results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
         if loss_fn is None:
@@ -164,10 +169,10 @@ class PartitionedModel(nn.Module):
         self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
         extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
         loss, gradients = self._calls.run(lowering, programs, inputs, extra)[self._here]
-        for name, gradient in zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True):
-            if gradient is not None and (tensor := inputs.tensors.get(name)) is not None:
-                here = gradient.to(tensor.device)
-                tensor.grad = here if tensor.grad is None else tensor.grad + here
+        pairs = zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True)
+        found = [(inputs.tensors[name], gradient) for name, gradient in pairs if gradient is not None and name in inputs.tensors]
+        if found:
+            torch.autograd.backward([tensor for tensor, _ in found], [gradient.to(tensor.device) for tensor, gradient in found])
         assert isinstance(loss, Tensor)
         return loss
 
@@ -176,8 +181,15 @@ class PartitionedModel(nn.Module):
         """The rank whose results this process returns."""
         return self._runtime.local_ranks[0]
 
+    def _check_parameters(self) -> None:
+        """Raise ConfigError where the gradient of a parameter would not be what its owner expects."""
+        self._freezing.check()
+        refuse_parameter_hooks(self._state.stored_parameters(), in_no_sync=self._accumulation.holds)
+
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         check_values(self._state)
+        refuse_global_hooks()
+        self._state.refresh()
         return self._calls.bind(args, kwargs)
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
@@ -286,9 +298,20 @@ class PartitionedModel(nn.Module):
     # -- parameters ----------------------------------------------------------------------------------------------------------------
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under their original names; further copies of a shared one as ``name@rank3``."""
+        """This process's parameters under their original names, in the order of the original.
+
+        With all ranks in one process on one device they are those of the model: whole, and each once. With a rank a process each is what
+        the rank holds of it. Parts of one parameter that lie on several devices of one process all have its name.
+        """
         for name, parameter in self._state.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """What a rank of this process computes with: of each parameter its part, under the original name. To look at, not to change."""
+        if rank not in self._runtime.local_ranks:
+            ranks = ", ".join(map(str, self._runtime.local_ranks))
+            raise ConfigError(f"rank {rank} is not in this process", remedy=f"the ranks in this process: {ranks}")
+        return self._state.named_parts(rank)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Where its stages have none, one empty parameter: optimizers refuse to have none."""
@@ -302,6 +325,7 @@ class PartitionedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What this process holds, whole, under the original names. What is cut over processes is put together: all ranks must call it."""
+        refuse_hooks(self, "state_dict()")
         prefix = kwargs.get("prefix", "")
         return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
 
@@ -315,9 +339,23 @@ class PartitionedModel(nn.Module):
 
     @checked_arguments()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy in tensors under the original names, a full state dict or this process's part."""
-        load(self._state, state_dict, complete=strict)
-        return {"missing_keys": [], "unexpected_keys": []}
+        """Copy in tensors under the original names, a full state dict or this process's part.
+
+        Args:
+            state_dict: name -> tensor.
+            strict: refuse names that are missing or unknown.
+            assign: refused: parameters stay the tensors that they are, and take over values.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``nn.Module`` does.
+
+        Raises:
+            ConfigError: an entry does not fit; nothing is loaded then.
+        """
+        refuse_hooks(self, "load_state_dict()")
+        if assign:
+            raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
+        return load_state(self._state, state_dict, strict=strict)
 
     @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:

@@ -10,15 +10,18 @@ The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_stat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partitioner.block_tensor import BlockTensor
+from partitioner.optimizer_kind import check_entries, check_options
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
+from partitioner.stored_parameters import membership
 from passes.ir.errors import ConfigError
 
 __all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
@@ -29,25 +32,36 @@ class _Held(Protocol):
 
     _state: State
     _runtime: Runtime
+    _stand_in: tuple[nn.Parameter, ...]
 
 
 def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
     """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
 
     Returns:
-        ``"state"``: parameter -> ``exp_avg``, ``step``, ...; ``"param_groups"``: the options, with names of parameters.
+        ``"state"``: parameter -> ``exp_avg``, ``step``, ...; nothing for one that has had no gradient; ``"param_groups"``: the options,
+        with names of parameters.
 
     Raises:
-        ConfigError: a state is neither one number for its parameter nor one for each element: nobody can say whose parts these are.
+        ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one for
+            each element, and this process holds a part of the parameter: nobody can say whose parts these are.
     """
-    state, owned = self._state, {}
+    state = self._state
+    _check_parameters(self, optimizer)
+    owned: dict[str, Tensor | None] = {}
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name in _names(state):
         for key, parameter in state.owned(name):
-            for what, tensor in _entries(optimizer, name, parameter):
-                owned[f"{key}{_SEPARATOR}{what}"] = tensor
+            entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _entries(optimizer, name, parameter)}
+            owned.update(entries)
+            if not entries and id(parameter) in covered:
+                owned[f"{key}{_SEPARATOR}"] = None
     found = self._runtime.collect(owned)
-    kinds = dict.fromkeys(key.partition(_SEPARATOR)[2] for key in found)
+    kinds = dict.fromkeys(what for key in found if (what := key.partition(_SEPARATOR)[2]))
     whole: dict[str, dict[str, Tensor]] = {}
+    if kinds:
+        empty = {key.partition(_SEPARATOR)[0] for key in found if not key.partition(_SEPARATOR)[2]}
+        whole.update({name: {} for name in _names(state) if name in empty})
     for what in kinds:
         parts = {key.partition(_SEPARATOR)[0]: tensor for key, tensor in found.items() if key.partition(_SEPARATOR)[2] == what}
         for name in _names(state):
@@ -63,6 +77,7 @@ def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str,
 
     An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
     """
+    _check_parameters(self, optimizer)
     if not optimizer.state:
         _prepare(optimizer)
     state = self._state
@@ -73,7 +88,8 @@ def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str,
             for what, tensor in _entries(optimizer, name, parameter):
                 blocks.setdefault(what, []).append((block, tensor))
         for what, each in blocks.items():
-            found.setdefault(name, {})[what] = BlockTensor(list(dict(each).items())) if each[0][1].dim() else each[-1][1]
+            is_by_element = each[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in each)
+            found.setdefault(name, {})[what] = BlockTensor(list(dict(each).items())) if is_by_element else each[-1][1]
     return {"state": found, "param_groups": _groups(state, optimizer)}
 
 
@@ -85,16 +101,14 @@ def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Map
         state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Raises:
-        ConfigError: names or shapes are not those of the model, or parameters of one group come from groups with unlike options.
+        ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
+            parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
     """
-    state, given = self._state, state_dict["state"]
-    unknown = sorted(set(given) - set(state.parameter_names))
-    if unknown:
-        raise ConfigError(
-            f"unknown names in the optimizer's state: {', '.join(unknown[:5])}", remedy="use the names of the original model's parameters"
-        )
+    state = self._state
+    given, saved_groups = _checked(state, state_dict)
+    _check_parameters(self, optimizer)
     name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
-    saved = [(frozenset(group["params"]), group) for group in state_dict["param_groups"]]
+    saved = [(frozenset(group["params"]), group) for group in saved_groups]
     entries: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -106,13 +120,59 @@ def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Map
                 "parameters of one group had unlike options when the state was saved",
                 remedy="make the groups of the optimizer those that it had",
             )
+        for saved_group in options[:1]:
+            check_options(optimizer, index, _options(saved_group))
         first = sum(len(each["params"]) for each in groups)
         numbers = list(range(first, first + len(names)))
         groups.append({**(_options(options[0]) if options else _options(group)), "params": numbers})
         for number, name, parameter in zip(numbers, names, group["params"], strict=True):
+            if given and name is not None and name not in given and parameter.requires_grad:
+                raise ConfigError(
+                    f"the optimizer's state lacks {name}",
+                    remedy=f'a parameter that has had no gradient has an empty state: state_dict["state"]["{name}"] = {{}}',
+                )
             if name is not None and name in given:
-                entries[number] = {what: _part(state, name, parameter, value) for what, value in given[name].items()}
+                block = next(block for block, held in state.held(name) if held is parameter)
+                check_entries(optimizer, name, given[name], groups[-1], block.shape, parameter.dtype)
+                entries[number] = {what: _part(state, name, what, parameter, value) for what, value in given[name].items()}
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _check_parameters(self: _Held, optimizer: Optimizer) -> None:
+    """Raise ConfigError where an optimizer has a parameter that is none of the partitioned model."""
+    known = {id(stored.parameter) for stored in self._state.stored_parameters()} | {id(each) for each in self._stand_in}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is none of this model's",
+                    remedy="make the optimizer of pm.parameters(), not of those of the original model, and another one for other modules",
+                )
+
+
+def _checked(state: State, state_dict: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The parts of a state, if it is one under the names of the model.
+
+    Raises:
+        ConfigError: naming the entry that is none.
+    """
+    remedy = "pass what pm.full_optimizer_state_dict(optimizer) returns, or torch's get_optimizer_state_dict(model, optimizer)"
+    lacking = [key for key in ("state", "param_groups") if not isinstance(state_dict, Mapping) or key not in state_dict]
+    if lacking:
+        raise ConfigError(f"the optimizer's state has no {lacking[0]!r}", remedy=remedy)
+    given, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(given, Mapping) or not all(isinstance(entries, Mapping) for entries in given.values()):
+        raise ConfigError("'state' of the optimizer's state is no dict of dicts", remedy=remedy)
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise ConfigError("'param_groups' of the optimizer's state is no list of dicts with 'params'", remedy=remedy)
+    if any(isinstance(name, int) for name in given):
+        raise ConfigError("the optimizer's state is by number, and the model's parameters have names", remedy=remedy)
+    unknown = sorted(str(name) for name in given if name not in state.parameter_names)
+    if unknown:
+        raise ConfigError(
+            f"unknown names in the optimizer's state: {', '.join(unknown[:5])}", remedy="use the names of the original model's parameters"
+        )
+    return given, list(groups)
 
 
 _SEPARATOR = "\0"
@@ -126,11 +186,17 @@ def _names(state: State) -> list[str]:
 
 def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What an optimizer keeps for a parameter."""
+    found = membership(parameter)
     for what, value in optimizer.state.get(parameter, {}).items():
         if value is None:
             continue
+        if not isinstance(value, Tensor | Number):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} for {name}, {what}: it belongs to no elements of the parameter",
+                remedy="save optimizer.state_dict() itself; it fits the same plan alone",
+            )
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        if tensor.dim() and tensor.shape != parameter.shape:
+        if tensor.dim() and tensor.shape != parameter.shape and (found is None or found.is_part):
             raise ConfigError(
                 f"{what} of {name} has shape {tuple(tensor.shape)}, and the part of the parameter {tuple(parameter.shape)}: "
                 "its elements belong to no elements of the parameter",
@@ -154,13 +220,15 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _part(state: State, name: str, parameter: Tensor, value: Any) -> Any:
+def _part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
     """What a rank keeps of a value for the whole parameter."""
     if not isinstance(value, Tensor) or not value.dim():
         return value.clone() if isinstance(value, Tensor) else value
     block = next(block for block, held in state.held(name) if held is parameter)
     if tuple(value.shape) != block.shape:
-        raise ConfigError(f"the state of {name} has shape {tuple(value.shape)} and the parameter {block.shape}")
+        if block.is_whole and not isinstance(value, BlockTensor):
+            return value.clone()
+        raise ConfigError(f"{what} of {name} has shape {tuple(value.shape)}, and the parameter {block.shape}")
     if not isinstance(value, BlockTensor):
         return block.take(value).clone()
     found = dict(value.blocks)

@@ -50,8 +50,16 @@ class Block:
         return whole.reshape(self.unfolded)[self._index()].reshape(self.part).clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write the block into a contiguous tensor."""
-        whole.view(self.unfolded)[self._index()] = part.reshape([stop - start for start, stop in self.intervals])
+        """Write the block into a tensor."""
+        self.within(whole).copy_(self.unfold(part))
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The block as a view of a tensor, every dimension written as its axes."""
+        return whole.view(self.unfolded)[self._index()]
+
+    def unfold(self, part: Tensor) -> Tensor:
+        """A tensor of the block's shape, every dimension written as its axes, as ``within`` gives it."""
+        return part.reshape([stop - start for start, stop in self.intervals])
 
     def _index(self) -> tuple[slice, ...]:
         return tuple(slice(start, stop) for start, stop in self.intervals)

@@ -150,7 +150,7 @@ class _Writer:
             if isinstance(store, StoreGradients) and not node.meta.get("is_summed"):
                 if mode == "keep":
                     over = {name: self.part.reduced.get(name or "", ()) for name in store.names if name is not None}
-                    store.unsummed = {name: len(self.mesh.group(self.rank, names)) for name, names in over.items() if names}
+                    store.unsummed = {name: self.mesh.group(self.rank, names) for name, names in over.items() if names}
                     continue
                 if mode == "add":
                     self._add_unsummed(node, store)

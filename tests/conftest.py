@@ -52,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/golden")
 
 
+@pytest.fixture
+def devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let parameters be stored as if every rank ran on a device of its own."""
+    monkeypatch.setattr("partitioner.state.device_keys", lambda devices: tuple(range(len(devices))))
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
     """Processes for so many ranks, started when first asked for. With two, the script has initialised torch.distributed itself."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
 from passes.ir import communication
-from passes.ir.errors import ConfigError
 
 BATCHES = 3
 
@@ -79,9 +78,7 @@ def test_is_the_gradient_of_all_batches(mode: str | Mapping[str, int], devices: 
     for index, batch in enumerate(batches()):
         with pm.no_sync() if index < BATCHES - 1 else contextlib.nullcontext():
             step(pm, *batch, by_backward=by_backward)
-    gradients = pm.full_gradients()
-    for name, gradient in expected(model()).items():
-        torch.testing.assert_close(gradients[name], gradient, msg=name)
+    assert_gradients(pm, expected(model()))
 
 
 def test_sums_nothing_inside_and_once_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,21 +123,30 @@ def test_what_is_cleared_is_gone(set_to_none: bool) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
-def test_parts_are_not_taken_for_sums() -> None:
-    pm = made("data")
+@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ({"data": 2, "tensor": 2}, 4)])
+def test_parts_of_all_ranks_are_added_up_where_all_are_in_one_process(mode: str | Mapping[str, int], devices: int) -> None:
+    """There is one ``.grad``: nothing is left to be summed, and a copy that several ranks hold counts once."""
+    pm = made(mode, devices)
     with pm.no_sync():
-        step(pm, *batches()[0], by_backward=False)
-    with pytest.raises(ConfigError, match=r"clip_grad_norm_.*no_sync"):
-        pm.clip_grad_norm_(1.0)
-    with pytest.raises(ConfigError, match=r"full_gradients.*no_sync"):
-        pm.full_gradients()
+        for batch in batches():
+            step(pm, *batch, by_backward=False)
+    assert_gradients(pm, expected(model()))
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 3 rows")
-def test_a_batch_that_every_rank_computes_whole_is_not_added_to_parts() -> None:
+def test_a_batch_that_every_rank_computes_whole_is_added() -> None:
     pm = made("data")
     (x, target), *_ = batches()
     with pm.no_sync():
         step(pm, x, target, by_backward=False)
-    with pytest.raises(ConfigError, match="part from no_sync"):
-        step(pm, x[:3], target[:3], by_backward=False)
+    step(pm, x[:3], target[:3], by_backward=False)
+    reference = copy.deepcopy(model())
+    for rows in (4, 3):
+        square(reference(x[:rows]), target[:rows]).backward()
+    assert_gradients(pm, {name: parameter.grad for name, parameter in reference.named_parameters()})
+
+
+def assert_gradients(pm: PartitionedModel, exact: Mapping[str, Tensor | None]) -> None:
+    gradients = pm.full_gradients()
+    for name, gradient in exact.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)

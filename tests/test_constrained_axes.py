@@ -82,7 +82,7 @@ def collectives(pm: PartitionedModel) -> dict[str, list[tuple[str, int]]]:
 
 
 def shape_of(pm: PartitionedModel, name: str) -> tuple[int, ...]:
-    return tuple(dict(pm.named_parameters())[name].shape)
+    return tuple(dict(pm.named_parts(0))[name].shape)
 
 
 # -- axes ----------------------------------------------------------------------------------------------------------------------------

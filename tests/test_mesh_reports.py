@@ -46,7 +46,7 @@ def test_ranks_hold_the_parameters_that_the_table_says(mode: str | Mapping[str, 
     heading, *rows, total = cells(pm)
     counts = []
     for rank in range(devices):
-        held = [tensor for tensor in pm._state.by_rank[rank].values() if isinstance(tensor, nn.Parameter)]
+        held = [part for _, part in pm.named_parts(rank)]
         counts.append(sum(tensor.numel() for tensor in held))
         row = dict(zip(heading, rows[rank], strict=True))
         assert row["rank"] == str(rank)

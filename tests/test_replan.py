@@ -177,8 +177,9 @@ def test_blocks_are_those_that_the_new_model_holds() -> None:
     replanned = pm.replan(8, {"pipeline": 2, "fsdp": 2, "tensor": 2})
     new = partitioned(8, plan=replanned.plan)
     for rank in range(8):
-        held = [value for key, value in new._state.by_rank[rank].items() if key in {**new._graph.parameters, **new._graph.buffers}]
-        size = sum(tensor.nbytes * (3 if isinstance(tensor, nn.Parameter) else 1) for tensor in held)
+        parts = sum(part.nbytes for _, part in new.named_parts(rank))
+        buffers = sum(value.nbytes for key, value in new._state.by_rank[rank].items() if key in new._graph.buffers)
+        size = 3 * parts + buffers
         assert replanned.moves.kept[rank] + replanned.moves.received(rank) + replanned.moves.loaded(rank) == size
 
 

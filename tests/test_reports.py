@@ -59,7 +59,7 @@ def test_the_table_counts_the_models_parameters() -> None:
 
 
 def _held(pm: PartitionedModel, rank: int) -> list[Tensor]:
-    return [tensor for tensor in pm._state.by_rank[rank].values() if isinstance(tensor, torch.nn.Parameter)]
+    return [part for _, part in pm.named_parts(rank)]
 
 
 def test_the_notebook_shows_the_same_cells() -> None:

@@ -137,7 +137,7 @@ def _full_tensors(subject: Subject) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _undisturbed(subject: Subject) -> Iterator[None]:
     """Let parameters be frozen as in the original; at the end put back that, gradients, buffers and random number generators."""
-    named = [(name.partition("@")[0], parameter) for name, parameter in subject.state.named_parameters()]
+    named = list(subject.state.named_parameters())
     parameters = [parameter for _, parameter in named]
     gradients = [parameter.grad for parameter in parameters]
     requiring = [parameter.requires_grad for parameter in parameters]
@@ -146,7 +146,7 @@ def _undisturbed(subject: Subject) -> Iterator[None]:
     buffers = [buffer for _, buffer in subject.state.named_buffers()]
     values = [buffer.clone() for buffer in buffers]
     devices = sorted({device.index or 0 for device in subject.runtime.devices if device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), subject.state.gradients.without_hooks():
         try:
             yield
         finally:

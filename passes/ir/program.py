@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.autocast import Autocast
 from passes.ir.errors import ConfigError
-from passes.ir.unsummed import AddUnsummed, is_unsummed, keep_unsummed, mark_summed
+from passes.ir.unsummed import AddUnsummed, GradientSlot
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 
@@ -55,11 +55,13 @@ class Program:
     def placeholders(self) -> tuple[str, ...]:
         return tuple(node.target for node in self.module.graph.nodes if node.op == "placeholder")
 
-    def bind(self, state: Mapping[str, Tensor]) -> None:
-        """Give the modules their parameters, buffers and constants, by placeholder name."""
+    def bind(self, state: Mapping[str, Tensor], slots: Mapping[str, GradientSlot]) -> None:
+        """Give the modules their parameters, buffers and constants, and where gradients go, by placeholder name."""
         for module in self.module.children():
-            if isinstance(module, StageCall | StoreGradients | AddUnsummed):
+            if isinstance(module, StageCall):
                 module.bind(state)
+            elif isinstance(module, StoreGradients | AddUnsummed):
+                module.bind(slots)
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
                 setattr(self.module, node.target, state[node.target])
@@ -96,35 +98,22 @@ class StoreGradients(nn.Module):
         names: for each gradient, the parameter's placeholder; None leaves the gradient to somebody else.
 
     Attributes:
-        unsummed: the parameters whose gradients are parts that a later step sums -> over how many ranks.
+        unsummed: the parameters whose gradients are parts that a later step sums -> over which ranks.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.unsummed: Mapping[str, int] = {}
-        self._parameters_of: tuple[Tensor | None, ...] = ()
+        self.unsummed: Mapping[str, tuple[int, ...]] = {}
+        self._slots: tuple[tuple[GradientSlot, tuple[int, ...]] | None, ...] = ()
 
-    def bind(self, state: Mapping[str, Tensor]) -> None:
-        self._parameters_of = tuple(None if name is None else state[name] for name in self.names)
+    def bind(self, slots: Mapping[str, GradientSlot]) -> None:
+        self._slots = tuple(None if name is None else (slots[name], self.unsummed.get(name, ())) for name in self.names)
 
     def forward(self, gradients: Sequence[Tensor]) -> None:
-        for name, parameter, gradient in zip(self.names, self._parameters_of, gradients, strict=True):
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if name is not None and name in self.unsummed:
-                keep_unsummed(parameter, gradient, self.unsummed[name])
-                continue
-            if is_unsummed(parameter):
-                raise ConfigError(
-                    f"the gradient of {name} holds a rank's part from no_sync(), and this step computes the whole batch on every rank",
-                    remedy="let all batches of an accumulation divide over the ranks, or clear the gradients before this one",
-                )
-            mark_summed(parameter)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+        for found, gradient in zip(self._slots, gradients, strict=True):
+            if found is not None:
+                found[0].add(gradient, found[1])
 
 
 class LossCall(nn.Module):

@@ -1,4 +1,6 @@
-"""Gradients that are not summed yet: ranks that compute on rows of their own keep their parts until a later step sums them.
+"""Where programs put gradients of parameters, and gradients that are not summed yet.
+
+Ranks that compute on rows of their own may keep their parts until a later step sums them:
 
     step in no_sync      .grad = own part                                        nothing is sent
     step in no_sync      .grad = own part + own part                             nothing is sent
@@ -10,32 +12,26 @@ A gradient that was summed before the first of them is divided among the ranks, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["AddUnsummed", "is_unsummed", "keep_unsummed", "mark_summed"]
+__all__ = ["AddUnsummed", "GradientSlot"]
 
 
-def is_unsummed(parameter: Tensor) -> bool:
-    """Whether ``.grad`` is a rank's own part. One that was cleared or replaced since is none."""
-    return parameter.grad is not None and getattr(parameter, "_unsummed_gradient", None) is parameter.grad
+class GradientSlot(Protocol):
+    """Where the gradients that one rank computes for one parameter go."""
 
+    def add(self, gradient: Tensor, unsummed_over: Sequence[int] = ()) -> None:
+        """Add a gradient to ``.grad``, as autograd does.
 
-def keep_unsummed(parameter: Tensor, gradient: Tensor, n_ranks: int) -> None:
-    """Add a part to ``.grad`` that is to be summed over so many ranks later."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        if not is_unsummed(parameter):
-            parameter.grad.div_(n_ranks)
-        parameter.grad.add_(gradient)
-    parameter._unsummed_gradient = parameter.grad  # type: ignore[attr-defined]  # noqa: SLF001  # it lives and dies with the parameter
+        Args:
+            gradient: of the rank's part of the parameter; its memory may become that of ``.grad``.
+            unsummed_over: the ranks among which this is one part of a sum; empty for a gradient that is summed.
+        """
 
-
-def mark_summed(parameter: Tensor) -> None:
-    """What ``.grad`` holds is summed."""
-    if hasattr(parameter, "_unsummed_gradient"):
-        del parameter._unsummed_gradient  # noqa: SLF001
+    def take_unsummed(self) -> Tensor | None:
+        """Remove from ``.grad`` the part that earlier steps left there, and return it; None where there is none."""
 
 
 class AddUnsummed(nn.Module):
@@ -48,18 +44,11 @@ class AddUnsummed(nn.Module):
     def __init__(self, names: Sequence[str | None]) -> None:
         super().__init__()
         self.names = tuple(names)
-        self._parameters_of: tuple[Tensor | None, ...] = ()
+        self._slots: tuple[GradientSlot | None, ...] = ()
 
-    def bind(self, state: Mapping[str, Tensor]) -> None:
-        self._parameters_of = tuple(None if name is None else state[name] for name in self.names)
+    def bind(self, slots: Mapping[str, GradientSlot]) -> None:
+        self._slots = tuple(None if name is None else slots[name] for name in self.names)
 
     def forward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        found = []
-        for parameter, gradient in zip(self._parameters_of, gradients, strict=True):
-            if parameter is None or parameter.grad is None or not is_unsummed(parameter):
-                found.append(gradient)
-                continue
-            found.append(gradient + parameter.grad)
-            parameter.grad = None
-            mark_summed(parameter)
-        return tuple(found)
+        parts = [None if slot is None else slot.take_unsummed() for slot in self._slots]
+        return tuple(gradient if part is None else gradient + part for gradient, part in zip(gradients, parts, strict=True))

@@ -80,6 +80,14 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("passes/explicit_casts.py", "benchmarks/live_storages.py"),
     ),
     "torch._foreach_add_": ("adds to many tensors in one call, as torch.optim does", ("passes/ir/microbatch.py",)),
+    "torch._foreach_norm": (
+        "what torch.nn.utils.clip_grad_norm_ calls: told apart from other functions",
+        ("partitioner/part_gradient.py",),
+    ),
+    "torch._C.DisableTorchFunctionSubclass": (
+        "calls a function on the plain tensors behind a subclass; torch's guide to subclasses has it",
+        ("partitioner/part_gradient.py",),
+    ),
     "torch.utils._sympy.functions": ("how symbolic sizes spell floor division and modulo", ("passes/size_expression.py",)),
     "torch.fx.experimental.proxy_tensor.make_fx": (
         "records what autograd and vmap dispatch as a graph",
