@@ -19,6 +19,7 @@ from passes.ir.errors import (
     ConfigError,
     InfeasiblePlanError,
     PartitionError,
+    PartitionWarning,
     TraceError,
     VerificationError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "PartitionError",
+    "PartitionWarning",
     "PartitionedModel",
     "Plan",
     "TraceError",

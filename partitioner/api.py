@@ -14,11 +14,12 @@ from cost_models.checked_costs import checked_costs
 from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts
+from partitioner.batch_statistics import check_values_per_channel, warn_of_microbatches
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.lowering import Lowering
-from partitioner.lowerings import Lowerings, Variant, first_variant
+from partitioner.lowerings import Lowerings, Variant, first_variant, variant_for
 from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
 from partitioner.model import PartitionedModel
 from partitioner.options.arguments import EXAMPLES, VALUES, positional
@@ -28,7 +29,7 @@ from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.progress import Progress
-from partitioner.rows import Inputs
+from partitioner.rows import Inputs, RowParts
 from partitioner.runtime import torchrun
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.runtime import Runtime
@@ -97,7 +98,8 @@ def partition(
             ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
-            ``state_dict()``.
+            ``state_dict()``. Microbatches of a pipeline have statistics of their own: with ``"sync"`` the planner chooses one microbatch;
+            ``"local"``, or ``n_microbatches`` above 1, accepts them, with a ``PartitionWarning``.
         inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
             as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
@@ -147,7 +149,7 @@ def partition(
         with steps.step("planning"):
             plan = problem.solve(steps.tell if steps.is_shown and world_size is None else None)  # interrupted, processes would differ
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
-    check_scaler(precision, plan.grid, world_size)
+    _check_numbers(graph, plan, runtime, precision, world_size)
     with steps.step("lowering"):
         assumed = Assumptions(hardware, cost_model, optimizer, problem)
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed, hooks)
@@ -188,6 +190,15 @@ def _agreed(plan: Plan | None, graph: ModelGraph, runtime: Runtime, *, measured:
     # Of one model and one plan, so that either every process raises or none: nobody is left waiting for one that did.
     check_fits(plan, graph)
     return plan
+
+
+def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None, world_size: int | None) -> None:
+    """Refuse a scaler whose processes would disagree and statistics of one value; warn where microbatches change the model's numbers."""
+    check_scaler(precision, plan.grid, world_size)
+    rows = RowParts(plan.grid)
+    check_values_per_channel(graph, plan, rows, plan.batch_size, variant_for(graph, plan, rows, plan.batch_size)[0])
+    if 0 in runtime.local_ranks:
+        warn_of_microbatches(graph, plan)
 
 
 @nothing_collected()

@@ -6,12 +6,13 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 
+from partitioner.batch_statistics import check_values_per_channel
 from partitioner.lowering import Lowering
 from partitioner.rows import Inputs, RowParts
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
 
-__all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training"]
+__all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training", "variant_for"]
 
 LowerAt = Callable[["Variant"], Lowering]
 """Lowers the plan for one variant of the graph."""
@@ -58,6 +59,7 @@ class Lowerings:
         self._lower_at = lower_at
         self.rows = RowParts(plan.grid, inputs)
         self._kept: dict[Variant, Lowering] = {}
+        self._checked: set[tuple[int, int]] = set()
 
     def with_microbatches(self, count: int | None) -> Lowerings:
         """The same programs, for batches that every process passes whole, cut into so many microbatches; None: as the plan says."""
@@ -69,6 +71,9 @@ class Lowerings:
     def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
         """How many microbatches a batch of this size has, and the programs that serve them; see ``variant_for``."""
         count, variant = self.variant_for(batch, in_parts=in_parts, results=results)
+        if (batch, count) not in self._checked:
+            check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
+            self._checked.add((batch, count))
         if not variant.rows:
             warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=5)
         if variant not in self._kept:

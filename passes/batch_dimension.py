@@ -13,12 +13,12 @@ from torch._ops import OpOverload
 
 from passes.aliasing import aliasing, mutated_arguments
 from passes.batch.call import Call, Shape
-from passes.batch.layers import trains_statistics
 from passes.batch.role import Mixed, Role, RowNumbers, Rows, Same, Total
 from passes.batch.table import reads_sizes, rule_of
 from passes.batch.values import Values
-from passes.ir.graph import Combine
+from passes.ir.graph import Combine, RowMixing
 from passes.provenance import module_path, place_of
+from passes.row_statistics import takes_row_statistics
 
 __all__ = ["BatchFlow", "combination", "follow_batch"]
 
@@ -30,12 +30,12 @@ class BatchFlow:
     Attributes:
         roles: node -> its role; several for a node that gives unlike tensors.
         values: where sizes and numbers were read.
-        notes: where rows meet outside of the results: statistics of normalisations, updated buffers.
+        mixing: where rows are mixed outside of the results: statistics of normalisations, updated buffers.
     """
 
     roles: Mapping[fx.Node, Role | tuple[Role, ...]]
     values: Values
-    notes: tuple[str, ...]
+    mixing: RowMixing
 
 
 def follow_batch(
@@ -53,7 +53,7 @@ def follow_batch(
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             walk.visit(node)
-    return BatchFlow(walk.roles, values, walk.notes())
+    return BatchFlow(walk.roles, values, walk.mixing())
 
 
 def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, str | None]:
@@ -101,18 +101,9 @@ class _Walk:
         if node.op == "call_function":
             self._write(node, role)
 
-    def notes(self) -> tuple[str, ...]:
-        notes = []
-        if self._normalizations:
-            names = ", ".join(self._normalizations)
-            notes.append(
-                f"batch normalisation in training ({names}): statistics are of each microbatch, and running statistics are updated once "
-                "a microbatch; gradients differ from those of the whole batch"
-            )
-        if self._updates:
-            names = ", ".join(self._updates)
-            notes.append(f"buffers that the model updates from the batch ({names}) are updated once a microbatch, from its rows")
-        return tuple(notes)
+    def mixing(self) -> RowMixing:
+        """Where rows have been mixed outside of the results."""
+        return RowMixing(tuple(self._normalizations), tuple(self._updates))
 
     def _role(self, node: fx.Node, shapes: tuple[Shape, ...]) -> Role | tuple[Role, ...]:
         if node.op == "placeholder":
@@ -148,7 +139,7 @@ class _Walk:
             return call.mixed
         if not all(_fits(each, shape, call) for each, shape in _paired(role, shapes)):
             return call.mixed
-        if trains_statistics(call) and not isinstance(role, Same):
+        if takes_row_statistics(node) and not isinstance(role, Same):
             self._normalizations[module_path(node)] = None
         return role
 

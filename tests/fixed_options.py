@@ -85,12 +85,12 @@ def fixed_options(name: str, mode: Mode) -> Iterator[Mapping[str, Any]]:
     names = ("pipeline", "tensor") if mode == "auto" else (mode,) if whole else tuple(mode)
     for policy in ("none", "selective", "full"):
         yield {"recompute": policy}
-    if not graph.microbatching:  # else other numbers would be computed, which the planner does not choose
+    if not graph.mixing:  # else other numbers would be computed, which the planner does not choose
         yield from ({"n_microbatches": count} for count in (1, 2, 3, 4, 6, 8, 16, 32) if graph.batch_size % count == 0)
     if "pipeline" in names:
         yield from ({"schedule": schedule} for schedule in SCHEDULES)
         yield from ({"stages_per_rank": count} for count in (1, 2, 3))
-        if not graph.microbatching:
+        if not graph.mixing:
             yield from ({"schedule": schedule, "n_microbatches": 1} for schedule in ("1F1B", "ZB1P", "Interleaved1F1B"))
     bases = sorted({each.partition("[")[0] for each in axis_names(graph, find_axes(graph.graph))} - {"rest", "batch"})
     for dimension in {"tensor", "tile", "data", "sequence"}.intersection(names):

@@ -302,6 +302,9 @@ def test_check_tells_what_differs_by_definition(capsys: pytest.CaptureFixture[st
     ran = Ran("check net.py:batch_norm --devices 2 --schedule 1F1B --microbatches 2", capsys)
     assert ran.code == 0
     assert "note: BatchNorm in training (1) normalises over the rows of each microbatch" in ran.printed
+    assert ran.complaint.startswith("warning: BatchNorm under microbatches: batch normalisation in training (1) takes its statistics")
+    assert ran.complaint.count("warning:") == 1
+    assert ".py" not in ran.complaint
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------------------

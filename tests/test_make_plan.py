@@ -216,9 +216,12 @@ def test_a_batch_that_is_mixed_is_not_cut() -> None:
 def test_what_microbatching_does_to_batch_normalisation_is_in_the_notes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     graph = trace(model, (torch.rand(8, 4),), training=True)
-    plan = make_plan(graph, equal_devices(2), request(2))
-    assert set(graph.notes) <= set(plan.notes)
-    assert any("normalisation" in note for note in plan.notes)
+    exact = make_plan(graph, equal_devices(2), request(2))
+    assert exact.n_microbatches == 1
+    cut = make_plan(graph, equal_devices(2), request(2, n_microbatches=2))
+    for plan, said in ((exact, "not cut into microbatches"), (cut, "takes its statistics over each of 2 microbatches")):
+        assert set(graph.notes) <= set(plan.notes)
+        assert any("batch normalisation in training (1)" in note and said in note for note in plan.notes)
 
 
 def test_an_operator_without_a_price_is_in_the_notes() -> None:

@@ -61,6 +61,7 @@ def test_batch_normalisation_under_microbatching_is_reported_and_defined(case: C
     """There the gradients change and nothing says so. Here it is said; the numbers are those of the microbatches trained in turn."""
     pm = make_partitioned(case.build(), devices=2, mode="pipeline", n_microbatches=4)
     (note,) = [note for note in pm.plan.notes if "batch normalisation" in note]
+    assert note in " ".join(str(pm).split())
     first = next(name for name, module in case.build().model.named_modules() if isinstance(module, nn.BatchNorm2d))
     assert first in note
     assert "microbatch" in note

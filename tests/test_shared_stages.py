@@ -256,6 +256,7 @@ def test_what_does_not_fit_is_refused(given: Any, arguments: Any, message: str) 
         partition(perceptron(), 3, given, example_inputs=inputs(12)[:1], progress=False, **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")
 def test_running_statistics_belong_to_one_rank() -> None:
     """A stage with batch normalisation may not be shared, by a plan that is made or given; another stage of the model may be."""
     torch.manual_seed(0)

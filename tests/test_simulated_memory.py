@@ -79,6 +79,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
 FAST = ("1F1B", "tensor", "convolutions")
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_peak_is_that_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5 %: gradients, activations, communication, and what operators need in between."""

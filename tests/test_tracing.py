@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_unflatten
 
 from partitioner.tracing.trace import trace
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import ModelGraph, RowMixing
 from tests.models.zoo import case_named
 from tests.traced import assert_equal_runs, run_model, run_traced
 
@@ -274,12 +274,10 @@ def test_notes_name_what_the_user_should_know() -> None:
             return x if x.shape[0] == 1 else x * 2
 
     graph = trace(Model(), (torch.zeros(4, 6),))
-    for notes, parts in (
-        (graph.notes, ("keeps tensors in last", "one row (" + __file__, "squeezes")),
-        (graph.microbatching, ("batch normalisation in training (norm)", "(seen)")),
-    ):
-        assert len(notes) == len(parts)
-        assert all(part in note for part, note in zip(parts, notes, strict=True)), notes
+    parts = ("keeps tensors in last", "one row (" + __file__, "squeezes")
+    assert len(graph.notes) == len(parts)
+    assert all(part in note for part, note in zip(parts, graph.notes, strict=True)), graph.notes
+    assert graph.mixing == RowMixing(normalizations=("norm",), buffers=("seen",))
 
 
 # -- the model is left as it was ---------------------------------------------------------------------------------------------------

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 from torch import fx
 
+from partitioner.batch_statistics import first_names
 from passes.ir.graph import ModelGraph
-from passes.operators import bound_arguments, draws_random_numbers, packet
+from passes.operators import bound_arguments, draws_random_numbers
 from passes.provenance import module_path
 
 __all__ = ["differences_by_definition", "draws_anything"]
-
-_NORMALIZATIONS = frozenset({torch.ops.aten.batch_norm, torch.ops.aten.instance_norm})
 
 
 def differences_by_definition(graph: ModelGraph, n_microbatches: int) -> tuple[str, ...]:
     """One sentence for each reason why microbatches give other numbers; none when there is one microbatch."""
     if n_microbatches == 1:
         return ()
-    normalizing = [node for node in graph.computing_nodes() if packet(node.target) in _NORMALIZATIONS and _uses_statistics_of_batch(node)]
     reasons = (
-        (normalizing, "BatchNorm in training ({}) normalises over the rows of each microbatch"),
-        (_drawing(graph), "random numbers ({}) are drawn anew for each microbatch"),
+        (graph.mixing.normalizations, "BatchNorm in training ({}) normalises over the rows of each microbatch"),
+        (graph.mixing.buffers, "buffers ({}) are updated once a microbatch"),
+        ([module_path(node) for node in _drawing(graph)], "random numbers ({}) are drawn anew for each microbatch"),
     )
     return tuple(
-        f"{reason.format(_modules(found))}: with {n_microbatches} microbatches the numbers differ from those of the whole batch by "
+        f"{reason.format(first_names(found))}: with {n_microbatches} microbatches the numbers differ from those of the whole batch by "
         "definition; compared here with the whole batch as one microbatch"
         for found, reason in reasons
         if found
@@ -42,16 +38,6 @@ def _drawing(graph: ModelGraph) -> list[fx.Node]:
     return [node for node in graph.computing_nodes() if draws_random_numbers(node.target) and _is_switched_on(node)]
 
 
-def _uses_statistics_of_batch(node: fx.Node) -> bool:
-    bound = bound_arguments(node)
-    return bool(bound.get("training") or bound.get("use_input_stats"))
-
-
 def _is_switched_on(node: fx.Node) -> bool:
     bound = bound_arguments(node)
     return bound.get("train") is not False and not any(bound.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
-
-
-def _modules(nodes: Iterable[fx.Node]) -> str:
-    names = list(dict.fromkeys(module_path(node) or "the model itself" for node in nodes))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

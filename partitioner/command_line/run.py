@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from partitioner.command_line.completion import add_completion
 from partitioner.command_line.partition_commands import add_partition_commands
 from partitioner.command_line.sweep_commands import add_sweep_commands
-from passes.ir.errors import PartitionError
+from passes.ir.errors import PartitionError, PartitionWarning
 
 __all__ = ["EXIT_CODES", "command_parser", "main"]
 
@@ -30,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = command_parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        with _plain_warnings():
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
     except PartitionError as error:
         _complain(arguments, str(error))
@@ -46,6 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(arguments, f"{type(error).__name__}: {error}\n  This is a defect of partitioner.\n  remedy: --debug shows where it is")
         return EXIT_CODES["defect"]
     return code
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print each PartitionWarning as one message, without the line of code that emitted it."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def print_plain(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+        ) -> None:
+            if issubclass(category, PartitionWarning):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.simplefilter("always", PartitionWarning)
+        warnings.showwarning = print_plain
+        yield
 
 
 def _complain(arguments: argparse.Namespace, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cost_models.cost_model import CostModel, Roofline
@@ -206,14 +206,9 @@ class _Auto:
         plan = describe_best(search, lambda option: id(option.problem))
         option, _ = search.best
         if option.cut is not None:
-            plan = cut_described(plan, option.cut, self._request)
+            plan = cut_described(plan, option.cut)
         searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
-        notes = (*plan.notes, *self._notes())
-        return dataclasses.replace(plan, searched=searched, notes=notes, weights=weights_digest(self._graph))
-
-    def _notes(self) -> Iterator[str]:
-        if self._graph.microbatching and self._request.n_microbatches is None:
-            yield "The batch is not cut into microbatches, because that would change the numbers: pass n_microbatches= to allow it."
+        return dataclasses.replace(plan, searched=searched, weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
         """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cost_models.hardware import Cluster, Link
-from partitioner.planner.candidates import Candidate, schedules
+from partitioner.planner.candidates import Candidate, may_cut_batch, schedules, with_statistics
 from partitioner.planner.constrained_axes import named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import stages_length
@@ -87,7 +87,7 @@ def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh:
     is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
     if len(cluster.devices) > _MOST_SHARING or not is_shared or request.constraints.device_map is not None:
         return 1
-    if graph.microbatching or written_buffers(graph):
+    if graph.mixing or written_buffers(graph):
         return 1
     rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
     return max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // rows)), request, stages_length(mesh)))
@@ -141,12 +141,12 @@ def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -
     """
     if request.n_microbatches is not None:
         return [request.n_microbatches]
-    if graph.batch is None or graph.microbatching or any(output.combine == "mixed" for output in graph.outputs):
+    if not may_cut_batch(graph, request):
         return [1]
     rows = graph.batch_size
     most = _MOST_MICROBATCHES * n_places
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
-    allowed = [count for count in counts if count <= most or count == rows]
+    allowed = with_statistics(graph, [count for count in counts if count <= most or count == rows])
     if len(allowed) <= _MOST_COUNTS:
         return allowed
     spread = [allowed[0]]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.graph import ModelGraph
+from passes.row_statistics import values_per_channel
 
-__all__ = ["Candidate", "microbatch_counts", "schedules"]
+__all__ = ["Candidate", "may_cut_batch", "microbatch_counts", "schedules", "with_statistics"]
 
 DEFAULT_SCHEDULE = "1F1B"
 _MOST_MICROBATCHES = 8
@@ -51,14 +52,36 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
 
 
+def may_cut_batch(graph: ModelGraph, request: PlanRequest) -> bool:
+    """Whether the planner may cut the batch into microbatches by itself: not where results or statistics would differ from the model's.
+
+    With ``batchnorm="local"`` the user accepts statistics of part of the batch.
+    """
+    if graph.batch is None or any(output.combine == "mixed" for output in graph.outputs) or graph.mixing.buffers:
+        return False
+    return request.batchnorm == "local" or not graph.mixing.normalizations
+
+
 def microbatch_counts(graph: ModelGraph, request: PlanRequest) -> list[int]:
     """The microbatch counts that a request for a mesh leaves open, ascending."""
     if request.n_microbatches is not None:
         return [request.n_microbatches]
-    if request.mode == "model" or graph.batch is None or any(output.combine == "mixed" for output in graph.outputs):
+    if request.mode == "model" or not may_cut_batch(graph, request):
         return [1]
     n_ranks = len(request.devices)
-    return [1] if n_ranks == 1 else _counts(graph.batch_size, n_ranks, whole=request.mode == "auto")
+    return [1] if n_ranks == 1 else with_statistics(graph, _counts(graph.batch_size, n_ranks, whole=request.mode == "auto"))
+
+
+def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
+    """Keep the microbatch counts that leave BatchNorm in training more than one value per channel; one microbatch if none does.
+
+    Args:
+        counts: ascending.
+    """
+    if not graph.mixing.normalizations:
+        return counts
+    kept = (count for count in counts if all(values > 1 for _, values in values_per_channel(graph, graph.batch_size // count)))
+    return list(kept) or [1]
 
 
 def microbatch_size(batch_size: int, n_microbatches: int) -> int:

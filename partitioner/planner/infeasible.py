@@ -9,8 +9,9 @@ import numpy as np
 
 from cost_models.hardware import Cluster, Device, Link
 from cost_models.units import enough_bytes, format_bytes
+from partitioner.batch_statistics import first_names
 from partitioner.constraints import Constraints
-from partitioner.planner.candidates import Candidate, schedules
+from partitioner.planner.candidates import Candidate, may_cut_batch, schedules
 from partitioner.planner.mesh_problem import MeshProblem, policies
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.stage_cuts import shortfall, solve
@@ -98,7 +99,7 @@ def _ranks(mesh: Mesh, n_places: int) -> int:
 def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
     """The candidate that needs least memory: the most microbatches, in the default order."""
     rows = mesh.part.graph.batch_size
-    count = mesh.request.n_microbatches or (rows if mesh.part.graph.batch is not None and not mesh.part.graph.microbatching else 1)
+    count = mesh.request.n_microbatches or (rows if may_cut_batch(mesh.part.graph, mesh.request) else 1)
     name, stages_per_rank = schedules(problems.request)[0]
     return Candidate(name, stages_per_rank, count, problems.request.replicas)
 
@@ -116,6 +117,10 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
         missing: bytes that the fullest device lacks.
     """
     others = "a smaller batch, or an optimizer with less state"
+    request, mixing = problems.request, problems.graph.mixing
+    if mixing and request.mode != "model" and request.n_microbatches is None and not may_cut_batch(problems.graph, request):
+        others += f"; or pass n_microbatches=, which takes the statistics of {first_names(mixing.normalizations + mixing.buffers)} "
+        others += "over each microbatch"
     larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:
         return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"

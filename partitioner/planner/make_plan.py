@@ -14,8 +14,9 @@ from typing import Any, Never
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
+from partitioner.batch_statistics import microbatch_effects, why_uncut
 from partitioner.planner.auto_space import candidates_of
-from partitioner.planner.candidates import Candidate, microbatch_counts, schedules
+from partitioner.planner.candidates import Candidate, may_cut_batch, microbatch_counts, schedules
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.infeasible import nothing_fits, why_infeasible
 from partitioner.planner.mesh_cut import MeshCut
@@ -127,6 +128,7 @@ def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contender
         n_microbatches=candidate.n_microbatches,
         recompute=problems.prices.recompute,
         batch_size=problem.batch_size,
+        batchnorm=request.batchnorm,
         step_time=chosen.step_time,
         memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
         bound_by=bound_by(problems, chosen.staged, chosen.sums),
@@ -143,13 +145,14 @@ _MOST_CONTENDERS = 6
 
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
     yield from graph.notes
-    if chosen.candidate.n_microbatches > 1:
-        yield from graph.microbatching
+    yield from microbatch_effects(graph.mixing, chosen.candidate.n_microbatches)
     mixed = [output.name or "the result" for output in graph.outputs if output.combine == "mixed"]
     if mixed and request.n_microbatches is None and request.mode != "model":
         yield f"The batch is not cut into microbatches, because rows of the batch are mixed in {', '.join(mixed)}."
     if graph.batch is None and request.n_microbatches is None and request.mode != "model":
         yield "The batch is not cut into microbatches, because the model was traced for one batch size alone."
+    if graph.mixing and request.n_microbatches is None and request.mode != "model" and not may_cut_batch(graph, request):
+        yield why_uncut(graph.mixing)
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
     if request.replicas and any(draws(node) for node in graph.computing_nodes()):

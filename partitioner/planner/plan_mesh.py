@@ -70,7 +70,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices, links, unlike), cut))
     plan, chosen = plan_ways(ways)
     assert chosen is not None
-    return dataclasses.replace(cut_described(plan, chosen, request), weights=weights_digest(graph))
+    return dataclasses.replace(cut_described(plan, chosen), weights=weights_digest(graph))
 
 
 def _ways(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
@@ -89,14 +89,13 @@ def stages_mode(mesh: Mesh, request: PlanRequest) -> str:
     return next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
 
 
-def cut_described(plan: Plan, cut: MeshCut, request: PlanRequest) -> Plan:
+def cut_described(plan: Plan, cut: MeshCut) -> Plan:
     """The plan, with what is cut by its mesh."""
     return dataclasses.replace(
         plan,
         notes=(*plan.notes, *_notes(cut), *_whole_work(cut)),
         axes=cut.in_whole_model(),
         axes_gap=cut.gap,
-        batchnorm=request.batchnorm,
         halos=cut.halos,
     )
 

@@ -33,7 +33,8 @@ class PlanRequest:
         optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
         constraints: what is decided already.
         modules: names of the model's modules, so that constraints may name one that computes nothing.
-        batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``.
+        batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``. With ``"sync"`` the planner does
+            not cut a batch that batch normalisation takes statistics of into microbatches.
     """
 
     mode: str
@@ -107,9 +108,11 @@ class PlanRequest:
     def _check_replicas(self, graph: ModelGraph) -> None:
         most = max(self.replicas, default=1)
         whole = graph.batch is None or any(output.combine == "mixed" for output in graph.outputs)
+        whole |= bool(graph.mixing) and self.batchnorm == "sync"
         count = self.n_microbatches or (1 if whole else graph.batch_size)
         if count < most:
+            statistics = " (BatchNorm then takes its statistics over each microbatch)" if graph.mixing.normalizations else ""
             raise ConfigError(
                 f"{most} ranks take turns at a stage, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
-                remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut, or give the stage fewer ranks",
+                remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut{statistics}, or give the stage fewer ranks",
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models.units import format_bytes, format_flops
+from partitioner.batch_statistics import microbatch_effects
 from partitioner.reports.module_range import module_range
 from partitioner.reports.table import align, html_table
 from passes.ir.graph import ModelGraph
@@ -24,6 +26,7 @@ __all__ = ["DeviceTable", "dealt", "device_table", "headline"]
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
 _FOOTNOTE = "work and sends are of all forwards of a step; memory is predicted"
+_TEXT_WIDTH = 132
 _MODULES_WIDTH = 52
 """Of the column, if the stages of a rank share it: the table then fits 140 columns."""
 
@@ -37,20 +40,24 @@ class DeviceTable:
         rows: the cells, the heading first.
         columns: see ``align``.
         footnote: how to read it.
+        effects: what microbatches compute otherwise than the unpartitioned model.
     """
 
     headline: str
     rows: Sequence[tuple[str, ...]]
     columns: str
     footnote: str
+    effects: Sequence[str] = ()
 
     def text(self) -> str:
         """For a terminal."""
-        return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote])
+        effects = [textwrap.fill(f"Note: {effect}.", _TEXT_WIDTH) for effect in self.effects]
+        return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote, *effects])
 
     def html(self) -> str:
         """For notebooks."""
-        return html_table(self.rows, self.columns, caption=f"{self.headline} ({self.footnote})")
+        caption = [f"{self.headline} ({self.footnote})", *(f"{effect}." for effect in self.effects)]
+        return html_table(self.rows, self.columns, caption=" ".join(caption))
 
 
 def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
@@ -60,7 +67,8 @@ def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
         name: of the model.
         lowered: its stages.
     """
-    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE)
+    effects = microbatch_effects(lowered.graph.mixing, plan.n_microbatches)
+    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, effects)
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:

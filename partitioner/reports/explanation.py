@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cost_models.simulator.simulation import Simulation
 from cost_models.units import format_bytes, format_flops, format_seconds
+from partitioner.batch_statistics import microbatch_effects
 from partitioner.planner.pinned import Pinned
 from partitioner.reports.activations import activations_section
 from partitioner.reports.choices import axes_proof, contenders_section, fullest_rank, pinned_section
@@ -270,4 +271,5 @@ def _tied(explained: Explained) -> list[str]:
 
 def notes_of(explained: Explained) -> list[str]:
     """What the user should know, each once."""
-    return list(dict.fromkeys((*explained.plan.notes, *explained.lowered.graph.notes)))
+    effects = microbatch_effects(explained.graph.mixing, explained.plan.n_microbatches)
+    return list(dict.fromkeys((*explained.plan.notes, *effects, *explained.lowered.graph.notes)))

@@ -45,7 +45,7 @@ def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
                 reasons[reason] = None
         else:
             described.append(Output(name, None, leaf, "same", None))
-    return dataclasses.replace(graph, outputs=tuple(described), notes=(*graph.notes, *reasons), microbatching=flow.notes)
+    return dataclasses.replace(graph, outputs=tuple(described), notes=(*graph.notes, *reasons), mixing=flow.mixing)
 
 
 def _is_size(leaf: object) -> TypeGuard[fx.Node]:

@@ -11,7 +11,7 @@ from passes.batch.call import Call
 from passes.batch.role import Role, Rows, Same
 from passes.operators import packet
 
-__all__ = ["convolution", "embedding", "instances", "normalized", "per_row", "recurrent", "spatial", "trains_statistics"]
+__all__ = ["convolution", "embedding", "instances", "normalized", "per_row", "recurrent", "spatial"]
 
 aten = torch.ops.aten
 
@@ -45,14 +45,6 @@ def convolution(call: Call) -> Role:
 def instances(call: Call) -> Role:
     """Normalisation within each row of ``(batch, channels, space*)``; batch normalisation too, with its statistics per microbatch."""
     return per_row("input")(call)
-
-
-def trains_statistics(call: Call) -> bool:
-    """Whether the rows meet in the statistics of a normalisation."""
-    found = packet(call.node.target)
-    if found in (aten.batch_norm, aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm):
-        return bool(call["training"])
-    return found is aten.instance_norm and bool(call["use_input_stats"]) and call["running_mean"] is not None
 
 
 def normalized(call: Call) -> Role:

@@ -9,6 +9,7 @@ __all__ = [
     "ConfigError",
     "InfeasiblePlanError",
     "PartitionError",
+    "PartitionWarning",
     "Place",
     "TraceError",
     "VerificationError",
@@ -66,6 +67,10 @@ class PartitionError(Exception):
         if self.remedy is not None:
             lines.append("  remedy: " + self.remedy.replace("\n", "\n          "))
         return "\n".join(lines)
+
+
+class PartitionWarning(UserWarning):
+    """Numbers will differ from the unpartitioned model's, by a choice of the user: says where, what differs and how to avoid it."""
 
 
 class TraceError(PartitionError):

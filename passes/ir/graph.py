@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from passes.ir.autocast import Autocast
 
-__all__ = ["Combine", "Input", "ModelGraph", "Output", "Part", "Results", "Total"]
+__all__ = ["Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total"]
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches make the value over the whole batch."""
@@ -80,6 +80,22 @@ class Total:
 
 
 @dataclass(frozen=True)
+class RowMixing:
+    """Where a model mixes the rows of its batch other than in its results: microbatches compute other numbers there than the whole batch.
+
+    Attributes:
+        normalizations: module paths of normalisations that take their statistics over the rows, as batch normalisation does in training.
+        buffers: names of buffers that the model updates from the rows by itself.
+    """
+
+    normalizations: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.normalizations or self.buffers)
+
+
+@dataclass(frozen=True)
 class Part:
     """One rank's part of a model whose axes are cut over a mesh; the whole model by default.
 
@@ -126,7 +142,7 @@ class ModelGraph:
         batch_size: the batch size that it was traced with.
         training: whether dropout and batch normalisation train; frozen.
         notes: what the user should know, one sentence each.
-        microbatching: what changes when the batch is cut into microbatches, one sentence each (batch normalisation ...).
+        mixing: where rows of the batch are mixed other than in results (batch normalisation ...).
         totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
         autocast: the mixed precision that the loss is computed in; casts inside the graph are operations of it.
         part: which part of the model this is, for a graph that ``passes.localize`` wrote.
@@ -145,7 +161,7 @@ class ModelGraph:
     batch_size: int
     training: bool
     notes: tuple[str, ...]
-    microbatching: tuple[str, ...] = ()
+    mixing: RowMixing = RowMixing()
     totals: tuple[Total, ...] = ()
     autocast: Autocast | None = None
     part: Part = Part()
