@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any
 
 from passes.ir.checked_arguments import check_fields
 from passes.ir.errors import ConfigError
@@ -174,11 +174,12 @@ class Plan:
         idle = sorted(set(places).difference(*self.stage_ranks))
         _require(not idle, "stages", f"rank {idle[0] if idle else 0} of the pipeline has none")
         for index, (name, dimension) in enumerate(self.axes):
-            _require(dimension in self.grid.names, f"axes[{index}]", f"the mesh has no dimension {dimension!r} to cut {name!r} over")
+            _require(dimension in self.grid.cutting.names, f"axes[{index}]", f"the mesh has no {dimension!r} to cut {name!r} over")
             _require(self.axes.index((name, dimension)) == index, f"axes[{index}]", f"{name!r} is cut over {dimension!r} twice")
         _require(len(self.memory) == self.n_ranks, "memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}")
         tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
         _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
+        _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")
 
     def _check_mesh(self) -> None:
         sizes, n_ranks = dict(self.mesh), len(self.devices)
@@ -204,7 +205,7 @@ class Plan:
         """
         remedy = "pass the text that plan.to_json() gave"
         try:
-            fields = json.loads(conform(text, str, "the plan"), object_pairs_hook=_entries, parse_constant=_no_number)
+            fields = json.loads(conform(text, str, "the plan"), object_pairs_hook=_entries)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -250,7 +251,3 @@ def _entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"the plan has the entry {twice!r} twice", remedy="leave one of them out")
     return found
-
-
-def _no_number(text: str) -> Never:
-    raise ConfigError(f"the plan has {text} in place of a number", remedy="pass the text that plan.to_json() gave")

@@ -256,7 +256,9 @@ def _items(value: Any, kind: Any, path: str, plain: bool) -> Any:
     """The same sequence where its items need no change, which the caller may compare by identity; else a tuple or a list of others."""
     if kind is Any or not isinstance(value, Collection):  # a one-time iterable is not read here
         return value
-    if isinstance(kind, type) and kind is not float and all(type(item) is kind for item in value):
+    if kind not in (int, float) and isinstance(kind, type) and all(type(item) is kind for item in value):
+        return value
+    if kind is int and all(type(item) is int and -_MOST <= item < _MOST for item in value):
         return value
     items = [conform(item, kind, f"{path}[{index}]", plain=plain) for index, item in enumerate(value)]
     if all(new is old for new, old in zip(items, value, strict=True)):
