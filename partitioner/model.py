@@ -270,13 +270,13 @@ class PartitionedModel(nn.Module):
         schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
         name = type(self._original[0]).__name__
         found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
-        return Explained(*found, self._assumed.limits)
+        return Explained(*found, self._assumed.limits, self._assumed.planned_for(self._plan))
 
     def device_table(self) -> DeviceTable:
         """A line for each rank: what ``print`` shows."""
         lowering = self.lowering_for(self._plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
-            return device_table(type(self._original[0]).__name__, self._plan, lowering.stages)
+            return device_table(type(self._original[0]).__name__, self._plan, lowering.stages, self._assumed.planned_for(self._plan))
         return mesh_table(self.explained())
 
     def __repr__(self) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from cost_models.simulator.simulation import Simulation
+from partitioner.devices import hardware_of
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.planner.pipeline_problem import memory_limits
 from partitioner.planner.plan_problem import PlanProblem
@@ -47,6 +51,13 @@ class Assumptions:
             return ()
         request = self.problem.request
         return memory_limits(self.problem.cluster.first(len(request.devices)), request)
+
+    def planned_for(self, plan: Plan) -> str:
+        """Say for which hardware a plan was made: ``"2 x h100"``; empty where it is the hardware that runs it."""
+        planned = self.cluster.first(plan.n_ranks)
+        if planned == hardware_of([torch.device(name) for name in plan.devices]):
+            return ""
+        return " and ".join(f"{count} x {name}" for name, count in Counter(device.name for device in planned.devices).items())
 
 
 class _Simulated(Protocol):

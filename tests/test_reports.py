@@ -179,6 +179,31 @@ def test_notes_are_told() -> None:
     assert "NOTES\n  1. batch normalisation in training (1, 5)" in pm.explain()
 
 
+def test_the_hardware_that_was_planned_for_is_named() -> None:
+    """Memory "of 74.5 GiB" is that of an H100, not of the CPU that runs the programs."""
+    instance = case_named("perceptron").build()
+    pm = make_partitioned(instance, devices=2, mode="data", cluster="h100:1x2")
+    assert "\n  mesh       data 2, planned for 2 x h100, run on cpu\n" in pm.explain()
+    assert "of 74.5 GiB on rank 0" in pm.explain()
+    for text in (repr(pm), pm._repr_html_()):
+        assert "planned for 2 x h100, whose memory is predicted; the column device says where the programs run" in text
+    here = make_partitioned(instance, devices=2, mode="pipeline")
+    assert "\n  mesh       pipeline 2, every rank on cpu\n" in here.explain()
+    assert "planned for" not in repr(here)
+
+
+def test_gradients_that_come_after_the_peak_are_told() -> None:
+    """With many rows the peak is at the end of the forward, where there are no gradients yet."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(16, 16), torch.nn.ReLU())]
+    x = torch.rand(1000, 16)
+    simulation = partition(torch.nn.Sequential(*layers), 2, "data", example_inputs=(x,), cluster="h100:1x2", progress=False).simulate()
+    size = 4 * (16 * 16 + 16) * 4
+    assert (simulation.memory[0].gradients, simulation.memory[0].highest["gradients"][0]) == (0, size)
+    assert f"  0 B ({format_bytes(size)} after)  " in str(simulation)
+    assert "in brackets the most of one that is not there then" in str(simulation)
+
+
 def test_an_explanation_in_evaluation() -> None:
     case = case_named("gpt")
     instance = case.build()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cost_models.simulator.memory import DeviceMemory
 from cost_models.simulator.timeline import Timeline
+from cost_models.simulator.values import CATEGORIES
 from cost_models.units import format_bytes, format_seconds
 
 __all__ = ["Simulation"]
@@ -49,11 +50,24 @@ class Simulation:
             f"step        {format_seconds(self.step_time)}    bubble {self.bubble_fraction:.1%}",
             f"latency     {format_seconds(self.latency)}    throughput {self.throughput:,.1f} rows/s",
             "",
-            f"{'device':>6}  {'peak':>9}  " + "  ".join(f"{name:>13}" for name in self.memory[0]) if self.memory else "",
         ]
-        for rank, memory in enumerate(self.memory):
-            sizes = "  ".join(f"{format_bytes(size):>13}" for size in memory.values())
+        cells = [[_at_peak(memory, name) for name in memory] for memory in self.memory]
+        widths = [max(13, *(len(row[index]) for row in cells)) for index in range(len(CATEGORIES))] if cells else []
+        heading = "  ".join(f"{name:>{width}}" for name, width in zip(CATEGORIES, widths, strict=False))
+        lines += [f"{'device':>6}  {'peak':>9}  {heading}"] if cells else []
+        for rank, (memory, row) in enumerate(zip(self.memory, cells, strict=True)):
+            sizes = "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
             lines.append(f"{rank:>6}  {format_bytes(memory.peak):>9}  {sizes}")
+        if any("(" in cell for row in cells for cell in row):
+            lines.append("categories are of the moment of the peak; in brackets the most of one that is not there then")
         total = sum(self.communication.values())
         lines += ["", f"{format_bytes(total)} between devices, over {len(self.communication)} links"]
         return "\n".join(lines)
+
+
+def _at_peak(memory: DeviceMemory, category: str) -> str:
+    """Write what a category holds at the peak; where that is nothing, the most that it holds before or after."""
+    size, (most, time) = memory[category], memory.highest[category]
+    if size or not most:
+        return format_bytes(size)
+    return f"{format_bytes(size)} ({format_bytes(most)} {'before' if time < memory.peak_time else 'after'})"

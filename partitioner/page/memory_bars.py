@@ -26,4 +26,4 @@ def bars_html(memory: Sequence[Mapping[str, int]]) -> str:
             if size
         )
         rows.append(f'<span>rank {rank}</span><span class="bar">{parts}</span><span>{format_bytes(sum(each.values()))}</span>')
-    return f'<p>{keys}</p><div class="bars">{"".join(rows)}</div>'
+    return f'<p>{keys} at the moment of each device\'s peak</p><div class="bars">{"".join(rows)}</div>'

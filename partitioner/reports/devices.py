@@ -21,7 +21,7 @@ from passes.lower import LoweredStages
 from passes.messages import sweep_scripts
 from passes.size_expression import bytes_of
 
-__all__ = ["DeviceTable", "dealt", "device_table", "headline"]
+__all__ = ["DeviceTable", "dealt", "device_table", "headline", "table_notes"]
 
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
@@ -40,35 +40,44 @@ class DeviceTable:
         rows: the cells, the heading first.
         columns: see ``align``.
         footnote: how to read it.
-        effects: what microbatches compute otherwise than the unpartitioned model.
+        notes: the hardware that was planned for, if it is another; what microbatches compute otherwise than the unpartitioned model.
     """
 
     headline: str
     rows: Sequence[tuple[str, ...]]
     columns: str
     footnote: str
-    effects: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def text(self) -> str:
         """For a terminal."""
-        effects = [textwrap.fill(f"Note: {effect}.", _TEXT_WIDTH) for effect in self.effects]
-        return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote, *effects])
+        notes = [textwrap.fill(f"Note: {note}.", _TEXT_WIDTH) for note in self.notes]
+        return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote, *notes])
 
     def html(self) -> str:
         """For notebooks."""
-        caption = [f"{self.headline} ({self.footnote})", *(f"{effect}." for effect in self.effects)]
+        caption = [f"{self.headline} ({self.footnote})", *(f"{note}." for note in self.notes)]
         return html_table(self.rows, self.columns, caption=" ".join(caption))
 
 
-def device_table(name: str, plan: Plan, lowered: LoweredStages) -> DeviceTable:
+def device_table(name: str, plan: Plan, lowered: LoweredStages, planned_for: str) -> DeviceTable:
     """The table of a pipeline.
 
     Args:
         name: of the model.
         lowered: its stages.
+        planned_for: the hardware that the plan is for; empty where it is the hardware that runs it.
     """
-    effects = microbatch_effects(lowered.graph.mixing, plan.n_microbatches)
-    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, effects)
+    notes = table_notes(lowered.graph, plan, planned_for)
+    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, notes)
+
+
+def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
+    """What stands below a table of devices, a sentence each."""
+    hardware = (
+        [f"planned for {planned_for}, whose memory is predicted; the column device says where the programs run"] if planned_for else []
+    )
+    return [*hardware, *microbatch_effects(graph.mixing, plan.n_microbatches)]
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:

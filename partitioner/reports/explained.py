@@ -36,6 +36,7 @@ class Explained:
         programs: of all ranks.
         schedule: of a training step; None in evaluation.
         limits: for each rank the bytes that it may hold; empty: not known.
+        planned_for: the hardware that the plan is for; empty where it is the hardware that runs it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Explained:
     programs: Sequence[Program]
     schedule: Schedule | None
     limits: Sequence[float] = ()
+    planned_for: str = ""
 
     @property
     def mesh(self) -> Mesh:

@@ -91,7 +91,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
     if plan.tiles:
         kept = "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
     pairs = [
-        ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices)}"),
+        ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
         ("schedule", schedule),
         (
             "batch",
@@ -129,8 +129,10 @@ def _bound_by(explained: Explained) -> str:
     return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.bound_by)
 
 
-def _devices(devices: Sequence[str]) -> str:
-    """``"on cuda:0, cuda:1"``; ``"every rank on cpu"``."""
+def _devices(devices: Sequence[str], planned_for: str) -> str:
+    """``"on cuda:0, cuda:1"``; ``"every rank on cpu"``; ``"planned for 2 x h100, run on cpu"``."""
+    if planned_for:
+        return f"planned for {planned_for}, run on {', '.join(dict.fromkeys(devices))}"
     return f"every rank on {devices[0]}" if len(devices) > 1 and len(set(devices)) == 1 else f"on {', '.join(devices)}"
 
 

@@ -8,9 +8,8 @@ import sympy
 
 from cost_models.graph_cost import graph_cost
 from cost_models.units import format_bytes, format_flops
-from partitioner.batch_statistics import microbatch_effects
 from partitioner.reports.collectives import sent_by_kind
-from partitioner.reports.devices import DeviceTable, headline
+from partitioner.reports.devices import DeviceTable, headline, table_notes
 from partitioner.reports.explained import Blocks, Explained
 from partitioner.reports.module_range import module_range
 from passes.cut_by_plan import StagedCut
@@ -59,9 +58,9 @@ def mesh_table(explained: Explained) -> DeviceTable:
     totals = (format_bytes(sum(size for _, size in held)), format_flops(sum(work)), "")
     sums = (format_bytes(sum(each.get(kind, 0) for each in sent)) for kind in kinds)
     rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in held):,}", *totals, *sums))
-    effects = microbatch_effects(explained.graph.mixing, plan.n_microbatches)
+    notes = table_notes(explained.graph, plan, explained.planned_for)
     title = headline(explained.name, plan, training=explained.graph.training)
-    return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, effects)
+    return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, notes)
 
 
 def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
