@@ -23,29 +23,23 @@ _REMEDY = (
 
 def microbatch_effects(mixing: RowMixing, n_microbatches: int) -> tuple[str, ...]:
     """Say what so many microbatches compute otherwise than the unpartitioned model, a sentence each; nothing for one microbatch."""
-    if n_microbatches == 1:
+    if n_microbatches == 1 or not mixing:
         return ()
-    effects = []
-    if mixing.normalizations:
-        effects.append(
-            f"batch normalisation in training ({first_names(mixing.normalizations)}) takes its statistics over each of {n_microbatches} "
-            "microbatches, not over the batch: outputs and gradients differ from the unpartitioned model's, and running statistics are "
-            f"updated {n_microbatches} times a step"
-        )
-    if mixing.buffers:
-        effects.append(
-            f"buffers that the model updates from its batch ({first_names(mixing.buffers)}) are updated {n_microbatches} times a step, "
-            "once a microbatch from its rows: they differ from the unpartitioned model's"
-        )
-    return tuple(effects)
+    effect = (
+        f"batch normalisation in training ({first_names(mixing.normalizations)}) takes its statistics over each of {n_microbatches} "
+        "microbatches, not over the batch: outputs and gradients differ from the unpartitioned model's, and running statistics are "
+        f"updated {n_microbatches} times a step"
+    )
+    return (effect,)
 
 
 def warn_of_microbatches(graph: ModelGraph, plan: Plan) -> None:
     """Emit one PartitionWarning, at the line that called ``partition``, where microbatches change the model's numbers."""
     effects = microbatch_effects(graph.mixing, plan.n_microbatches)
     if effects:
-        what = "BatchNorm under microbatches: " if graph.mixing.normalizations else "Buffers under microbatches: "
-        warnings.warn(what + "; ".join(effects) + f"\n  remedy: {_REMEDY}", PartitionWarning, _level_of_caller())
+        warnings.warn(
+            "BatchNorm under microbatches: " + "; ".join(effects) + f"\n  remedy: {_REMEDY}", PartitionWarning, _level_of_caller()
+        )
 
 
 def _level_of_caller() -> int:
@@ -86,10 +80,9 @@ def check_values_per_channel(graph: ModelGraph, plan: Plan, parts: RowParts, bat
 
 def why_uncut(mixing: RowMixing) -> str:
     """Say why the planner does not cut the batch into microbatches, and what allows it."""
-    names = [f"batch normalisation in training ({first_names(mixing.normalizations)})"] if mixing.normalizations else []
-    names += [f"buffers that the model updates from its batch ({first_names(mixing.buffers)})"] if mixing.buffers else []
-    allow = "n_microbatches=" if mixing.buffers else 'n_microbatches= or batchnorm="local"'
-    return f"The batch is not cut into microbatches, which would change the numbers of {' and '.join(names)}; {allow} allows it."
+    names = f"batch normalisation in training ({first_names(mixing.normalizations)})"
+    allow = 'n_microbatches= or batchnorm="local" allows it'
+    return f"The batch is not cut into microbatches, which would change the numbers of {names}; {allow}."
 
 
 def first_names(names: Sequence[str]) -> str:

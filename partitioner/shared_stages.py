@@ -15,9 +15,10 @@ __all__ = ["check_shared_stages", "written_buffers"]
 
 
 def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
-    """The nodes that write buffers, and the placeholders of these."""
+    """The nodes that write buffers from the rows that they see, and the placeholders of these."""
     found = {
-        node: [argument.name for argument in mutated_arguments(node) if argument.name in graph.buffers] for node in graph.computing_nodes()
+        node: [each.name for each in mutated_arguments(node) if each.name in graph.buffers and graph.updates.get(each.name) != "same"]
+        for node in graph.computing_nodes()
     }
     return {node: names for node, names in found.items() if names}
 

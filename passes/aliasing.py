@@ -36,6 +36,7 @@ __all__ = [
     "new_memory",
     "shares_memory",
     "tensors_of",
+    "writes_statistics",
 ]
 
 aten = torch.ops.aten
@@ -83,6 +84,9 @@ _STATISTICS_WRITERS: Mapping[Any, str] = {
     aten.native_batch_norm: "training",
 }
 """Operation -> the flag that makes it write ``running_mean`` and ``running_var``, which the schemas do not mark."""
+
+_ANNOTATED_STATISTICS_WRITERS = frozenset({aten._batch_norm_with_update, aten._native_batch_norm_legit})  # noqa: SLF001
+"""Those whose schemas do mark them."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,11 @@ def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
         if bound[flag]:
             mutated += node_leaves((bound["running_mean"], bound["running_var"]))
     return tuple(dict.fromkeys(mutated))
+
+
+def writes_statistics(node: fx.Node) -> bool:
+    """Whether a call is of a normalisation that updates the running statistics that it is given."""
+    return packet(node.target) in _STATISTICS_WRITERS or packet(node.target) in _ANNOTATED_STATISTICS_WRITERS
 
 
 def shares_memory(node: fx.Node) -> bool:

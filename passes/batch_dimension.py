@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.aliasing import aliasing, mutated_arguments
 from passes.batch.call import Call, Shape
 from passes.batch.role import Mixed, Role, RowNumbers, Rows, Same, Total
 from passes.batch.table import reads_sizes, rule_of
@@ -30,7 +28,7 @@ class BatchFlow:
     Attributes:
         roles: node -> its role; several for a node that gives unlike tensors.
         values: where sizes and numbers were read.
-        mixing: where rows are mixed outside of the results: statistics of normalisations, updated buffers.
+        mixing: where rows are mixed outside of the results: statistics of normalisations.
     """
 
     roles: Mapping[fx.Node, Role | tuple[Role, ...]]
@@ -38,18 +36,15 @@ class BatchFlow:
     mixing: RowMixing
 
 
-def follow_batch(
-    graph: fx.Graph, values: Values, batched: Mapping[str, int], countable: Collection[str], buffers: Mapping[str, str]
-) -> BatchFlow:
+def follow_batch(graph: fx.Graph, values: Values, batched: Mapping[str, int], countable: Collection[str]) -> BatchFlow:
     """The role of every value of a graph.
 
     Args:
         values: its sizes and numbers.
         batched: input placeholder -> the dimension that holds the batch.
-        buffers: buffer placeholder -> its name in the model.
         countable: nodes that follow from the inputs alone, so that targets among them can be counted over the whole batch.
     """
-    walk = _Walk(graph, values, batched, countable, buffers)
+    walk = _Walk(values, batched, countable)
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             walk.visit(node)
@@ -80,30 +75,22 @@ def _why(node: fx.Node) -> str:
 class _Walk:
     """One pass over the nodes, in order."""
 
-    def __init__(
-        self, graph: fx.Graph, values: Values, batched: Mapping[str, int], countable: Collection[str], buffers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, values: Values, batched: Mapping[str, int], countable: Collection[str]) -> None:
         self.roles: dict[fx.Node, Any] = {}
         self._values = values
         self._batched = batched
         self._countable = countable
-        self._buffers = buffers
-        self._memory = aliasing(graph)
         self._shapes: dict[fx.Node, Any] = {}
         self._normalizations: dict[str, None] = {}
-        self._updates: dict[str, None] = {}
 
     def visit(self, node: fx.Node) -> None:
         shapes = self._values.shapes(node)
         self._shapes[node] = shapes[0] if len(shapes) == 1 else shapes
-        role = self._role(node, shapes)
-        self.roles[node] = role
-        if node.op == "call_function":
-            self._write(node, role)
+        self.roles[node] = self._role(node, shapes)
 
     def mixing(self) -> RowMixing:
         """Where rows have been mixed outside of the results."""
-        return RowMixing(tuple(self._normalizations), tuple(self._updates))
+        return RowMixing(tuple(self._normalizations))
 
     def _role(self, node: fx.Node, shapes: tuple[Shape, ...]) -> Role | tuple[Role, ...]:
         if node.op == "placeholder":
@@ -148,18 +135,6 @@ class _Walk:
         known = [call.get("target"), call.get("weight")] if "target" in call.arguments else []
         return all(part.name in self._countable for part in known if isinstance(part, fx.Node))
 
-    def _write(self, node: fx.Node, role: Any) -> None:
-        """Every name of memory that a node writes gets the role of what was written, or none that could be cut."""
-        if isinstance(role, Same) or _writes_statistics_alone(node):
-            return
-        for written in mutated_arguments(node):
-            storages = self._memory.storages[written.name]
-            for name in [other for other in self.roles if self._memory.storages.get(other.name, frozenset()) & storages]:
-                if name.op == "placeholder" and name.name not in self._batched:
-                    self._updates[self._buffers.get(name.name, name.name)] = None
-                if self.roles[name] != role:
-                    self.roles[name] = Mixed(node)
-
 
 def _each(role: Any) -> tuple[Role, ...]:
     return role if isinstance(role, tuple) else (role,)
@@ -180,8 +155,3 @@ def _fits(role: Role, shape: Shape, call: Call) -> bool:
         before = role.before if isinstance(role, Rows) else 1
         return bool(multiple.is_Integer) and int(multiple) % before == 0
     return isinstance(role, Mixed) or not found
-
-
-def _writes_statistics_alone(node: fx.Node) -> bool:
-    """Normalisations note their statistics themselves."""
-    return node.target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)

@@ -25,7 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
 
-from passes.aliasing import aliasing
+from passes.buffer_writes import verify_writes
+from passes.functionalize import functionalize
 from passes.ir.errors import Place, TraceError
 from passes.lazy_graph_module import traced_lazily
 from passes.simplify import simplify
@@ -184,9 +185,11 @@ def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Seq
     for node in traced.nodes:
         copies[node] = graph.placeholder(next(names)) if node.op == "placeholder" else graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
-    sources = {copies[node]: str(node.meta[_SOURCE][-1].name) for node in traced.nodes if _SOURCE in node.meta}
+    functionalize(graph, buffers=(*stage.bound, *stage.arguments), differentiable=False)
+    sources = {node: str(node.meta[_SOURCE][-1].name) for node in graph.nodes if _SOURCE in node.meta}
     simplify(graph)
     _allow_any_layout(graph)
+    verify_writes(graph, f"differentiating stage {stage.index}")
     results = returned_nodes(graph)
     count = len(stage.outputs)
     return Joint(stage, graph, tuple(results[:count]), dict(zip(found, results[count:], strict=True)), tuple(given), sources)
@@ -194,10 +197,8 @@ def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Seq
 
 def _allow_any_layout(graph: fx.Graph) -> None:
     """Let a view be a copy where need be: kernels may lay results out unlike what their fake results say (softplus_backward)."""
-    memory = aliasing(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        if not memory.written(node):
-            node.target = torch.ops.aten.reshape.default
+        node.target = torch.ops.aten.reshape.default
 
 
 def returned_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY, memory_keys, new_memory
+from passes.buffer_writes import verify_writes
 from passes.differentiate import Joint, contiguous_like, example_of, fake_mode, returned_nodes
 from passes.region_templates import RegionTemplate, RegionTemplates
 from passes.regions import Region
@@ -151,6 +152,7 @@ class _Writer:
         self.graph.output((*returned, *found.values()))
         simplify(self.graph)
         self.graph.lint()
+        verify_writes(self.graph, f"differentiating stage {self.stage.index} by regions")
         results = returned_nodes(self.graph)
         gradients = dict(zip(found, results[len(returned) :], strict=True))
         names = tuple(node.name for node in outputs)

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from passes.buffer_writes import returning_writes, writing_module
 from passes.emitter import Emitter
 from passes.gradient_buckets import gradient_buckets
 from passes.ir.communication import all_reduce, wait
-from passes.ir.microbatch import add_gradients, add_gradients_in_place, concatenate, total
+from passes.ir.microbatch import add_gradients, add_gradients_in_place, concatenate, microbatch_weights, total, weighted_total
 from passes.ir.program import StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
 from passes.messages import Message, gradient_sources
@@ -48,6 +49,7 @@ class StageEmitter(Emitter):
         self._n_added: dict[int, int] = {}
         self._input_gradients: dict[tuple[str, int], list[fx.Node]] = {}
         self.value_gradients: dict[tuple[str, int, int], fx.Node] = {}
+        self._new_values: dict[tuple[int, str], list[fx.Node]] = {}
 
     # -- forward -------------------------------------------------------------------------------------------------------------------
 
@@ -65,6 +67,9 @@ class StageEmitter(Emitter):
         arguments += [self.model_input(name, microbatch) for name in stage.model_inputs]
         arguments += [self.value(name, microbatch) for name in stage.values]
         graph = self.lowered.training[stage.index].forward if training else stage.module
+        written: tuple[str, ...] = ()
+        if self.n_microbatches > 1:
+            graph, written = returning_writes(graph, self.lowered.graph_of(self.rank).updates)
         prefix = f"stage{stage.index}"
         call = self.call_module(
             f"{prefix}_forward", lambda: StageCall(graph, stage.bound), tuple(arguments), f"{prefix}_forward_mb{microbatch}"
@@ -73,6 +78,30 @@ class StageEmitter(Emitter):
             self.values[name, microbatch] = self.item(call, index, f"{name}_mb{microbatch}")
         if training:
             self.saved[stage.index, microbatch] = self.item(call, len(stage.outputs), f"{prefix}_saved_mb{microbatch}")
+        for index, name in enumerate(written, len(stage.outputs) + training):
+            value = self.item(call, index, f"{name}_new_mb{microbatch}")
+            self._new_values.setdefault((stage.index, name), []).append(value)
+        if written and len(self._new_values[stage.index, written[0]]) == self._n_forwards(stage.index):
+            self._write_buffers(stage.index, written)
+
+    def _n_forwards(self, stage: int) -> int:
+        """How many microbatches the rank runs at a stage."""
+        return sum(self.lowered.rank_of(stage, number) == self.rank for number in range(self.n_microbatches))
+
+    def _write_buffers(self, stage: int, names: Sequence[str]) -> None:
+        """Give a stage's buffers what one forward of the whole batch gives them."""
+        graph = self.lowered.graph_of(self.rank)
+        values = []
+        for name in names:
+            parts, combine = self._new_values[stage, name], graph.updates[name]
+            if combine == "mean":
+                weights = self.call(microbatch_weights, (self.sizes(), "mean"), f"{name}_weights")
+                values.append(self.call(weighted_total, (parts, weights), f"{name}_new"))
+            else:
+                values.append(self.call(total, (parts,), f"{name}_new") if combine == "sum" else parts[-1])
+        target = f"stage{stage}_write_buffers"
+        module = writing_module({name: self._model_nodes[name] for name in names})
+        self.call_module(target, lambda: StageCall(module, names), tuple(values), target)
 
     # -- backward ------------------------------------------------------------------------------------------------------------------
 

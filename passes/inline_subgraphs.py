@@ -19,8 +19,10 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from passes.aliasing import mutated_arguments
 from passes.gradient_flow import may_require_gradient
 from passes.ir.errors import TraceError
+from passes.operators import returns_argument
 from passes.provenance import place_of
 
 __all__ = ["inline_subgraphs"]
@@ -76,7 +78,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
                 nested = isinstance(node.target, HigherOrderOperator)
                 originals[node] = graph.node_copy(node, _reader(originals, None if nested else seen))
             else:
-                results = fx.map_arg(node.args[0], _reader(originals, seen))
+                results = fx.map_arg(node.args[0], lambda result: _result(result, originals, seen))
     for item in list(call.users):
         assert item.target is operator.getitem, "the results of a called graph are read one by one"
         item.replace_all_uses_with(results[item.args[1]])
@@ -85,6 +87,16 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
     for node in originals.values():
         if isinstance(node, fx.Node) and isinstance(node.target, HigherOrderOperator):
             _inline(module, node, carriers)
+
+
+def _result(result: fx.Node, originals: Mapping[fx.Node, Any], seen: Any) -> Any:
+    """What a result of a called graph is outside of it: of an in-place operation on an argument, the argument, with its history."""
+    written = result
+    while written.op == "call_function" and (arguments := mutated_arguments(written)) and returns_argument(written.target):
+        written = arguments[0]
+    if written is not result and written.op == "placeholder":
+        return originals[written]
+    return _reader(originals, seen)(result)
 
 
 def _reader(originals: Mapping[fx.Node, Any], seen: Any) -> Any:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, fx
 
 from passes.aliasing import mutated_arguments
@@ -154,7 +155,8 @@ class LayoutWalk:
 
     def placeholder(self, node: fx.Node) -> None:
         if node.name in self.held:
-            self.lies[node.name, 0] = [None] * len(self.mesh) if self.stored is None else list(self.stored[node.name])
+            opened: list[Placement | None] = [_WHOLE if node.name in self.graph.updates else None] * len(self.mesh)
+            self.lies[node.name, 0] = opened if self.stored is None else list(self.stored[node.name])
             return
         if not isinstance(node.meta.get("val"), Tensor):
             return
@@ -201,6 +203,9 @@ class LayoutWalk:
             self._call(node, operands)
 
     def _call(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        if node.target is torch.ops.aten.copy_.default and operands[0].name in self.graph.updates:
+            self._write(node, operands)
+            return
         loops = self.axes.loops.get(node.name)
         cuts: list[Cut | None] = []
         needs: list[list[Placement]] = [[] for _ in operands]
@@ -229,6 +234,17 @@ class LayoutWalk:
         self.results[node.name] = tuple(tuple(layout) for layout in gives)
         for place, layout in enumerate(gives):
             self.lies[node.name, place] = list(layout)
+
+    def _write(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """A declared write of a buffer: its new value lies as the buffer is stored, whole where that is open."""
+        name = operands[0].name
+        layout = (_WHOLE,) * len(self.mesh) if self.stored is None else self.stored[name]
+        for operand in operands:
+            self._use(operand, layout)
+        self.cuts[node.name] = (None,) * len(self.mesh)
+        self.needs[node.name] = (layout,) * len(operands)
+        self.results[node.name] = (layout,)
+        self.lies[node.name, 0] = list(layout)
 
     def _call_alike(
         self, loops: Loops | None, lying: Sequence[Placement | None], needs: Sequence[list[Placement]], gives: Sequence[list[Placement]]
@@ -377,7 +393,7 @@ class LayoutWalk:
     # -- the result ----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Layouts:
-        stored = {name: self._stored(uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
+        stored = {name: self._stored(name, uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
         varying = {
             name: frozenset(
                 index
@@ -390,8 +406,10 @@ class LayoutWalk:
         self.results.update({name: (layout,) for name, layout in stored.items()})
         return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying)
 
-    def _stored(self, uses: Sequence[Layout]) -> Layout:
-        """Where a parameter is held: cut if any use is; the rest gathers."""
+    def _stored(self, name: str, uses: Sequence[Layout]) -> Layout:
+        """Where a parameter is held: cut if any use is; the rest gathers. A buffer that is written is held whole."""
+        if name in self.graph.updates:
+            return (_WHOLE,) * len(self.mesh)
         layout: list[Placement] = []
         for index in range(len(self.mesh)):
             shards = [use[index] for use in uses if isinstance(use[index], Shard)]

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.axes import Axes, is_item, returned_values, tensor_operands
+from passes.buffer_writes import verify_writes
 from passes.call_along import Cut
 from passes.differentiate import fake_mode
 from passes.extents import Extents, product
@@ -92,6 +93,7 @@ class _Localizer:
             self.reader = "output"
             returned = self._outputs()
         self.target.lint()
+        verify_writes(self.target, "cutting axes")
         names = {node.name for node in self.target.nodes}
         module = LazyGraphModule({}, self.target, class_name="Local")
         outputs = tuple(replace(each, node=returned.get(each.node or "", each.node)) for each in self.graph.outputs)

@@ -20,12 +20,18 @@ __all__ = [
     "call_with",
     "draws",
     "draws_random_numbers",
+    "functional",
     "node_leaves",
+    "out_parameters",
     "packet",
+    "returns_argument",
     "tensor_parameters",
     "viewed_arguments",
+    "views_its_arguments",
     "written_arguments",
 ]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,72 @@ def viewed_arguments(node: fx.Node) -> list[fx.Node]:
     return _annotated(node, only_written=False)
 
 
+def views_its_arguments(operator: OpOverload) -> bool:
+    """Whether the schema lets the result alias an argument."""
+    return any(parameter.aliased for parameter in _parameters(operator))
+
+
+def returns_argument(operator: Any) -> bool:
+    """Whether an operator returns the one tensor that it writes, and nothing else: ``add_`` and its like."""
+    if not isinstance(operator, OpOverload):
+        return False
+    written = [parameter for parameter in _parameters(operator) if parameter.written]
+    returned = operator._schema.returns  # noqa: SLF001  no public way to the schema
+    return len(written) == 1 and len(returned) == 1 and returned[0].alias_info is not None and returned[0].alias_info.is_write
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes that the schema says are written."""
     return _annotated(node, only_written=True) if isinstance(node.target, OpOverload) else []
+
+
+def functional(operator: Any) -> OpOverload | None:
+    """Return the operator that computes what another writes, ``aten.add.Tensor`` for ``aten.add_.Tensor`` and ``aten.add.out``.
+
+    None when there is none.
+    """
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
+        return None
+    if outs := out_parameters(operator):
+        return _without_outs(operator, outs)
+    name, _, overload = operator.name().removeprefix("aten::").partition(".")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    if operator in _UNLIKE_NAMES:
+        return _UNLIKE_NAMES[operator]
+    return getattr(getattr(aten, name.removesuffix("_"), None), overload or "default", None)
+
+
+@functools.cache
+def out_parameters(operator: OpOverload) -> tuple[str, ...]:
+    """The parameters that take memory for the result alone: ``out=`` and its like."""
+    return tuple(each.name for each in operator._schema.arguments if each.is_out)  # noqa: SLF001  no public way to the schema
+
+
+@functools.cache
+def _without_outs(operator: OpOverload, outs: tuple[str, ...]) -> OpOverload | None:
+    names = [name for name in parameters_of(operator) if name not in outs]
+    overloads = (getattr(operator.overloadpacket, name) for name in operator.overloadpacket.overloads())
+    return next((each for each in overloads if list(parameters_of(each)) == names and not _writes(each)), None)
+
+
+def _writes(operator: OpOverload) -> bool:
+    return any(parameter.written for parameter in _parameters(operator))
+
+
+_UNLIKE_NAMES: Mapping[OpOverload, OpOverload | None] = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
+    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.ldexp_.default: aten.ldexp.Tensor,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.polygamma_.default: None,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.transpose_.default: aten.transpose.int,
+}
+"""In-place operators whose functional form has another name or none; by their own name they would find one with other arguments."""
 
 
 def draws_random_numbers(target: Any) -> bool:

@@ -17,7 +17,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, fx
 
-from passes.aliasing import aliasing, mutated_arguments
 from passes.repeats import longest_run, signatures
 
 __all__ = ["Region", "RegionStep", "boundary", "regions_of"]
@@ -57,14 +56,14 @@ def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.No
 def regions_of(graph: fx.Graph) -> tuple[RegionStep, ...]:
     """The steps of a graph, sizes first: one region where nothing repeats, or regions cannot be told apart.
 
-    They cannot where something other than a tensor goes from region to region, where one writes in memory that another reads, or where a
+    They cannot where something other than a tensor goes from region to region, where one writes a buffer that another reads, or where a
     view counts from the beginning of memory.
     """
     sizes = _sizes(graph)
     nodes = [node for node in graph.nodes if node.op == "call_function" and node not in sizes]
     regions = [_region(part) for part in _cut(nodes, signatures(nodes, lambda _: "")) if part]
     counts_from_start = any(node.target is aten.as_strided.default for node in nodes)
-    if len(regions) > 1 and (counts_from_start or not all(map(_is_closed, regions)) or _writes_across(graph, regions)):
+    if len(regions) > 1 and (counts_from_start or not all(map(_is_closed, regions)) or _writes_across(regions)):
         regions = [_region(nodes)]
     return (*(node for node in graph.nodes if node in sizes), *regions)
 
@@ -103,17 +102,11 @@ def _is_closed(region: Region) -> bool:
     return all(isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex() for value in tensors)
 
 
-def _writes_across(graph: fx.Graph, regions: Sequence[Region]) -> bool:
-    """Whether a region writes in memory that another's values lie in; what stays with the stage aside."""
-    region_of = {node.name: index for index, region in enumerate(regions) for node in region.nodes}
-    if not any(mutated_arguments(node) for region in regions for node in region.nodes):
-        return False
-    memory = aliasing(graph)
-    lying: dict[int, set[int]] = {}
-    for name, index in region_of.items():
-        for storage in memory.storages[name]:
-            lying.setdefault(storage, set()).add(index)
-    touching = (
-        lying.get(storage, set()) | {region_of[name] for name in names} for storage, names in memory.writers.items() if storage in lying
-    )
-    return any(len(indices) > 1 for indices in touching)
+def _writes_across(regions: Sequence[Region]) -> bool:
+    """Whether a region writes a buffer that another reads: autograd must see both to refuse a backward that reads what was overwritten."""
+    readers: dict[fx.Node, set[int]] = {}
+    for index, region in enumerate(regions):
+        for source in region.inputs:
+            readers.setdefault(source, set()).add(index)
+    written = {write.args[0] for region in regions for write in region.nodes if write.target is aten.copy_.default}
+    return any(len(readers.get(place, ())) > 1 for place in written if isinstance(place, fx.Node))

@@ -1,4 +1,4 @@
-"""Remove operations that do nothing, and values that nobody reads.
+"""Remove operations that do nothing, and values that nobody reads, from a graph without in-place writes (``passes.functionalize``).
 
 Before:                                              After:
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from passes.aliasing import aliasing, mutated_arguments
+from passes.aliasing import mutated_arguments
 from passes.gradient_flow import may_require_gradient
 from passes.operators import bound_arguments
 
@@ -38,16 +38,15 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
         without_gradient: placeholders that never require a gradient; ``detach`` of what follows from them alone does nothing.
     """
     carriers = may_require_gradient(graph, without_gradient)
-    memory = aliasing(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _ASSERT_METADATA or _is_about_sizes(node) or _copies_onto_itself(node):
+        if node.target is _ASSERT_METADATA or _is_about_sizes(node):
             graph.erase_node(node)
         elif (
             (node.target in _IDENTITIES and _IDENTITIES[node.target](node))
             or (node.target is aten.detach.default and node.args[0] not in carriers)
-            or (node.target is aten.lift_fresh_copy.default and not memory.written(node) and not _is_returned(node))
+            or (node.target is aten.lift_fresh_copy.default and not _is_returned(node))
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -57,7 +56,8 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
 def remove_dead(graph: fx.Graph) -> None:
     """Remove nodes without users whose computation nobody can notice, in place."""
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
+        is_unread = node.op in ("call_function", "get_attr") and not node.users
+        if is_unread and not node.is_impure() and not mutated_arguments(node):
             graph.erase_node(node)
 
 
@@ -65,20 +65,6 @@ def _source(node: fx.Node) -> Tensor:
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     assert isinstance(value, Tensor)
     return value
-
-
-def _copies_onto_itself(node: fx.Node) -> bool:
-    """A copy of what was just written to the same memory: what ``self.steps += 1`` leaves behind for a buffer."""
-    if node.target is not aten.copy_.default or node.users:
-        return False
-    written, source = node.args[:2]
-    while isinstance(source, fx.Node) and source is not written and _returns_what_it_writes(source):
-        source = source.args[0]
-    return source is written
-
-
-def _returns_what_it_writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.name().partition(".")[0].endswith("_") and len(mutated_arguments(node)) == 1
 
 
 def _is_returned(node: fx.Node) -> bool:

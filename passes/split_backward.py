@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from passes.aliasing import mutated_arguments
+from passes.buffer_writes import verify_writes
 from passes.differentiate import Joint
 from passes.ir.collectives import AGAIN
 from passes.joint_nodes import computed_by, is_item
@@ -205,6 +206,7 @@ class _Cut:
             collected.append(copied)
         target.output((*(_dense(target, node, copies[node]) for node in values), tuple(collected)))
         target.lint()
+        verify_writes(target, "splitting the backward")
         return LazyGraphModule({}, target, class_name=name)
 
     def _in_order(self, body: set[fx.Node], *, is_backward: bool) -> list[fx.Node]:

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from passes.aliasing import Aliasing, aliasing
+from passes.buffer_writes import verify_writes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.lazy_graph_module import LazyGraphModule
@@ -204,6 +205,7 @@ def _copy(graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequen
             _allow_any_layout(node, copies[node], stage)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
+    verify_writes(target, "cutting stages", owns_memory=True)
     module = LazyGraphModule({}, target, class_name=f"Stage{stage.index}")
     module.meta.update(graph.module.meta)
     return module

@@ -11,6 +11,7 @@ What is proved, for every batch size:
 - any two ranks start the collectives that both take part in in the same order: of the same kind, along the same dimensions, each giving
   the other tensors of the shapes and dtypes that it expects;
 - whatever is started is waited for once;
+- no call writes memory in place, except the declared writes of buffers (``passes.buffer_writes``);
 - the ranks cannot wait for each other in a circle.
 
 The last is decided by running the communication alone: a send never blocks (the receive is posted without waiting for anything), so a
@@ -27,10 +28,11 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from passes.buffer_writes import verify_writes
 from passes.collective_specs import CollectiveSpec
 from passes.ir.communication import COLLECTIVES, receive, send, wait
 from passes.ir.errors import VerificationError
-from passes.ir.program import Program
+from passes.ir.program import Program, StageCall
 from passes.value_specs import Pending, TensorSpec, ValueSpecs, describe_values
 
 __all__ = ["verify"]
@@ -102,12 +104,21 @@ def verify(programs: Sequence[Program]) -> None:
     ranks = sorted(program.rank for program in programs)
     if ranks != list(range(len(programs))):
         raise VerificationError(f"there are programs for ranks {ranks}", remedy="pass one program for each rank, counted from 0")
+    for program in programs:
+        _check_writes(program)
     traces = [_trace(program, len(programs)) for program in sorted(programs, key=lambda program: program.rank)]
     for trace in traces:
         _check_waits(trace)
     sends = _check_messages(traces)
     _check_collectives(traces)
     _check_progress(traces, sends)
+
+
+def _check_writes(program: Program) -> None:
+    verify_writes(program.module.graph, f"emitting the program of rank {program.rank}", owns_memory=True)
+    for name, module in program.module.named_children():
+        if isinstance(module, StageCall):
+            verify_writes(module.graph.graph, f"emitting {name} of rank {program.rank}", owns_memory=True)
 
 
 def _trace(program: Program, n_ranks: int) -> _Trace:

@@ -239,8 +239,9 @@ def test_microbatches_are_the_model_trained_on_each_in_turn() -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
     for name, buffer in model.named_buffers():
-        torch.testing.assert_close(state[name], buffer)
-    assert int(state["norm1.num_batches_tracked"]) == 4
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(state[name], buffer)
+    assert int(state["norm1.num_batches_tracked"]) == 1  # calls of the model: no rows decide it
 
 
 @pytest.mark.slow
@@ -260,7 +261,7 @@ def test_exact_plans_do_not_warn() -> None:
         partitioned(convolutions().eval(), 2, "pipeline", n_microbatches=4)
 
 
-def test_buffers_updated_from_the_batch_are_announced() -> None:
+def test_buffers_updated_from_the_batch_are_those_of_the_whole_batch() -> None:
     class Centred(nn.Module):
         mean: Tensor
 
@@ -277,13 +278,12 @@ def test_buffers_updated_from_the_batch_are_announced() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(8, 4, dtype=torch.float64)
-    model = Centred().double()
-    pm = partition(model, 2, "pipeline", example_inputs=(x,), batchnorm="local", progress=False)
-    assert pm.plan.n_microbatches == 1
-    torch.testing.assert_close(pm(x), model(x))
-    torch.testing.assert_close(pm.full_state_dict()["mean"], model.mean)
-    with pytest.warns(PartitionWarning, match=r"Buffers under microbatches: .*\(mean\) are updated 2 times a step"):
-        partition(Centred().double(), 2, "pipeline", example_inputs=(x,), n_microbatches=2, progress=False)
+    for n_microbatches in (None, 4):
+        model = Centred().double()
+        pm = partition(model, 2, "pipeline", example_inputs=(x,), n_microbatches=n_microbatches, progress=False)
+        assert pm.plan.n_microbatches > 1
+        torch.testing.assert_close(pm(x), model(x))
+        torch.testing.assert_close(pm.full_state_dict()["mean"], model.mean)
 
 
 # -- no statistics ------------------------------------------------------------------------------------------------------------------------

@@ -277,7 +277,8 @@ def test_notes_name_what_the_user_should_know() -> None:
     parts = ("keeps tensors in last", "one row (" + __file__, "squeezes")
     assert len(graph.notes) == len(parts)
     assert all(part in note for part, note in zip(parts, graph.notes, strict=True)), graph.notes
-    assert graph.mixing == RowMixing(normalizations=("norm",), buffers=("seen",))
+    assert graph.mixing == RowMixing(normalizations=("norm",))
+    assert graph.updates == {"b_norm_num_batches_tracked": "same", "b_seen": "mean"}
 
 
 # -- the model is left as it was ---------------------------------------------------------------------------------------------------

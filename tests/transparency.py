@@ -136,11 +136,15 @@ def reference_steps(
     microbatches = [instance] if microbatch_sizes is None else _cut(case, instance, batch_size, microbatch_sizes, dtype)
     weights = [1.0] if microbatch_sizes is None else [size / batch_size for size in microbatch_sizes]
 
+    counters = [buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")]
+
     def step() -> Tensor:
-        losses = []
+        losses, counted = [], [counter.clone() for counter in counters]
         for part, weight in zip(microbatches, weights, strict=True):
             losses.append(loss_of(case, model(*part.args, **part.kwargs), part.target) * weight)
             losses[-1].backward()
+            for counter, before in zip(counters, counted, strict=True):
+                counter.copy_(before + (1 if model.training else 0))  # one forward, however many microbatches it has
         return torch.stack(losses).sum()
 
     def gradients() -> dict[str, Tensor | None]:

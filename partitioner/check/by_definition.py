@@ -18,7 +18,6 @@ def differences_by_definition(graph: ModelGraph, n_microbatches: int) -> tuple[s
         return ()
     reasons = (
         (graph.mixing.normalizations, "BatchNorm in training ({}) normalises over the rows of each microbatch"),
-        (graph.mixing.buffers, "buffers ({}) are updated once a microbatch"),
         ([module_path(node) for node in _drawing(graph)], "random numbers ({}) are drawn anew for each microbatch"),
     )
     return tuple(

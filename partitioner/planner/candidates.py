@@ -57,7 +57,7 @@ def may_cut_batch(graph: ModelGraph, request: PlanRequest) -> bool:
 
     With ``batchnorm="local"`` the user accepts statistics of part of the batch.
     """
-    if graph.batch is None or any(output.combine == "mixed" for output in graph.outputs) or graph.mixing.buffers:
+    if graph.batch is None or graph.mixed:
         return False
     return request.batchnorm == "local" or not graph.mixing.normalizations
 

@@ -119,7 +119,7 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
     others = "a smaller batch, or an optimizer with less state"
     request, mixing = problems.request, problems.graph.mixing
     if mixing and request.mode != "model" and request.n_microbatches is None and not may_cut_batch(problems.graph, request):
-        others += f"; or pass n_microbatches=, which takes the statistics of {first_names(mixing.normalizations + mixing.buffers)} "
+        others += f"; or pass n_microbatches=, which takes the statistics of {first_names(mixing.normalizations)} "
         others += "over each microbatch"
     larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:

@@ -146,9 +146,8 @@ _MOST_CONTENDERS = 6
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
     yield from graph.notes
     yield from microbatch_effects(graph.mixing, chosen.candidate.n_microbatches)
-    mixed = [output.name or "the result" for output in graph.outputs if output.combine == "mixed"]
-    if mixed and request.n_microbatches is None and request.mode != "model":
-        yield f"The batch is not cut into microbatches, because rows of the batch are mixed in {', '.join(mixed)}."
+    if graph.mixed and request.n_microbatches is None and request.mode != "model":
+        yield f"The batch is not cut into microbatches, because rows of the batch are mixed in {', '.join(graph.mixed)}."
     if graph.batch is None and request.n_microbatches is None and request.mode != "model":
         yield "The batch is not cut into microbatches, because the model was traced for one batch size alone."
     if graph.mixing and request.n_microbatches is None and request.mode != "model" and not may_cut_batch(graph, request):

@@ -98,17 +98,15 @@ class PlanRequest:
         count = self.n_microbatches
         if count is None:
             return
-        mixed = [output.name or "(the result)" for output in graph.outputs if output.combine == "mixed"]
-        if count > 1 and mixed:
+        if count > 1 and graph.mixed:
             raise ConfigError(
-                f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in output {', '.join(mixed)}",
-                remedy="pass n_microbatches=1, or return what does not mix rows",
+                f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in {', '.join(graph.mixed)}",
+                remedy="pass n_microbatches=1, or return, and keep in buffers, what does not mix rows",
             )
 
     def _check_replicas(self, graph: ModelGraph) -> None:
         most = max(self.replicas, default=1)
-        whole = graph.batch is None or any(output.combine == "mixed" for output in graph.outputs)
-        whole |= bool(graph.mixing) and self.batchnorm == "sync"
+        whole = graph.batch is None or bool(graph.mixed) or (bool(graph.mixing) and self.batchnorm == "sync")
         count = self.n_microbatches or (1 if whole else graph.batch_size)
         if count < most:
             statistics = " (BatchNorm then takes its statistics over each microbatch)" if graph.mixing.normalizations else ""

@@ -29,7 +29,9 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
     module = LazyGraphModule(exported.program.graph_module, graph)
     batch = next(iter(graph.nodes)) if exported.batch is not None else None
     input_names = {renamed[name] for name in lifted.inputs if name is not None}
-    graph, notes = normalize(module, batch, exported.batch, tied, input_names, lifted.without_gradient, exported.inputs.autocast)
+    graph, notes = normalize(
+        module, batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast
+    )
     refuse_learned_constants(lifted)
     return ModelGraph(
         module=LazyGraphModule(nn.Module(), graph, type(model).__name__),

@@ -8,6 +8,7 @@ import sympy
 from torch import fx
 
 from passes.batch_size import read_sizes_from_batch
+from passes.buffer_writes import verify_writes
 from passes.compute_outputs import compute_outputs
 from passes.explicit_casts import write_casts
 from passes.functionalize import functionalize
@@ -31,6 +32,7 @@ def normalize(
     symbol: sympy.Symbol | None,
     tied: Mapping[str, str],
     inputs: Collection[str],
+    buffers: Collection[str],
     without_gradient: Collection[str],
     autocast: Autocast | None = None,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
@@ -41,6 +43,7 @@ def normalize(
         symbol: its symbol.
         tied: placeholder to remove -> placeholder of the same tensor.
         inputs: placeholders of the model's inputs.
+        buffers: placeholders of its buffers.
         without_gradient: placeholders that never require a gradient.
         autocast: what it was traced in.
     """
@@ -54,14 +57,14 @@ def normalize(
         read_sizes_from_batch(graph, batch, symbol)
         number_paddings(graph)
         pinned = pin_squeezes(graph)
-    remove_noise(graph, without_gradient)
-    unwritten = functionalize(graph, inputs)
+    unwritten = functionalize(graph, inputs, buffers, without_gradient)
     remove_noise(graph, without_gradient)
     place_getitems(graph)
     compute_outputs(graph)
     complete_provenance(graph)
     named = name_nodes(graph)
     named.lint()
+    verify_writes(named, "normalization")
     return named, (*(_unwritten(name) for name in unwritten), *(_pinned(node) for node in pinned))
 
 

@@ -11,7 +11,8 @@ from torch import fx
 from partitioner.tracing.trees import output_names
 from passes.batch.values import Values
 from passes.batch_dimension import combination, follow_batch
-from passes.ir.graph import ModelGraph, Output
+from passes.buffer_writes import declared_writes
+from passes.ir.graph import Combine, ModelGraph, Output
 from passes.replicable import replicable_nodes
 from passes.size_expression import size_of
 
@@ -29,10 +30,10 @@ def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
     assert isinstance(leaves, tuple | list)
     if values is None:
         outputs = tuple(_uncut(name, leaf) for name, leaf in zip(names, leaves, strict=True))
-        return dataclasses.replace(graph, outputs=outputs)
+        return dataclasses.replace(graph, outputs=outputs, updates=dict.fromkeys(_written(graph), "mixed"))
     batched = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
     countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batched.keys()
-    flow = follow_batch(graph.graph, values, batched, countable, graph.buffers)
+    flow = follow_batch(graph.graph, values, batched, countable)
     described = []
     reasons: dict[str, None] = {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -45,7 +46,19 @@ def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
                 reasons[reason] = None
         else:
             described.append(Output(name, None, leaf, "same", None))
-    return dataclasses.replace(graph, outputs=tuple(described), notes=(*graph.notes, *reasons), mixing=flow.mixing)
+    updates: dict[str, Combine] = {}
+    for name, write in _written(graph).items():
+        value = write.args[1]
+        assert isinstance(value, fx.Node)
+        combine, _, _ = combination(value, flow)
+        updates[name] = "mixed" if combine == "concatenate" else combine  # a buffer has no batch
+    notes = (*graph.notes, *reasons)
+    return dataclasses.replace(graph, outputs=tuple(described), notes=notes, mixing=flow.mixing, updates=updates)
+
+
+def _written(graph: ModelGraph) -> dict[str, fx.Node]:
+    """Buffer -> its declared write; running statistics of normalisations are written by these."""
+    return declared_writes(graph.graph, graph.buffers)
 
 
 def _is_size(leaf: object) -> TypeGuard[fx.Node]:

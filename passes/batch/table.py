@@ -13,8 +13,7 @@ from passes.batch.call import Call
 from passes.batch.elementwise import keep_total
 from passes.batch.reductions import along, reduce
 from passes.batch.role import Role
-from passes.functionalize import functional
-from passes.operators import packet
+from passes.operators import functional, packet
 
 __all__ = ["RULES", "Rule", "reads_sizes", "rule_of"]
 

@@ -85,14 +85,12 @@ class RowMixing:
 
     Attributes:
         normalizations: module paths of normalisations that take their statistics over the rows, as batch normalisation does in training.
-        buffers: names of buffers that the model updates from the rows by itself.
     """
 
     normalizations: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.normalizations or self.buffers)
+        return bool(self.normalizations)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class ModelGraph:
 
     What ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
     producer; a tied parameter is one placeholder; nested graphs are inlined; operations that do nothing are gone; an in-place
-    operation is functional wherever no other name of the same memory sees it.
+    operation is functional, and buffers are written by declared writes alone (``passes.buffer_writes``).
 
     Attributes:
         module: the graph (it owns no parameters).
@@ -144,6 +142,8 @@ class ModelGraph:
         notes: what the user should know, one sentence each.
         mixing: where rows of the batch are mixed other than in results (batch normalisation ...).
         totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
+        updates: buffer that forward writes (``passes.buffer_writes``) -> what to do with its new values over microbatches. Running
+            statistics of batch normalisation are none of them.
         autocast: the mixed precision that the loss is computed in; casts inside the graph are operations of it.
         part: which part of the model this is, for a graph that ``passes.localize`` wrote.
     """
@@ -163,6 +163,7 @@ class ModelGraph:
     notes: tuple[str, ...]
     mixing: RowMixing = RowMixing()
     totals: tuple[Total, ...] = ()
+    updates: Mapping[str, Combine] = field(default_factory=dict)
     autocast: Autocast | None = None
     part: Part = Part()
 
@@ -178,6 +179,12 @@ class ModelGraph:
     def combine(self, node: str) -> Combine:
         """What to do with the values over microbatches of a returned node."""
         return next(output.combine for output in self.outputs if output.node == node)
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """What makes cutting the batch into microbatches wrong: results, and buffers, that no combination of microbatches gives."""
+        results = [f"output {output.name}" if output.name else "the result" for output in self.outputs if output.combine == "mixed"]
+        return (*results, *(f"the new value of buffer {self.buffers[name]}" for name, each in self.updates.items() if each == "mixed"))
 
     def computing_nodes(self) -> list[fx.Node]:
         """All nodes that compute, in order: neither placeholders nor the output."""

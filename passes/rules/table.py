@@ -11,9 +11,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.functionalize import functional
 from passes.ir.errors import ConfigError
-from passes.operators import packet
+from passes.operators import functional, packet
 from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, call_of
 from passes.rules.language import parse
