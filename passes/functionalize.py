@@ -356,7 +356,10 @@ class _Functionalizer:
     def _rebind(self, node: fx.Node, written: _Name) -> None:
         """Make ``squeeze_`` and its like, which change a name and no memory, a new view that takes the name's place."""
         target, source = functional(node.target), node.args[0]
-        if target is None or not _is_view(target) or (written.value.op == "placeholder" and written.value.name not in self._inputs):
+        lasts = written.value.op == "placeholder" and written.value.name not in self._inputs
+        # To detach what never requires a gradient changes nothing that lasts.
+        changes = lasts and not (node.target is aten.detach_.default and written.value.name in self._without_gradient)
+        if target is None or not _is_view(target) or changes:
             self._refuse(
                 node,
                 f"the model calls {node.target}, which changes the size or memory of a tensor in place",
