@@ -25,6 +25,7 @@ from partitioner.model import PartitionedModel
 from partitioner.options.arguments import EXAMPLES, VALUES, positional
 from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.plan_cuts import PlanCuts
+from partitioner.planner.plan_mesh import stages_mode
 from partitioner.planner.plan_problem import PlanProblem
 from partitioner.planner.plan_request import PlanRequest
 from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
@@ -43,7 +44,7 @@ from passes.graph_digest import graph_digest
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, Mesh
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 
 __all__ = ["partition"]
@@ -125,7 +126,7 @@ def partition(
     request = None
     if plan is None:
         request = PlanRequest(
-            mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
+            mode="auto" if mesh is None else stages_mode(mesh, n_microbatches),
             devices=tuple(map(str, placement.devices)),
             n_microbatches=n_microbatches,
             schedule=schedule,

@@ -46,7 +46,9 @@ def check_fits(plan: Plan, graph: ModelGraph) -> None:
             "the plan was made for another model: names or shapes of parameters differ", remedy="leave plan=None, and one is made for this"
         )
     names = {node.name for node in graph.graph.nodes}
-    entries = {f"stages[{index}].first_node": stage.first_node for index, stage in enumerate(plan.stages)}
+    # The one stage of sequential tiles begins with an operation of the tiled graph, which is written after the plan.
+    stages = () if plan.tiles else plan.stages
+    entries = {f"stages[{index}].first_node": stage.first_node for index, stage in enumerate(stages)}
     entries |= {f"halos[{index}].{end}": getattr(run, end) for index, run in enumerate(plan.halos) for end in ("first", "last")}
     for entry, name in entries.items():
         if name not in names:

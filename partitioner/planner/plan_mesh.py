@@ -60,7 +60,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     hardware = Hardware(cluster, model_prices)
     model = CuttableModel(graph, request, differentiate=graph.training, pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
-    of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request))
+    of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request.n_microbatches))
     ways = list[tuple[MeshProblem, MeshCut | None]]()
     for beside in _ways(model, mesh, request):
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
@@ -84,9 +84,9 @@ def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloRun, .
     return model.cut(mesh.cutting, beside=beside, halos=halos)
 
 
-def stages_mode(mesh: Mesh, request: PlanRequest) -> str:
-    """The mode of the stages of a mesh."""
-    return next((name for name in mesh.names if name in STAGES), "pipeline" if (request.n_microbatches or 1) > 1 else "model")
+def stages_mode(mesh: Mesh, n_microbatches: int | None) -> str:
+    """Return the mode of the stages of a mesh: without a dimension of stages, several microbatches make its one stage a pipeline."""
+    return next((name for name in mesh.names if name in STAGES), "pipeline" if (n_microbatches or 1) > 1 else "model")
 
 
 def cut_described(plan: Plan, cut: MeshCut) -> Plan:
