@@ -112,12 +112,12 @@ def test_a_parameter_that_would_be_shared_wherever_stages_are_cut_is_refused_by_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"widths": (2, 1, 1)}, "widths .* do not fit its mesh"),
-        ({"widths": (2,)}, "widths .* do not fit its mesh"),
-        ({"widths": (3, 0)}, "widths .* do not fit its mesh"),
-        ({"mesh": (("pipeline", 2), ("tensor", 4))}, "widths .* do not fit its mesh"),
-        ({"mesh": (("pipeline", 2),)}, "widths .* do not fit its mesh"),
-        ({"widths": ()}, "mesh has 4 ranks, and it names 3 devices"),
+        ({"widths": (2, 1, 1)}, "widths.* do not fit the mesh"),
+        ({"widths": (2,)}, "widths.* do not fit the mesh"),
+        ({"widths": (3, 0)}, "widths.* do not fit the mesh"),
+        ({"mesh": (("pipeline", 2), ("tensor", 4))}, "have no dimension of 4"),
+        ({"mesh": (("pipeline", 2),)}, "widths.* do not fit the mesh"),
+        ({"widths": ()}, "mesh: it has 4 ranks, and the plan names 3 devices"),
     ],
 )
 def test_plans_that_do_not_fit_themselves(changes: dict[str, Any], message: str) -> None:

@@ -338,7 +338,7 @@ def test_a_plan_of_calls_that_are_not_there_is_refused() -> None:
     ("mode", "halo", "message"),
     [
         ({"data": 2}, "recompute", "the mesh has data"),
-        ({"tile": 2}, "twice", "nothing is paid for by 'twice'"),
+        ({"tile": 2}, "twice", "not 'twice'"),
         ({"tile": 2}, {"nobody": "recompute"}, "'nobody', which is no module"),
     ],
 )
