@@ -154,16 +154,21 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
             rank where the loss takes all.
     """
     passed = rows.passed(batch)
-    cut = n_microbatches > 1 or (results != "whole" and rows.count > 1)
+    cut = results != "whole" and (n_microbatches > 1 or rows.count > 1)
     for path, leaf in pytree.tree_flatten_with_path(target)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ConfigError(
+                f"target{pytree.keystr(path)} requires a gradient, and train_step computes none for targets",
+                remedy="pass it to the model as an input, and let the model return it; or .detach() it",
+            )
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         if results == "whole" and passed < batch and leaf.shape[0] == passed:
             raise ConfigError(
-                f"target{pytree.keystr(path)} has the rows of one rank, and the loss takes those of all: the model's results mix rows",
+                f"target{pytree.keystr(path)} has the rows of one rank, and the loss takes those of all",
                 remedy='let the model return its loss, or loss_fn compute the target; or pass the whole batch, with inputs="global"',
             )
-        if cut and leaf.shape[0] != (batch if results == "whole" else passed):
+        if cut and leaf.shape[0] != passed:
             raise ConfigError(
                 f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
                 remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",

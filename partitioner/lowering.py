@@ -12,6 +12,7 @@ from torch import Tensor
 from partitioner.rows import Inputs, RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import schedule_of
+from partitioner.schedules.forwards_first import forwards_first
 from passes.cut_by_plan import StagedCut
 from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.garbage import nothing_collected
@@ -134,16 +135,17 @@ class Lowering:
             lambda: differentiate_stages(self._stages(pipeline, replica), differentiation, recompute),
         )
 
-    def schedule(self, n_microbatches: int) -> Schedule:
-        """The plan's schedule of a step."""
-        return schedule_of(self.plan, n_microbatches)
+    def schedule(self, n_microbatches: int, loss: LossForm) -> Schedule:
+        """Return the plan's schedule of a step; with all forwards first where the loss needs all rows."""
+        schedule = schedule_of(self.plan, n_microbatches)
+        return forwards_first(schedule) if loss.reduction == "batch" else schedule
 
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
 
         def emit(pipeline: int, replica: int) -> Sequence[Program]:
             lowered = self._training(differentiation, pipeline, replica)
-            return emit_train_step(lowered, self.schedule(n_microbatches), loss, self._devices(pipeline))
+            return emit_train_step(lowered, self.schedule(n_microbatches, loss), loss, self._devices(pipeline))
 
         return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
 
@@ -170,7 +172,7 @@ class Lowering:
             else:
                 recompute = cast(Recompute, self.plan.recompute)
                 lowered = differentiate_stages(self._stages(number), differentiation, recompute, share=True)
-                emitted = emit_train_step(lowered, self.schedule(n_microbatches), loss, devices)
+                emitted = emit_train_step(lowered, self.schedule(n_microbatches, loss), loss, devices)
             for place, program in enumerate(emitted):
                 if self._homes[ranks[place]] == number:
                     is_alone = len(self._parts) == 1

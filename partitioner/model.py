@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from partitioner.accumulation import Accumulation
 from partitioner.autograd import PartitionedForward
-from partitioner.binding import BoundInputs, check_target
+from partitioner.binding import BoundInputs
 from partitioner.calls import Calls
 from partitioner.check.check import Subject, check
 from partitioner.check.report import CheckReport
@@ -24,7 +24,7 @@ from partitioner.gradient_norm import gradient_norm, scale_gradients
 from partitioner.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.initialization import InitFunction, initialize, seed_text
 from partitioner.load_state import load_state
-from partitioner.losses import Losses
+from partitioner.losses import Losses, check_loss
 from partitioner.lowering import Lowering
 from partitioner.lowerings import Lowerings
 from partitioner.optimizer_check import check_optimizers
@@ -37,15 +37,15 @@ from partitioner.reports.comments import comment_programs
 from partitioner.reports.devices import DeviceTable, device_table
 from partitioner.reports.explained import Explained
 from partitioner.reports.mesh_devices import mesh_table
+from partitioner.reports.step_memory import warn_of_memory
 from partitioner.runtime.runtime import Runtime
 from partitioner.shown import LastStep, Shown, shown
 from partitioner.simulate import Assumptions, simulate
 from partitioner.state import State, check_values
-from passes.emit_programs import LossForm
+from passes.emit_programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.lower import LoweredStages
@@ -88,7 +88,7 @@ class PartitionedModel(nn.Module):
         self._gathered = GatheredState(state, runtime)
         self._lowerings = lowerings
         self._assumed = assumed
-        self._losses = Losses(runtime)
+        self._losses = Losses(runtime, graph)
         self._last_step: LastStep | None = None
         self._choices: tuple[Pinned, ...] | None = None
 
@@ -115,60 +115,47 @@ class PartitionedModel(nn.Module):
         *args: Any,
         target: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        loss_reduction: LossReduction = "mean",
         **kwargs: Any,
     ) -> Tensor:
-        """One forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
+        """Run one forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
+
+        On the first step with a loss function, and whenever shapes change, it is proved from a trace of ``loss_fn`` that the losses of
+        microbatches and of ranks add up to the loss of the batch. A mean that leaves targets out (``ignore_index``) is weighted by the
+        targets that are left.
 
         Args:
             args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read none
                 may pass none, and one that computes no loss no target.
             target: what ``loss_fn`` compares with: tensors, in any structure, whose first dimension is the batch.
-            loss_fn: ``loss_fn(output, target)``, a mean over the batch. None: the model returns its loss (``.loss``, or a scalar).
-            loss_reduction: ``"sum"`` if the loss is a sum over the batch.
+            loss_fn: ``loss_fn(output, target)``, a tensor of one number. None: the model returns its loss (``.loss``, or a scalar).
+            loss_reduction: what ``loss_fn`` is over the rows of the batch. ``"mean"`` or ``"sum"``: it is taken of each microbatch, on each
+                rank that cuts the batch, and put together. ``"batch"``: a function of all rows at once (weighted or masked means,
+                contrastive losses, RMSE). All forwards come first then, every stage holds the activations of all microbatches, and ranks
+                that cut the batch gather the model's outputs; with ``inputs="local"`` such a loss takes no target.
             kwargs: the model's keyword inputs.
 
         Returns:
             The loss of the batch, on every rank.
 
         Raises:
-            ConfigError: inputs that do not fit what was traced, or a loss that is no number.
+            ConfigError: inputs that do not fit what was traced, a loss that is no tensor of one number, or one that is not what
+                ``loss_reduction`` says: nothing is added to ``.grad``.
             CommunicationError: a rank could not communicate.
         """
         refuse_hooks(self, "train_step()")
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"there is no loss_reduction {loss_reduction!r}", remedy='choose "mean" or "sum"')
+        check_loss(loss_fn, loss_reduction)
         self._check_parameters()
         inputs = self._bind(args, kwargs)
-        results: Results = "whole" if any(output.combine == "mixed" for output in self._graph.outputs) else "loss"
-        if loss_fn is None:
-            count, lowering = self.lowering_for(inputs.batch)
-        else:
-            count, lowering = self.lowering_for(inputs.batch, in_parts=False, results=results)
-        check_target(target, lowering.rows, inputs.batch, count, results)
-        wanted = inputs.requiring_gradient
-        local = inputs.batch // lowering.rows.count
-        sizes = microbatch_sizes(inputs.batch if results == "whole" else local, count)
-        targets = {
-            rank: target if results == "whole" else lowering.rows.of_target(target, inputs.batch, rank)
-            for rank in self._runtime.local_ranks
-        }
-        rows = microbatch_sizes(local, count)[0]
-        dependence = self._losses.dependence(lowering, loss_fn, targets[self._here], wanted, sizes, rows)
-        outputs = dependence.outputs
-        if dependence.own is not None:
-            # The model's own loss: its graph knows better than a weight per row what each microbatch counts.
-            place = lowering.graph.returned.index(dependence.own)
-            count, lowering = self.lowering_for(inputs.batch)
-            own = lowering.graph.returned[place]
-            outputs = frozenset({own}) if outputs else outputs
-            loss_reduction = "sum" if lowering.graph.combine(own) == "sum" else "mean"
-        differentiation = lowering.differentiation(outputs, wanted)
-        form = LossForm(loss_reduction, dependence.dtype)
-        programs = lowering.train_step(differentiation, count, form, self._accumulation.gradients)
-        self._last_step = (dependence.own is not None, results if dependence.own is None else "rows", differentiation, form)
-        extra = {rank: {"target": targets[rank], "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
-        loss, gradients = self._calls.run(lowering, programs, inputs, extra)[self._here]
+        prepared = self._losses.prepare(inputs, target, loss_fn, loss_reduction, self.lowering_for)
+        lowering, form = prepared.lowering, prepared.form
+        differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
+        programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
+        if form.reduction == "batch" and (self._last_step is None or self._last_step[-1] != form):
+            schedule = lowering.schedule(self._plan.n_microbatches, form)
+            warn_of_memory(self._plan, lowering.training(differentiation), schedule, self._assumed.limits)
+        self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
+        loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         pairs = zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True)
         found = [(inputs.tensors[name], gradient) for name, gradient in pairs if gradient is not None and name in inputs.tensors]
         if found:
@@ -267,7 +254,7 @@ class PartitionedModel(nn.Module):
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
-        schedule = lowering.schedule(self._plan.n_microbatches) if lowered.training else None
+        schedule = lowering.schedule(self._plan.n_microbatches, self.looked_at().loss) if lowered.training else None
         name = type(self._original[0]).__name__
         found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
         return Explained(*found, self._assumed.limits, self._assumed.planned_for(self._plan))

@@ -16,6 +16,7 @@ A training step of rank 1 of 2, 1F1B with two microbatches (sizes left out):
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +32,10 @@ from passes.ir.schedule import Action, ActionKind, Schedule
 from passes.lower import LoweredStages, reached_gradients
 from passes.messages import Item, Message, Script, number_messages, step_scripts, sweep_scripts
 
-__all__ = ["LossForm", "differentiated_outputs", "emit_backward", "emit_forward", "emit_train_step"]
+__all__ = ["LossForm", "LossReduction", "differentiated_outputs", "emit_backward", "emit_forward", "emit_train_step"]
+
+LossReduction = Literal["mean", "sum", "batch"]
+"""What a loss is over the rows of a batch: their mean, their sum, or a function of all of them at once."""
 
 LOOKAHEAD = 1
 """How many actions ahead receives are posted: enough for a transfer to overlap the action before."""
@@ -42,25 +46,27 @@ class LossForm:
     """What programs know of the loss.
 
     Attributes:
-        reduction: whether it is a mean or a sum over the batch.
+        reduction: whether it is a mean or a sum over the batch, or needs all rows of the batch at once.
         dtype: of its value.
+        is_weighted: whether programs are given what each microbatch counts; else it follows from its rows.
     """
 
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: LossReduction = "mean"
     dtype: torch.dtype = torch.float32
+    is_weighted: bool = False
 
 
 def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
-    """One training step by a schedule.
+    """One training step by a schedule; by one that has all forwards first where the loss needs all rows at once.
 
     Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
     ``(loss, (gradients of inputs...))``.
     """
-    scripts = step_scripts(lowered, schedule)
+    scripts = step_scripts(lowered, schedule, of_all_rows=loss.reduction == "batch")
     tags = number_messages(scripts)
     programs = []
     for rank, script in enumerate(scripts):
-        extra = ("target", "loss_fn") if rank in lowered.collectors else ()
+        extra = ("target", "loss_fn", *(["loss_weights"] if loss.is_weighted else [])) if rank in lowered.collectors else ()
         emitter = StageEmitter(lowered, rank, schedule.n_microbatches, tags, extra, loss.dtype)
         emitter.prepare(devices[rank])
         losses: list[fx.Node] = []
@@ -69,8 +75,10 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
             emitter.post(script[position : position + 1 + LOOKAHEAD])
             if item.action is not None:
                 _run(emitter, item.action, training=True)
-                if _is_last_forward(lowered, item.action):
+                if loss.reduction != "batch" and _is_last_forward(lowered, item.action):
                     _loss(emitter, item.action.microbatch, loss, losses)
+            if item.takes_loss:
+                _loss_of_all_rows(emitter, loss)
             _send_all(emitter, item)
         emitter.store_gradients()
         emitter.section = "results"
@@ -185,35 +193,60 @@ def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[f
     """The loss of one microbatch and its gradients, where the model's results are collected."""
     emitter.section = f"loss of microbatch {microbatch}"
     lowered = emitter.lowered
-    assert lowered.differentiation is not None
-    returned = lowered.returned
-    differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
-
-    def module() -> LossCall:
-        outputs = lowered.graph.outputs
-        leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
-        tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
-        constants = [output.constant for output in outputs]
-        return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
-
     if not losses:
         emitter.targets = emitter.call(split_target, (emitter.inputs["target"], emitter.sizes()), "target_parts")
         part = lowered.graph.part
         parts = (part.n_row_parts,) if part.results == "loss" and part.n_row_parts > 1 else ()
-        emitter.weights = emitter.call(microbatch_weights, (emitter.sizes(), form.reduction, *parts), "weights")
-    values = [emitter.value(name, microbatch) for name in returned]
+        if form.is_weighted:
+            emitter.weights = emitter.inputs["loss_weights"]
+        else:
+            emitter.weights = emitter.call(microbatch_weights, (emitter.sizes(), form.reduction, *parts), "weights")
+    values = [emitter.value(name, microbatch) for name in lowered.returned]
     target = emitter.item(emitter.targets, microbatch, f"target_mb{microbatch}")
     weight = emitter.item(emitter.weights, microbatch, f"weight_mb{microbatch}")
     arguments = (values, target, emitter.inputs["loss_fn"], weight, emitter.size(microbatch))
-    call = emitter.call_module("loss", module, arguments, f"loss_call_mb{microbatch}")
+    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, f"loss_call_mb{microbatch}")
     losses.append(emitter.item(call, 0, f"loss_mb{microbatch}"))
-    for position, index in enumerate(differentiated):
-        name = returned[index]
+    for position, name in enumerate(differentiated_outputs(lowered)):
         node = emitter.item(call, 1 + position, f"{name}_gradient_of_loss_mb{microbatch}")
         emitter.value_gradients[name, microbatch, -1] = node
     if len(losses) == len(emitter.collected):
         emitter.values["loss", None] = emitter.call(total, (list(losses),), "loss_of_batch")
         emitter.values["loss", None].meta["dtype"] = form.dtype
+
+
+def _loss_call(lowered: LoweredStages) -> LossCall:
+    outputs, returned = lowered.graph.outputs, lowered.returned
+    leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
+    tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
+    differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
+    constants = [output.constant for output in outputs]
+    return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
+
+
+def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
+    """The loss of the results of all microbatches at once, and its gradients, cut into microbatches."""
+    emitter.section = "loss of all rows"
+    lowered = emitter.lowered
+    values = [_over_batch(emitter, name) for name in lowered.returned]
+    rows = emitter.batch
+    if _row_parts(lowered) > 1:
+        rows = emitter.call(operator.mul, (emitter.batch, _row_parts(lowered)), "rows_of_all_ranks")
+    arguments = (values, emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
+    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
+    loss = emitter.item(call, 0, "loss_of_batch")
+    if emitter.rank != lowered.collectors[0]:  # it has the same loss, and the sum over ranks counts the first
+        loss = emitter.call(torch.zeros_like, (loss,), "loss_of_another_rank")
+    loss.meta["dtype"] = form.dtype
+    emitter.values["loss", None] = loss
+    for position, name in enumerate(differentiated_outputs(lowered)):
+        _cut_gradient(emitter, name, emitter.item(call, 1 + position, f"{name}_gradient_of_loss"))
+
+
+def _row_parts(lowered: LoweredStages) -> int:
+    """How many ranks cut the batch whose rows a result has all, rank after rank."""
+    part = lowered.graph.part
+    return part.n_row_parts if part.results == "whole" else 1
 
 
 def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.Node:
@@ -256,7 +289,8 @@ def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
     if len(parts) == 1 or output.combine == "same":
         return parts[0]
     if output.combine == "concatenate":
-        return emitter.call(concatenate, (parts, output.batch_dim), f"{name}_batch")
+        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
+        return emitter.call(concatenate, (parts, output.batch_dim, *of_ranks), f"{name}_batch")
     if output.combine == "mean":
         return emitter.call(weighted_total, (parts, _mean_weights(emitter)), f"{name}_batch")
     assert output.combine == "sum", "a result that mixes the batch has one microbatch"
@@ -287,15 +321,22 @@ def _cut_output_gradients(emitter: StageEmitter) -> None:
         output = next(output for output in lowered.graph.outputs if output.node == name)
         gradient = emitter.item(emitter.inputs["output_gradients"], position, f"{name}_gradient")
         gradient.meta["val"] = emitter.fake_over_batch(name, output.batch_dim)
-        parts = None
-        if output.combine == "concatenate" and emitter.n_microbatches > 1:
-            parts = emitter.call(split_batch, (gradient, emitter.sizes(), output.batch_dim), f"{name}_gradient_parts")
-        for microbatch in emitter.collected:
-            label = f"{name}_gradient_of_loss_mb{microbatch}"
-            part = gradient if parts is None else emitter.item(parts, microbatch, label)
-            if output.combine == "mean" and emitter.n_microbatches > 1:
-                weight = emitter.item(_mean_weights(emitter), microbatch, f"weight_mb{microbatch}")
-                part = emitter.call(torch.mul, (gradient, weight), label)
-            elif output.combine == "same" and microbatch > 0:
-                part = emitter.call(torch.zeros_like, (gradient,), label)
-            emitter.value_gradients[name, microbatch, -1] = part
+        _cut_gradient(emitter, name, gradient)
+
+
+def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
+    """The gradient of one result over the batch -> that of every microbatch."""
+    output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
+    parts = None
+    if output.combine == "concatenate" and emitter.n_microbatches > 1:
+        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
+        parts = emitter.call(split_batch, (gradient, emitter.sizes(), output.batch_dim, *of_ranks), f"{name}_gradient_parts")
+    for microbatch in emitter.collected:
+        label = f"{name}_gradient_of_loss_mb{microbatch}"
+        part = gradient if parts is None else emitter.item(parts, microbatch, label)
+        if output.combine == "mean" and emitter.n_microbatches > 1:
+            weight = emitter.item(_mean_weights(emitter), microbatch, f"weight_mb{microbatch}")
+            part = emitter.call(torch.mul, (gradient, weight), label)
+        elif output.combine == "same" and microbatch > 0:
+            part = emitter.call(torch.zeros_like, (gradient,), label)
+        emitter.value_gradients[name, microbatch, -1] = part

@@ -29,7 +29,7 @@ from passes.ir.graph import Input, ModelGraph, Total
 from passes.lazy_graph_module import LazyGraphModule
 from passes.replicable import replicable_nodes
 
-__all__ = ["with_totals"]
+__all__ = ["counted_means", "with_totals"]
 
 aten = torch.ops.aten
 
@@ -56,6 +56,11 @@ def with_totals(graph: ModelGraph) -> ModelGraph:
                 means.update(dict.fromkeys(found))
                 rewritten.add(output.node)
     return _rewrite(graph, list(means), rewritten) if means else graph
+
+
+def counted_means(graph: ModelGraph) -> list[fx.Node]:
+    """Return the calls that compute a mean over the targets that are not ignored."""
+    return [node for node in graph.computing_nodes() if _counts_targets(node) and _loss_arguments(node)[1] == _MEAN]
 
 
 def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:

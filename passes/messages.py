@@ -43,19 +43,29 @@ class Message:
 
 @dataclass(frozen=True)
 class Item:
-    """One action with the messages it waits for and those it sends. No action: the end of the program."""
+    """One action with the messages it waits for and those it sends.
+
+    No action: messages alone, as at the end of the program; or the loss of all rows, where ``takes_loss``.
+    """
 
     action: Action | None
     needs: tuple[Message, ...]
     sends: tuple[Message, ...]
+    takes_loss: bool = False
 
 
 Script = tuple[Item, ...]
 """What one rank does, in order."""
 
 
-def step_scripts(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
-    """A training step: every rank's items, the loss told to every rank."""
+def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:
+    """A training step: every rank's items, the loss told to every rank.
+
+    Args:
+        of_all_rows: whether the loss is taken once, of the results of all microbatches; the schedule has all forwards first.
+    """
+    if of_all_rows:
+        return _scripts_of_one_loss(lowered, schedule)
     last = Action(lowered.stages[-1].index, ActionKind.FORWARD, schedule.n_microbatches - 1)
     (collector, *more) = lowered.collectors  # several sum their losses over all ranks: nothing is told
     told = [rank for rank in range(lowered.n_ranks) if rank != collector] if not more else []
@@ -64,6 +74,30 @@ def step_scripts(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ..
     for rank, actions in enumerate(schedule.actions):
         items = [_item(lowered, action, tuple(loss.values()) if action == last else (), with_loss=True) for action in actions]
         scripts.append((*items, Item(None, (loss[rank],) if rank in loss else (), ())))
+    return tuple(scripts)
+
+
+def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
+    """Between all forwards and all backwards the collectors have the results of all microbatches, and take the loss."""
+    first, *more = lowered.collectors  # several all have the loss
+    told = [Message("loss", "loss", None, -1, first, rank) for rank in range(lowered.n_ranks) if rank != first and not more]
+    outputs = list(_outputs(lowered, schedule.n_microbatches)) if more else []
+    outputs = [message for message in outputs if message.destination in lowered.collectors]
+    last = lowered.stages[-1].index
+    scripts = []
+    for rank, actions in enumerate(schedule.actions):
+        forwards = [action for action in actions if action.kind is ActionKind.FORWARD]
+        items = [_item(lowered, action) for action in forwards]
+        if rank in lowered.collectors:
+            results = [action for action in forwards if action.stage == last]
+            shared = tuple(message for message in outputs if message.source == rank)
+            loss = tuple(message for message in told if message.source == rank)
+            gradients = tuple(message for action in results for message in _loss_gradients(lowered, action))
+            items += [Item(None, (), shared)] if shared else []
+            arriving = tuple(message for message in outputs if message.destination == rank)
+            items.append(Item(None, arriving, (*loss, *gradients), takes_loss=True))
+        items += [_item(lowered, action) for action in actions if action.kind is not ActionKind.FORWARD]
+        scripts.append((*items, Item(None, tuple(message for message in told if message.destination == rank), ())))
     return tuple(scripts)
 
 

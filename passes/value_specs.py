@@ -241,15 +241,17 @@ class _Reader:
         self.sizes = sizes
         return sizes
 
-    def split_batch(self, value: Any, sizes: Sequence[Size], dim: int) -> Any:
+    def split_batch(self, value: Any, sizes: Sequence[Size], dim: int, _parts: int = 1) -> Any:
         if value is UNKNOWN:
             return UNKNOWN
-        per_row = sympy.sympify(value.shape[dim]) / self.batch
+        others = sum(self.sizes[:-1])
+        in_batches = sympy.sympify(value.shape[dim]).subs(self.sizes[-1], self.batch - others)  # what microbatches were put together to
+        per_row = sympy.expand(in_batches) / self.batch  # of all parts
         if not per_row.is_Integer:
             raise self.error(f"cuts {value} over dimension {dim}, which does not hold the batch")
         return [TensorSpec((*value.shape[:dim], size * int(per_row), *value.shape[dim + 1 :]), value.dtype) for size in sizes]
 
-    def concatenate(self, values: Sequence[Any], dim: int) -> Any:
+    def concatenate(self, values: Sequence[Any], dim: int, _parts: int = 1) -> Any:
         if UNKNOWN in values:
             return UNKNOWN
         first = values[0]

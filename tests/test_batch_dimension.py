@@ -108,6 +108,10 @@ KEPT: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "reduce": lambda x, y, w: (x.sum(1), x.mean(-1, keepdim=True), x.amax((1, 2)), x.std(1), x.norm(dim=2), x.logsumexp(1), x.prod(2)),
     "compare": lambda x, y, w: (x.max(1), x.min(2), x.argmax(-1), (x > 0).any(1), x.median(dim=1), torch.maximum(x, w[:4]), x.max(w[:4])),
     "along": lambda x, y, w: (x.softmax(-1), x.log_softmax(1), x.cumsum(1), x.sort(-1), x.topk(2, dim=2), x.argsort(1), F.glu(x)),
+    "compared_vectors": lambda x, y, w: (
+        F.cosine_similarity(x, w[:4]), F.cosine_similarity(x, x.sin(), dim=-1), F.pairwise_distance(x, w[:4]),
+        F.pairwise_distance(x[:, 0], x[:, 1], keepdim=True), F.logsigmoid(x),
+    ),
     "linear": lambda x, y, w: F.linear(x, w, w[0]),
     "matmul": lambda x, y, w: (x @ w, w[:4].T @ x, x @ x.transpose(1, 2), x @ w[0], torch.bmm(x, x.mT), torch.mm(x[:, 0], w)),
     "addmm": lambda x, y, w: (torch.addmm(w[0], x[:, 0], w), torch.baddbmm(x @ x.mT, x, x.mT)),
@@ -148,6 +152,11 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cross_entropy": lambda x, y, w: F.cross_entropy(x[:, 0], y),
     "scaled_cross_entropy": lambda x, y, w: F.cross_entropy(x[:, 0], y).double() * 0.5 + F.nll_loss(x[:, 1].log_softmax(-1), y),
     "probabilities": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].softmax(-1)),
+    "margins": lambda x, y, w: (
+        F.multi_margin_loss(x[:, 0], y)
+        + F.multilabel_margin_loss(x[:, 0], y.unsqueeze(1).expand(-1, 6))
+        + F.hinge_embedding_loss(x, x.sign())
+    ),
     "vectors": lambda x, y, w: (
         F.triplet_margin_loss(x[:, 0], x[:, 1], x[:, 2]) + F.cosine_embedding_loss(x[:, 0], x[:, 1], y.sign() * 2 - 1)
     ),
@@ -173,6 +182,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "all_but_one_row": lambda x, y, w: x[: x.shape[0] - 1],
     "half_of_the_rows": lambda x, y, w: x[: x.shape[0] // 2],
     "largest": lambda x, y, w: (x.max(), x.amax(0), x.argmax(), x.norm(), x.std(0), x.prod(0), (x > 0).any(0)),
+    "compared_rows": lambda x, y, w: (F.cosine_similarity(x[:, :1, 0], x[:, 0, 0], dim=-1), F.cosine_similarity(x, x.sin(), dim=0)),
     "products_of_rows": lambda x, y, w: (x[:, 0] @ x[:, 0].T, x[:, 0].T @ x[:, 0], torch.einsum("bi,ci->bc", x[:, 0], x[:, 1])),
     "transposed": lambda x, y, w: x.transpose(0, 1).reshape(-1, 6),
     "reshaped": lambda x, y, w: x.reshape(6, -1),

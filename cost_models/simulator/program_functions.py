@@ -28,13 +28,13 @@ class _Reader(Protocol):
         """A new tensor."""
 
 
-def _split(reader: _Reader, node: fx.Node, value: Any, sizes: Sequence[int], dim: int) -> Any:
+def _split(reader: _Reader, node: fx.Node, value: Any, sizes: Sequence[int], dim: int, parts: int = 1) -> Any:
     """The rows of each microbatch: views where rows come first."""
     if not isinstance(value, Held):
         return [UNKNOWN] * len(sizes)
     per_row = value.shape[dim] // sum(sizes)
     shapes = [(*value.shape[:dim], size * per_row, *value.shape[dim + 1 :]) for size in sizes]
-    if dim == 0 or len(sizes) == 1:
+    if parts == 1 and (dim == 0 or len(sizes) == 1):
         return [Held(value.storage, shape, value.dtype) for shape in shapes]
     return [reader.tensor(node, shape, value.dtype) for shape in shapes]
 
@@ -51,7 +51,7 @@ def _alike(reader: _Reader, node: fx.Node, value: Any, *_rest: Any, **_keywords:
     return reader.tensor(node, first.shape, first.dtype)
 
 
-def _concatenated(reader: _Reader, node: fx.Node, values: Sequence[Held], dim: int) -> Held:
+def _concatenated(reader: _Reader, node: fx.Node, values: Sequence[Held], dim: int, _parts: int = 1) -> Held:
     """All along one dimension."""
     first = values[0]
     if len(values) == 1:

@@ -58,7 +58,7 @@ class DotProduct:
 
     def __call__(self, result: Any, target: Any) -> Tensor:
         """The dot product over the rows of ``target``; its mean over microbatches, weighted by rows, is that of the batch."""
-        larger = self.batch / target["rows"].shape[0]
+        rows = target["rows"].shape[0]
         parts = []
         for output, leaf, weights in zip(self.outputs, pytree.tree_leaves(result), target["weights"], strict=True):
             if weights is None:
@@ -66,5 +66,5 @@ class DotProduct:
             cut = output.combine == "concatenate" and output.batch_dim is not None
             placed = weights.flatten(0, 1).movedim(0, output.batch_dim) if cut else weights.squeeze(0)
             product = (leaf * placed.to(leaf.device)).sum().real.double()
-            parts.append(product * larger if output.combine in ("concatenate", "sum") else product)
+            parts.append(product / rows * self.batch if output.combine in ("concatenate", "sum") else product)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()

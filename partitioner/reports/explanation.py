@@ -6,8 +6,6 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from cost_models.simulator.simulation import Simulation
 from cost_models.units import format_bytes, format_flops, format_seconds
 from partitioner.batch_statistics import microbatch_effects
@@ -22,6 +20,7 @@ from partitioner.reports.explained import Explained
 from partitioner.reports.halos import halos_section
 from partitioner.reports.module_range import module_range, rank_list
 from partitioner.reports.regions import regions_section
+from partitioner.reports.step_memory import peaks_of_step, saved_bytes
 from partitioner.reports.table import Table, align
 from partitioner.reports.timetable import timetable
 from partitioner.schedules.catalog import find_schedule
@@ -29,7 +28,6 @@ from partitioner.schedules.in_flight import peak_in_flight
 from passes.ir.mesh import mesh_words
 from passes.ir.microbatch import microbatch_sizes
 from passes.ir.plan import Plan
-from passes.size_expression import bytes_of
 
 __all__ = ["explanation", "notes_of", "sections", "summary"]
 
@@ -214,15 +212,16 @@ def _memory(explained: Explained) -> Table:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return Table([("rank", "predicted peak"), *peaks], ">>")
     held = peak_in_flight(explained.schedule)
-    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
+    peaks_of_ranks = peaks_of_step(plan, lowered, explained.schedule)
     lines = [heading]
     for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
-        saved = [value for value in training.saved_values if isinstance(value, Tensor)]
-        kept = sum(bytes_of(value, lowered.graph.batch, rows[0]) for value in saved)
+        kept = saved_bytes(lowered, training, plan)
         places = lowered.stage_ranks[stage.index]
-        peak = format_bytes(plan.memory[explained.ranks_at(places[0])[0]])
+        peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[0])[0]])
         lines.append((str(stage.index), _ranks(explained, places), format_bytes(kept), str(count), format_bytes(kept * count), peak))
     footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
+    if peaks_of_ranks != plan.memory:
+        footnote += "; the last step took a loss of all rows, for which every stage holds all microbatches"
     return Table(lines, ">>>>>>", footnote)
 
 

@@ -12,36 +12,50 @@ __all__ = ["preserved"]
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, training flags and the contents of lists and dicts among them."""
-    before = [(module, _contents(module)) for module in model.modules()]
+def preserved(*objects: object) -> Iterator[None]:
+    """Restore every attribute of every module, training flags and the contents of lists and dicts among them.
+
+    Args:
+        objects: models, and other objects: their own attributes; lists and dicts: what they hold.
+    """
+    lists = [(value, _copy(value)) for value in objects if isinstance(value, list | dict)]
+    others = [value for value in objects if not isinstance(value, list | dict)]
+    owners = [owner for value in others for owner in (value.modules() if isinstance(value, nn.Module) else [value])]
+    before = [(owner, _contents(owner)) for owner in owners]
     try:
         yield
     finally:
-        for module, contents in before:
-            _restore(module, contents)
+        for owner, contents in before:
+            _restore(owner, contents)
+        for value, copy in lists:
+            _refill(value, copy)
 
 
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def _contents(owner: object) -> dict[str, tuple[Any, Any]]:
     """Attribute -> its value, and a copy of what a list or dict holds."""
-    contents = {}
-    for name, value in vars(module).items():
-        copy = list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else None
-        contents[name] = (value, copy)
-    return contents
+    return {name: (value, _copy(value)) for name, value in vars(owner).items()}
 
 
-def _restore(module: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
-    attributes = vars(module)
+def _copy(value: object) -> Any:
+    return list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else None
+
+
+def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
+    attributes = vars(owner)
     for name in [name for name in attributes if name not in contents]:
         del attributes[name]
     for name, (value, copy) in contents.items():
-        if isinstance(value, list):
-            value[:] = copy
-        elif isinstance(value, dict) and not _is_same(value, copy):  # some dicts allow no writing at all
-            value.clear()
-            value.update(copy)
-        attributes[name] = value
+        _refill(value, copy)
+        if name not in attributes or attributes[name] is not value:
+            attributes[name] = value
+
+
+def _refill(value: object, copy: Any) -> None:
+    if isinstance(value, list):
+        value[:] = copy
+    elif isinstance(value, dict) and not _is_same(value, copy):  # some dicts allow no writing at all
+        value.clear()
+        value.update(copy)
 
 
 def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from passes.batch.call import Call
 from passes.batch.role import Role, RowNumbers, Rows, Total
 
-__all__ = ["along", "reduce"]
+__all__ = ["along", "compared", "reduce"]
 
 
 def reduce(kind: Literal["mean", "sum"] | None, *, dim: str = "dim") -> Callable[[Call], Role]:
@@ -37,6 +37,21 @@ def reduce(kind: Literal["mean", "sum"] | None, *, dim: str = "dim") -> Callable
         return call.aligned({source: moved})
 
     return rule
+
+
+def compared(call: Call) -> Role:
+    """Two tensors, broadcast, whose vectors along one dimension (the last one where none is named) are compared."""
+    rank = max(call.rank(operand) for operand in call.operands)
+    given: Any = call.get("dim")
+    whole = (-1 if given is None else given) % max(rank, 1)
+    keep = bool(call.get("keepdim"))
+
+    def left(dimension: int | None) -> int | None:
+        if dimension is None or dimension == whole:
+            return None
+        return dimension if keep or dimension < whole else dimension - 1
+
+    return call.aligned({operand: [left(each) for each in call.from_the_right(operand, rank)] for operand in call.operands})
 
 
 def along(name: str = "dim") -> Callable[[Call], Role]:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from passes.batch import contractions, creation, elementwise, layers, losses, views
 from passes.batch.call import Call
 from passes.batch.elementwise import keep_total
-from passes.batch.reductions import along, reduce
+from passes.batch.reductions import along, compared, reduce
 from passes.batch.role import Role
 from passes.operators import functional, packet
 
@@ -86,6 +86,7 @@ _other: dict[Rule, list[Any]] = {
         aten.rrelu, aten.square,
         aten.logical_not, aten.floor_divide, aten.remainder, aten.true_divide, aten.bernoulli, aten.isclose, aten.isfinite, aten.isinf,
         aten.absolute, aten.negative, aten.multiply, aten.divide, aten.subtract, aten.greater, aten.less, aten.not_equal,
+        aten.log_sigmoid, aten.real, aten.imag,
     ],
     views.broadcast: [aten.broadcast_tensors],
     views.new_last: [aten.one_hot],
@@ -114,6 +115,7 @@ _other: dict[Rule, list[Any]] = {
         aten.argsort, aten.cummax, aten.cummin, aten.cumprod, aten.cumsum, aten.glu, aten.log_softmax,
         aten.logcumsumexp, aten.softmax, aten.sort, aten.topk,
     ],
+    compared: [aten.cosine_similarity, aten.pairwise_distance],
     contractions.linear: [aten.linear],
     contractions.matmul: [aten.bmm, aten.matmul, aten.mm, aten.mv],
     contractions.matmul_with_bias: [aten.addmm, aten.baddbmm],
@@ -135,9 +137,11 @@ _other: dict[Rule, list[Any]] = {
     layers.spatial(3): [aten.adaptive_avg_pool3d, aten.adaptive_max_pool3d, aten.avg_pool3d, aten.channel_shuffle, aten.max_pool3d,
                         aten.pixel_shuffle, aten.pixel_unshuffle, aten.upsample_nearest3d, aten.upsample_trilinear3d],
     losses.elementwise_loss: [
-        aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.huber_loss, aten.kl_div, aten.l1_loss, aten.mse_loss,
+        aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.hinge_embedding_loss, aten.huber_loss, aten.kl_div,
+        aten.l1_loss, aten.mse_loss,
         aten.poisson_nll_loss, aten.smooth_l1_loss, aten.soft_margin_loss,
     ],
+    losses.vector_loss("self", "target"): [aten.multi_margin_loss, aten.multilabel_margin_loss],
     losses.vector_loss("anchor", "positive", "negative"): [aten.triplet_margin_loss],
     losses.vector_loss("input1", "input2", "target"): [aten.cosine_embedding_loss],
     losses.classification: [aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_nd],

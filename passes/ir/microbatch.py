@@ -46,11 +46,16 @@ def microbatch_weights(sizes: Sequence[int], reduction: str, parts: int = 1) -> 
     return tuple(size / rows if reduction == "mean" else 1.0 for size in sizes)
 
 
-def split_batch(value: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """The rows of each microbatch. A dimension that holds several entries a row (batch times sequence) is cut between rows."""
-    rows = sum(sizes)
+def split_batch(value: Tensor, sizes: Sequence[int], dim: int, parts: int = 1) -> list[Tensor]:
+    """Return the rows of each microbatch. A dimension that holds several entries a row (batch times sequence) is cut between rows.
+
+    Args:
+        parts: how many ranks cut the batch: the value has the rows of all of them, rank after rank, and ``sizes`` are those of one rank.
+    """
+    rows = sum(sizes) * parts
     per_row = value.shape[dim] // rows
-    return [part.contiguous() for part in torch.split(value, [size * per_row for size in sizes], dim)]
+    of_ranks = [torch.split(rank, [size * per_row for size in sizes], dim) for rank in torch.chunk(value, parts, dim)]
+    return [torch.cat(of, dim) if parts > 1 else of[0].contiguous() for of in zip(*of_ranks, strict=True)]
 
 
 def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
@@ -72,9 +77,16 @@ def take_part(value: Tensor, dim: int, sizes: Sequence[int] | int, index: int) -
     return value.narrow(dim, sum(sizes[:index]), sizes[index]).contiguous()
 
 
-def concatenate(values: Sequence[Tensor], dim: int) -> Tensor:
-    """The value over the batch from its values over microbatches."""
-    return values[0] if len(values) == 1 else torch.cat(tuple(values), dim)
+def concatenate(values: Sequence[Tensor], dim: int, parts: int = 1) -> Tensor:
+    """Return the value over the batch from its values over microbatches, its rows in their order: the inverse of ``split_batch``.
+
+    Args:
+        parts: how many ranks cut the batch: each value has the rows of all of them, rank after rank.
+    """
+    if len(values) == 1:
+        return values[0]
+    of_ranks = zip(*(torch.chunk(value, parts, dim) for value in values), strict=True)
+    return torch.cat([rows for rank in of_ranks for rows in rank], dim)
 
 
 def total(values: Sequence[Tensor]) -> Tensor:

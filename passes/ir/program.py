@@ -31,7 +31,7 @@ __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall
 ProgramKind = Literal["train_step", "forward", "backward"]
 """What a program does: a training step, a forward, or the backward of one."""
 
-PROGRAM_ARGUMENTS = ("batch", "target", "loss_fn", "saved", "output_gradients")
+PROGRAM_ARGUMENTS = ("batch", "target", "loss_fn", "loss_weights", "saved", "output_gradients")
 """What programs may take besides inputs of the model; no placeholder of a ModelGraph but ``batch`` has such a name."""
 
 
@@ -148,16 +148,21 @@ class LossCall(nn.Module):
     def forward(
         self, values: Sequence[Tensor], target: Any, loss_fn: Callable[..., Tensor] | None, weight: float | Tensor, rows: int
     ) -> tuple[Tensor, ...]:
-        """Returns ``weight * loss`` and the gradients of it for each of ``differentiated``. ``rows``: those of the microbatch."""
+        """Returns ``weight * loss`` and the gradients of it for each of ``differentiated``. ``rows``: those of the microbatch.
+
+        A weight of 0 leaves the microbatch out: the loss of targets that are all ignored is no number.
+        """
         with torch.enable_grad():
             given = [value.detach().requires_grad_() if index in self.tracked else value for index, value in enumerate(values)]
             pairs = zip(self.leaves, self.constants, strict=True)
             leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
             result = pytree.tree_unflatten(leaves, self.tree)
-            loss = call_loss(result, target, loss_fn, self.autocast)
-            weighted = loss * weight
+            loss = call_loss(result, target, loss_fn, self.autocast).reshape(())
+            weighted = loss * weight if weight else torch.zeros_like(loss)
         if not self.tracked:
             return (weighted.detach(),)
+        if not weight:
+            return (weighted.detach(), *(torch.zeros_like(values[index]) for index in self.differentiated))
         found: Sequence[Tensor | None] = torch.autograd.grad(weighted, [given[index] for index in self.tracked], allow_unused=True)
         gradients = dict(zip(self.tracked, found, strict=True))
         for index, gradient in gradients.items():
@@ -191,10 +196,16 @@ def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, a
     """
     with contextlib.nullcontext() if autocast is None else autocast.enabled():
         loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"the loss is {shape}, not one number", remedy="reduce it: .mean() or .sum()")
-    return loss
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    if loss_fn is None:
+        raise ConfigError("no loss: the model returns more than one number, and no loss_fn was given", remedy=_GIVE_LOSS_FN)
+    if isinstance(loss, Tensor):
+        raise ConfigError(f"loss_fn returns a tensor of shape {tuple(loss.shape)}, not one number", remedy="reduce it: .mean() or .sum()")
+    raise ConfigError(
+        f"loss_fn returns a value of type {type(loss).__name__}, not a tensor of one number",
+        remedy="return the tensor that a gradient flows from: no number, tuple or None",
+    )
 
 
 def _own_loss(result: Any) -> object:
@@ -203,7 +214,9 @@ def _own_loss(result: Any) -> object:
         loss = result.get("loss")
     if loss is None:
         raise ConfigError(
-            f"no loss: the model returns {type(result).__name__} without a .loss, and no loss_fn was given",
-            remedy="pm.train_step(x, target=y, loss_fn=F.mse_loss), or pass the labels that make the model return its loss",
+            f"no loss: the model returns {type(result).__name__} without a .loss, and no loss_fn was given", remedy=_GIVE_LOSS_FN
         )
     return loss
+
+
+_GIVE_LOSS_FN = "pm.train_step(x, target=y, loss_fn=torch.nn.functional.mse_loss), or pass the labels that make the model return its loss"
