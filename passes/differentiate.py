@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from passes.buffer_writes import verify_writes
 from passes.functionalize import functionalize
 from passes.ir.errors import Place, TraceError
+from passes.kernel_layouts import request_layouts
 from passes.lazy_graph_module import traced_lazily
 from passes.simplify import simplify
 from passes.stages import StageGraph
@@ -142,6 +143,7 @@ def differentiate_from(
             place=Place(module=", ".join(sorted(_modules(stage))[:4])),
             remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
         ) from error
+    request_layouts(module.graph)
     return _named(stage, module.graph, tuple(given), found)
 
 

@@ -35,7 +35,7 @@ _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten, aten.to, aten.type_as, aten.unflatten, aten.dropout, aten.einsum})
 """Their schemas say that they view; whether they do depends on how the argument lies, which tracing knows."""
 
-_RESHAPES = frozenset({aten.reshape, aten.flatten, aten.unflatten})
+_RESHAPES = frozenset({aten.reshape, aten.flatten, aten.unflatten, aten.contiguous})
 """Those of them that copy nothing where the argument lies densely, as what comes from another rank does."""
 
 _NO_SOURCES: Mapping[Hashable, Storage] = MappingProxyType({})
