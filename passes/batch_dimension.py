@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from passes.batch.call import Call, Shape
+from passes.batch.from_loops import by_loops
 from passes.batch.role import Mixed, Role, RowNumbers, Rows, Same, Total
 from passes.batch.table import reads_sizes, rule_of
 from passes.batch.values import Values
@@ -118,10 +119,12 @@ class _Walk:
         unaffected = not any(call.depends_on_batch(value) for value in (*arguments.values(), *shapes))
         if unaffected and all(isinstance(self.roles[operand], Same) for operand in call.operands):
             return Same()
-        rule = rule_of(node.target)
-        if rule is None or not (reads_sizes(rule) or not any(call.depends_on_batch(value) for value in arguments.values())):
+        rule = rule_of(node.target) or by_loops
+        if not (reads_sizes(rule) or not any(call.depends_on_batch(value) for value in arguments.values())):
             return call.mixed
         role = rule(call)
+        if isinstance(role, Mixed):
+            role = by_loops(call)
         if isinstance(role, Total) and role.counted and not self._is_countable(call):
             return call.mixed
         if not all(_fits(each, shape, call) for each, shape in _paired(role, shapes)):

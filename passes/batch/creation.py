@@ -38,8 +38,10 @@ def arange(call: Call) -> Role:
 
 def gather(call: Call) -> Role:
     """Picks along one dimension, each row among its own."""
-    source, dimension = call["self"], call.dimension(call["self"], call["dim"])
-    index = call["index"]
+    source, index = call["self"], call.get("index") or call["indices"]
+    if call["dim"] is None:  # take_along_dim of the flattened operand
+        return call.mixed
+    dimension = call.dimension(source, call["dim"])
     return call.aligned({part: [None if d == dimension else d for d in range(call.rank(part))] for part in (source, index)})
 
 
