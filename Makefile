@@ -4,6 +4,7 @@ PYTHON    ?= python3.11
 VENV      ?= .venv
 WORKERS   ?= 2
 PIP_FLAGS ?=
+SEEDS     ?= 0:500
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -14,7 +15,7 @@ PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint format bench docs clean
+.PHONY: help demo test test-all test-gpu fuzz lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +23,7 @@ help: ## list the targets
 	@echo "  PYTHON=$(PYTHON)   the interpreter that makes the environment"
 	@echo "  VENV=$(VENV)          where the environment is"
 	@echo "  WORKERS=$(WORKERS)           processes that run the tests"
+	@echo "  SEEDS=$(SEEDS)         seeds of make fuzz, the last not included"
 	@echo "  PIP_FLAGS=$(PIP_FLAGS)          more arguments for pip install, for example, for a torch without CUDA:"
 	@echo "                      --extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -36,6 +38,9 @@ test-all: lint ## the same, with the full matrices
 
 test-gpu: $(INSTALLED) ## the tests that need an accelerator
 	$(BIN)/python -m pytest -q -m gpu
+
+fuzz: $(INSTALLED) ## random models, partitioned at random, beside the same in one piece: SEEDS=FIRST:LAST
+	@$(BIN)/python -m tests.fuzz $(SEEDS) --workers $(WORKERS)
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import layers
 	$(BIN)/ruff check .

@@ -1,0 +1,108 @@
+"""How a case is partitioned: a mode that applies to its program, and options at random."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.program import Program
+
+__all__ = ["Configuration", "choose_configuration"]
+
+ROWS = ("data", "fsdp", "zero1", "zero2")
+TWO_STAGES = ("Interleaved1F1B", "ZBV", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The arguments of ``partition``; None leaves one out."""
+
+    devices: int
+    mode: str | tuple[tuple[str, int], ...]
+    n_microbatches: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        return {self.mode: self.devices} if isinstance(self.mode, str) else dict(self.mode)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``partition``."""
+        found: dict[str, Any] = {"devices": self.devices, "mode": self.mode if isinstance(self.mode, str) else dict(self.mode)}
+        for name in ("n_microbatches", "schedule", "recompute"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        return found
+
+    def text(self) -> str:
+        """The arguments as Python."""
+        return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in self.arguments().items())
+
+
+def choose_configuration(rng: random.Random, program: Program) -> Configuration:
+    """A mode that applies to the program: what it cuts is there, and ranks divide the batch."""
+    mesh = _mesh(rng, program)
+    recompute = rng.choice((None, None, "none", "selective", "full"))
+    if isinstance(mesh, Configuration):
+        return mesh
+    if "pipeline" not in mesh:
+        devices = math.prod(mesh.values())
+        mode: str | tuple[tuple[str, int], ...] = tuple(mesh.items())
+        if len(mesh) == 1 and rng.random() < 0.7:
+            mode = next(iter(mesh))
+        return Configuration(devices, mode, recompute=recompute)
+    return _pipeline(rng, program, mesh, recompute)
+
+
+def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuration:
+    """One or more dimensions; a whole configuration for tiles in turn and for ``"auto"``."""
+    features = program.features
+    if rng.random() < 0.05:
+        return Configuration(2, "auto")
+    if "space" in features and rng.random() < 0.06:
+        return Configuration(1, (("tile", rng.choice((2, 3, 4))),), recompute=rng.choice((None, "none", "full")))
+    names = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["data"]
+    if "mixes" not in features:
+        names += ["data", "fsdp", "zero1", "zero2"]
+    if "weights" in features:
+        names += ["tensor", "tensor"]
+    if "attention" in features:
+        names += ["sequence", "sequence"]
+    if "space" in features:
+        names += ["tile", "tile"]
+    chosen = [rng.choice(names)]
+    if rng.random() < 0.4 and chosen != ["model"]:
+        other = rng.choice([name for name in names if name not in chosen and name != "model"] or chosen)
+        if other not in chosen and not {*chosen, other} < set(ROWS):
+            chosen.append(other)
+            rng.shuffle(chosen)
+    largest = 2 if len(chosen) > 1 else rng.choice((2, 2, 3, 4))
+    mesh = dict.fromkeys(chosen, largest)
+    for name in chosen:
+        if name in ROWS:
+            mesh[name] = rng.choice([each for each in range(2, largest + 1) if program.rows % each == 0] or [2])
+        if name in {"pipeline", "model"} and len(program.live()) < 3 * mesh[name]:
+            mesh[name] = 2
+    return mesh
+
+
+def _pipeline(rng: random.Random, program: Program, mesh: dict[str, int], recompute: str | None) -> Configuration:
+    rows = program.rows // math.prod(size for name, size in mesh.items() if name in ROWS)
+    whole = program.features & {"mixes", "unbatched", "batchnorm"}
+    count = 1 if whole else rng.choice([each for each in (1, 2, 3, 4) if each <= rows])
+    schedule = rng.choice((None, "GPipe", "1F1B", "1F1B", "ZB1P"))
+    if len(program.live()) >= 5 * mesh["pipeline"] and mesh["pipeline"] == 2 and rng.random() < 0.35:
+        schedule = rng.choice(TWO_STAGES)
+    if schedule == "DualPipeV" and count < 2 * mesh["pipeline"]:
+        schedule = "ZBV"
+    if schedule == "Interleaved1F1B" and count % mesh["pipeline"]:
+        schedule = "1F1B"
+    mode: str | tuple[tuple[str, int], ...] = tuple(mesh.items())
+    devices = math.prod(mesh.values())
+    if len(mesh) == 1 and rng.random() < 0.7:
+        mode = "pipeline"
+    return Configuration(devices, mode, count, schedule, recompute)

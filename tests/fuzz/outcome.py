@@ -1,0 +1,251 @@
+"""Run a case beside the model in one piece and say how it ended."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from partitioner import PartitionedModel, PartitionError, partition
+from tests.fuzz.generator import Case
+from tests.fuzz.program import Program, build, loss_of, make_inputs
+
+__all__ = ["Outcome", "Reference", "run_case"]
+
+TOLERANCE = 1e-9
+"""Of a value, relative to the largest element of its tensor, and with 1e-3 of it to the largest of all tensors compared."""
+
+NOISE = 1e-14
+"""A relative change of inputs and parameters, some roundings large: what it changes in a value is allowed besides."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        kind: ``"equal"``, ``"refused"``, ``"wrong"``, ``"raw"``, ``"timeout"``, or ``"invalid"`` where the model itself does not run.
+        reason: what a failure is recognised by while it is reduced: what differs, which error, where.
+        detail: figures or a traceback.
+    """
+
+    kind: str
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind in {"wrong", "raw", "timeout"}
+
+
+class DifferenceError(AssertionError):
+    """Something is not what the model in one piece gives."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        self.what = what
+        self.detail = detail
+        super().__init__(f"{what}: {detail}")
+
+
+@dataclass
+class Reference:
+    """One side of a comparison: the model, or what ``partition`` made of it."""
+
+    module: nn.Module
+    is_partitioned: bool
+    noise: float = 0.0
+
+    def inputs(self, program: Program, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """The program's inputs, and its target."""
+        args, kwargs, target = make_inputs(program, rows)
+        disturb([each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)], self.noise)
+        return args, kwargs, target
+
+    @property
+    def partitioned(self) -> PartitionedModel:
+        assert isinstance(self.module, PartitionedModel)
+        return self.module
+
+    def step(self, inputs: tuple[tuple[Any, ...], dict[str, Any], Tensor]) -> Tensor:
+        """One training step: the loss, gradients left on the parameters."""
+        args, kwargs, target = inputs
+        if self.is_partitioned:
+            loss: Tensor = self.partitioned.train_step(*args, target=target, loss_fn=loss_of, **kwargs)
+            return loss
+        loss = loss_of(self.module(*args, **kwargs), target)
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        if self.is_partitioned:
+            found: Mapping[str, Tensor | None] = self.partitioned.full_gradients()
+            return found
+        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
+
+    def state(self) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self.partitioned.full_state_dict() if self.is_partitioned else self.module.state_dict()
+        return found
+
+
+def run_case(case: Case) -> Outcome:
+    """The case's outcome. The default dtype is float64 meanwhile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _run(case)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _run(case: Case) -> Outcome:
+    try:
+        model = build(case.program)
+        expected = list(_observations(Reference(copy.deepcopy(model), is_partitioned=False), case, None))
+        disturbed = Reference(copy.deepcopy(model), is_partitioned=False, noise=NOISE)
+        disturb(list(disturbed.module.parameters()), NOISE)
+        allowed = list(_observations(disturbed, case, None))
+    except Exception as error:  # noqa: BLE001  a reduced program need not run
+        return Outcome("invalid", type(error).__name__, str(error))
+    try:
+        args, kwargs, _ = make_inputs(case.program, case.program.rows)
+        pm = partition(model, example_inputs=args, example_kwargs=kwargs, **case.configuration.arguments())
+        observed = _observations(Reference(pm, is_partitioned=True), case, pm)
+        for (what, wanted), (_, noisy), (_, got) in zip(expected, allowed, observed, strict=True):
+            compare(what, wanted, got, noisy)
+    except PartitionError as error:
+        return Outcome("refused", f"{type(error).__name__}: {refusal_class(str(error))}", str(error))
+    except DifferenceError as error:
+        return Outcome("wrong", error.what, error.detail)
+    except Exception as error:  # noqa: BLE001  whatever comes from inside is what we look for
+        return Outcome("raw", f"{type(error).__name__} at {_place(error)}", traceback.format_exc())
+    return Outcome("equal")
+
+
+def _observations(side: Reference, case: Case, pm: Any) -> Any:
+    """What both sides do, one observation after the other; they are compared in turn."""
+    program, module = case.program, side.module
+    args, kwargs, target = inputs = side.inputs(program, program.rows)
+    leaf_inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+    if program.seed % 2:
+        for each in leaf_inputs:
+            each.requires_grad_()
+    output = module(*args, **kwargs)
+    yield "output", tree_map_only(Tensor, lambda each: each.detach().clone(), output)
+    yield "buffers after a call", module_buffers(side)
+    loss = loss_of(output, target)
+    if loss.requires_grad:
+        loss.backward()
+    gradients = copied(side.gradients())
+    yield "gradients of parameters", gradients
+    yield "gradients of inputs", [each.grad for each in leaf_inputs]
+    module.zero_grad()
+    if any(gradient is not None for gradient in gradients.values()):
+        inputs = side.inputs(program, program.rows)
+        yield "loss of train_step", side.step(inputs)
+        yield "gradients of train_step", copied(side.gradients())
+        torch.optim.SGD(module.parameters(), lr=0.01).step()
+        module.zero_grad()
+        yield "loss of a second step", side.step(inputs)
+        yield "gradients of a second step", copied(side.gradients())
+    yield "state", copied(side.state())
+    args, kwargs, _ = side.inputs(program, program.other_rows)
+    if pm is None:
+        yield "output of another batch", module(*args, **kwargs)
+        return
+    try:
+        yield "output of another batch", module(*args, **kwargs)
+    except PartitionError:
+        yield "output of another batch", None
+
+
+def module_buffers(side: Reference) -> Mapping[str, Tensor | None]:
+    """Buffers by their names in the state dict."""
+    names = {name for name, _ in side.module.named_buffers()} if not side.is_partitioned else None
+    state = side.state()
+    return copied({name: value for name, value in state.items() if names is None or name in names})
+
+
+def copied(values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The values as they are now."""
+    return {name: None if value is None else value.detach().clone() for name, value in values.items()}
+
+
+def disturb(values: Sequence[Tensor], noise: float) -> None:
+    """Change floating values in place by a relative noise, the same in every run."""
+    generator = torch.Generator().manual_seed(1)
+    for value in values:
+        if noise and value.is_floating_point():
+            value.detach().mul_(1 + noise * torch.randn(value.shape, generator=generator))
+
+
+def compare(what: str, wanted: Any, got: Any, noisy: Any = None) -> None:
+    """Raise DifferenceError where two observations are not equal, beyond what noise changes in the model's own."""
+    if what == "output of another batch" and got is None:
+        return
+    if what == "buffers after a call":
+        got = {name: got[name] for name in wanted if name in got}
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        if wanted.keys() != got.keys():
+            raise DifferenceError(f"names in {what}", f"{sorted(wanted.keys() ^ got.keys())}")
+        got = {name: got[name] for name in wanted}
+    wanted_leaves, wanted_structure = tree_flatten(wanted)
+    got_leaves, got_structure = tree_flatten(got)
+    noisy_leaves = tree_flatten(wanted if noisy is None else noisy)[0]
+    if wanted_structure != got_structure:
+        raise DifferenceError(f"structure of {what}", f"{wanted_structure} and {got_structure}")
+    names = list(wanted) if isinstance(wanted, dict) else list(range(len(wanted_leaves)))
+    largest = max((float(each.detach().abs().max()) for each in wanted_leaves if isinstance(each, Tensor) and each.numel()), default=0.0)
+    for place, (one, other, changed) in enumerate(zip(wanted_leaves, got_leaves, noisy_leaves, strict=True)):
+        _compare_leaf(what, names[place] if place < len(names) else place, one, other, changed, largest)
+
+
+def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, largest: float) -> None:
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
+        if wanted is not got and wanted != got:
+            raise DifferenceError(what, f"{name}: {_short(wanted)} wanted, {_short(got)} got")
+        return
+    if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        raise DifferenceError(
+            f"shape of {what}", f"{name}: {tuple(wanted.shape)} {wanted.dtype} wanted, {tuple(got.shape)} {got.dtype} got"
+        )
+    if not wanted.numel():
+        return
+    allowed = TOLERANCE * (float(wanted.detach().abs().max()) + 1e-3 * largest) + 1e-14
+    difference = float((wanted.detach().double() - got.detach().double()).abs().max())
+    if not difference <= allowed and not difference <= allowed + 10 * _distance(wanted, noisy):
+        raise DifferenceError(what, f"{name}: largest difference {difference:.3e} of {float(wanted.detach().abs().max()):.3e}")
+
+
+def _distance(wanted: Tensor, noisy: Any) -> float:
+    """The largest difference of two finite tensors; 0 where they cannot be compared."""
+    if not isinstance(noisy, Tensor) or noisy.shape != wanted.shape:
+        return 0.0
+    found = float((wanted.detach().double() - noisy.detach().double()).abs().max())
+    return found if math.isfinite(found) else 0.0
+
+
+def _short(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _place(error: BaseException) -> str:
+    """The last frame of ours that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if any(f"/{name}/" in frame.filename for name in ("partitioner", "passes", "cost_models"))]
+    last = ours[-1] if ours else frames[-1]
+    return f"{'/'.join(last.filename.split('/')[-2:])}:{last.name}"
+
+
+def refusal_class(text: str) -> str:
+    """The first line of a refusal without names and numbers."""
+    line = re.sub(r"'[^']*'|\"[^\"]*\"", "..", text.splitlines()[0])
+    line = re.sub(r"\b[vx]?\w*\d[\w.]*", "N", line)
+    return line[:110]

@@ -1,0 +1,177 @@
+"""Reduce a failing case: fewer statements, fewer results, a simpler partitioning, as long as it fails in the same way."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tests.fuzz.configuration import Configuration
+from tests.fuzz.generator import Case
+from tests.fuzz.outcome import Outcome, run_case
+from tests.fuzz.program import Input, Program, Structure, leaves, loss_of, shapes_of
+
+__all__ = ["reduce_case", "reproduction"]
+
+
+def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Callable[[Case], Outcome] = run_case) -> Case:
+    """The smallest case found in so many seconds that fails as this one does."""
+    deadline = time.monotonic() + seconds
+    case = replace(case, program=case.program.without_unused())
+    improved = True
+    while improved:
+        improved = False
+        for candidate in _smaller(case):
+            if time.monotonic() > deadline:
+                return case
+            found = run(candidate)
+            if (found.kind, found.reason) == (outcome.kind, outcome.reason):
+                case, improved = candidate, True
+                break
+    return case
+
+
+def reproduction(case: Case, outcome: Outcome) -> str:
+    """A script that stands alone and shows the failure, with how it ended in front."""
+    program = case.program
+    detail = "\n".join(f"# {line}" for line in outcome.detail.strip().splitlines()[-6:])
+    passed = ", ".join(each.name for each in program.inputs if not each.keyword)
+    named = ", ".join(f'"{each.name}": {each.name}' for each in program.inputs if each.keyword)
+    arguments = ", ".join([passed] * bool(passed) + [f"{each.name}={each.name}" for each in program.inputs if each.keyword])
+    made = "\n".join(f"{each.name} = {each.code}" for each in program.inputs)
+    return f"""# seed {program.seed}: {outcome.kind}: {outcome.reason}
+{detail}
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from partitioner import partition
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed({program.seed})
+
+{program.source()}
+model = Model().train({program.training})
+rows = {program.rows}
+{made}
+pm = partition(model, example_inputs=({passed}{"," if passed else ""}), example_kwargs={{{named}}}, {case.configuration.text()})
+
+{inspect.getsource(loss_of)}
+target = torch.randn(rows)
+print("output", model({arguments}), pm({arguments}))
+loss_of(model({arguments}), target).backward()
+pm.train_step({arguments}, target=target, loss_fn=loss_of)
+found = pm.full_gradients()
+for name, parameter in model.named_parameters():
+    print(name, parameter.grad, found[name])
+for name, value in model.state_dict().items():
+    print(name, value, pm.full_state_dict()[name])
+"""
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Cases that are simpler by one step, the greatest steps first."""
+    program = case.program
+    for structure in _structures(program.returned):
+        yield _with(case, replace(program, returned=structure))
+    yield from (_with(case, each) for each in _earlier_results(program))
+    yield from (_with(case, each) for each in _later_inputs(program))
+    for place in reversed(range(len(program.statements))):
+        yield from (_with(case, each) for each in _without_statement(program, place))
+    for configuration in _configurations(case.configuration):
+        yield replace(case, configuration=configuration)
+    for index, each in enumerate(program.inputs):
+        if "memory_format" in each.code or "[..., 0]" in each.code or each.keyword:
+            plain = re.sub(r"\.to\(memory_format=.*?\)$|, 2\)\[\.\.\., 0\]$", lambda found: ")" if "[" in found[0] else "", each.code)
+            inputs = (*program.inputs[:index], replace(each, code=plain, keyword=False), *program.inputs[index + 1 :])
+            if inputs != program.inputs:
+                yield _with(case, replace(program, inputs=inputs))
+
+
+def _with(case: Case, program: Program) -> Case:
+    return replace(case, program=program.without_unused())
+
+
+def _structures(structure: Structure) -> Iterator[Structure]:
+    """One leaf alone, or the structure less one of its parts."""
+    names = list(dict.fromkeys(leaves(structure)))
+    if not isinstance(structure, str):
+        yield from names
+    if isinstance(structure, dict):
+        yield from ({key: each for key, each in structure.items() if key != left} for left in structure)
+    elif isinstance(structure, tuple | list) and len(structure) > 1:
+        yield from (type(structure)(each for at, each in enumerate(structure) if at != left) for left in range(len(structure)))
+
+
+def _earlier_results(program: Program) -> Iterator[Program]:
+    """An earlier value in place of the last, and nothing behind it."""
+    if not isinstance(program.returned, str):
+        return
+    for end in (len(program.statements) // 2, len(program.statements) - 1):
+        kept = program.statements[:end]
+        for statement in reversed(kept):
+            if statement.defines and program.returned not in statement.defines:
+                yield replace(program, statements=kept, returned=statement.defines[0])
+                break
+
+
+def _later_inputs(program: Program) -> Iterator[Program]:
+    """A value as an input of its sizes, in place of the statement that computes it."""
+    sizes = shapes_of(program)
+    for place in reversed(range(len(program.statements))):
+        statement = program.statements[place]
+        if len(statement.defines) != 1 or statement.defines[0] not in sizes:
+            continue
+        (name,) = statement.defines
+        shape = sizes[name]
+        if not shape or shape[0] != program.rows:
+            continue
+        fresh = f"x{10 + place}"
+        made = Input(fresh, f"torch.randn({', '.join(map(str, ('rows', *shape[1:])))})")
+        statements = tuple(
+            replace(each, code=re.sub(rf"\b{name}\b", fresh, each.code)) for at, each in enumerate(program.statements) if at != place
+        )
+        yield replace(program, inputs=(*program.inputs, made), statements=statements, returned=_renamed(program.returned, name, fresh))
+
+
+def _without_statement(program: Program, place: int) -> Iterator[Program]:
+    """The program without a statement; what reads its value reads an earlier one."""
+    statement = program.statements[place]
+    rest = (*program.statements[:place], *program.statements[place + 1 :])
+    used = {name for each in rest for name in re.findall(r"\b[vx]\d+\b", each.code)} | set(leaves(program.returned))
+    if not used & set(statement.defines):
+        yield replace(program, statements=rest)
+        return
+    if len(statement.defines) != 1:
+        return
+    (name,) = statement.defines
+    for source in dict.fromkeys(each for each in re.findall(r"\b[vx]\d+\b", statement.code) if each != name):
+        changed = tuple(replace(each, code=re.sub(rf"\b{name}\b", source, each.code)) for each in rest)
+        yield replace(program, statements=changed, returned=_renamed(program.returned, name, source))
+
+
+def _renamed(structure: Structure, name: str, other: str) -> Structure:
+    if isinstance(structure, dict):
+        return {key: _renamed(each, name, other) for key, each in structure.items()}
+    if isinstance(structure, tuple | list):
+        return type(structure)(_renamed(each, name, other) for each in structure)
+    return other if structure == name else structure
+
+
+def _configurations(configuration: Configuration) -> Iterator[Configuration]:
+    """Simpler ways to partition."""
+    if configuration.recompute is not None:
+        yield replace(configuration, recompute=None)
+    if configuration.schedule is not None:
+        yield replace(configuration, schedule=None)
+    if configuration.n_microbatches not in {None, 1}:
+        yield replace(configuration, n_microbatches=1)
+        yield replace(configuration, n_microbatches=2)
+    mesh = dict(configuration.mesh)
+    if len(mesh) > 1:
+        for name, size in mesh.items():
+            microbatches = configuration.n_microbatches if name == "pipeline" else None
+            yield Configuration(size, name, microbatches, configuration.schedule if name == "pipeline" else None, configuration.recompute)
+    elif configuration.devices > 2:
+        yield replace(configuration, devices=2, mode=next(iter(mesh)))
