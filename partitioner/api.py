@@ -117,7 +117,7 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    placement = resolve_devices(devices, world_size := torchrun.world_size() if torchrun.is_launched() else None)
+    placement = resolve_devices(devices, world_size := _joined())  # before anything that takes time: who dies from here on is missed
     hardware = _hardware(cluster, placement, plan)
     plan = None if plan is None else plan_on(plan, placement.devices)
     in_turn, mesh = (None, plan.grid) if plan is not None else _mesh_of(mode, len(placement.devices))
@@ -154,6 +154,14 @@ def partition(
     with steps.step("lowering"):
         assumed = Assumptions(hardware, cost_model, optimizer, problem)
         return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed, hooks)
+
+
+def _joined() -> int | None:
+    """How many processes there are, of which this one says that it has come; None where it is the only one."""
+    if not torchrun.is_launched():
+        return None
+    torchrun.arrive()
+    return torchrun.world_size()
 
 
 def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> tuple[int | tuple[int, ...] | None, Mesh | None]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from partitioner.binding import BoundInputs, as_traced, given_inputs, missing_inputs, to_device, values_on
 from partitioner.lowering import Lowering
+from partitioner.optimizer_steps import OptimizerSteps
 from partitioner.precision import converted_inputs
 from partitioner.rows import RowParts
 from partitioner.runtime.executor import ProgramSet
@@ -53,6 +54,7 @@ class Calls:
         self._runtime = runtime
         self._state = state
         self._rows = rows
+        self._optimizer_steps = OptimizerSteps(state.named_parameters)
         self.dtype = dtype
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
@@ -100,10 +102,23 @@ class Calls:
             }
         self._state.gradients.begin()
         with without_autocast():  # casts are operations of the programs
-            results = self._runtime.run(programs, given)
+            if len(given) == self._runtime.n_ranks:
+                results = self._runtime.run(programs, given)
+            else:
+                results = self._runtime.run(programs, given, self._passed(inputs, extra), self._optimizer_steps.counts())
         with self._runtime.failing_together():
             self._state.finish()
         return results
+
+    def _passed(self, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None) -> dict[str, Tensor]:
+        """What the script passes to this call that other ranks pass, too; of its own rows, that other ranks of the same rows pass."""
+        (rank,) = self._runtime.local_ranks
+        rows = f" of rows {self._rows.place(rank)}" if self._rows.count > 1 else ""
+        names = {leaf.placeholder: leaf.name for leaf in self._graph.inputs}
+        whole = rows if self._rows.inputs == "local" else ""
+        found = {f"{names[placeholder]}{whole}": tensor for placeholder, tensor in inputs.tensors.items()}
+        leaves = pytree.tree_leaves(extra[rank].get("target")) if extra else []
+        return found | {f"target{rows}": leaf for leaf in leaves[:1] if isinstance(leaf, Tensor)}
 
     def _check_autocast(self) -> None:
         """Raise ConfigError for a call inside an autocast that the programs were not traced in."""

@@ -67,7 +67,7 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placeme
         raise ConfigError("devices is empty: there must be at least one device", remedy='pass devices=4, or devices=["cuda:0", "cuda:1"]')
     if world_size is not None and len(found) != world_size:
         raise ConfigError(
-            f"{len(found)} devices were asked for and torchrun started {world_size} processes",
+            f"{len(found)} devices were asked for and there are {world_size} processes",
             remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(found)}",
         )
     return Placement(found, cluster)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.runtime.agreement import Agreement
-from partitioner.runtime.failure import DisagreementError, Failure, FailureRecord, failure_of
+from partitioner.runtime.failure import DisagreementError, Failure, failure_of
 from passes.ir.errors import CommunicationError, ConfigError
 
 
@@ -21,7 +21,6 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._lock = threading.Lock()
         self.n_calls = 0
 
     def set(self, key: str, value: str) -> None:
@@ -36,12 +35,25 @@ class MemoryStore:
         self.n_calls += 1
         return all(key in self._values for key in keys)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.n_calls += 1
+
+class MemoryRecord:
+    """What the watch of all processes does, in one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: Failure | None = None
+        self.ended: dict[int, str] = {}
+
+    def report(self, failure: Failure) -> Failure:
         with self._lock:
-            if self._values.get(key, "") == expected:
-                self._values[key] = desired
-            return self._values[key].encode()
+            self._first = self._first or failure
+            return self._first
+
+    def first(self) -> Failure | None:
+        return self._first
+
+    def left(self) -> dict[int, str]:
+        return self.ended
 
 
 Question = tuple[str, int | None]
@@ -51,11 +63,10 @@ def ask(
     values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0, answers: list[list[str | None]] | None = None
 ) -> list[str]:
     """Each rank asks its questions in order, now and then starting a program behind one; returns what each raised."""
-    store = MemoryStore()
+    store, record = MemoryStore(), MemoryRecord()
     said = [""] * len(values)
 
     def run(rank: int) -> None:
-        record = FailureRecord(store)
         agreement = Agreement(store, rank, len(values), timedelta(seconds=timeout), record)
         pauses = random.Random(seed * 31 + rank)
         for what, value in values[rank]:
@@ -125,7 +136,7 @@ def test_nobody_knows() -> None:
 def test_a_rank_that_knows_nothing_new_leaves_nobody_waiting() -> None:
     """Outside of steps, where it starts no program: a script may wait for the others behind each question."""
     store = MemoryStore()
-    record = FailureRecord(store)
+    record = MemoryRecord()
     ranks = [Agreement(store, rank, 2, timedelta(seconds=0.5), record) for rank in range(2)]
     first = threading.Thread(target=ranks[0].agree, args=("plan", "A"))
     first.start()
@@ -147,7 +158,7 @@ def test_everybody_is_named() -> None:
 
 def test_the_store_is_left_alone_while_nothing_changes() -> None:
     store = MemoryStore()
-    agreement = Agreement(store, 0, 1, timedelta(seconds=1), FailureRecord(store))
+    agreement = Agreement(store, 0, 1, timedelta(seconds=1), MemoryRecord())
     agreement.agree("batch size", 8)
     before = store.n_calls
     for _ in range(100):
@@ -159,29 +170,34 @@ def test_the_store_is_left_alone_while_nothing_changes() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = MemoryStore()
-    agreement = Agreement(store, 0, 3, timedelta(seconds=0.05), FailureRecord(store))
+    agreement = Agreement(store, 0, 3, timedelta(seconds=0.05), MemoryRecord())
     with pytest.raises(CommunicationError, match="rank 0 has a new batch size, and ranks 1, 2 did not make the same call"):
         agreement.agree("batch size", 8)
 
 
 def test_a_failure_elsewhere_ends_the_question() -> None:
     store = MemoryStore()
-    record = FailureRecord(store)
+    record = MemoryRecord()
     record.report(failure_of(1, ValueError("17")))
     agreement = Agreement(store, 0, 2, timedelta(seconds=10), record)
     with pytest.raises(CommunicationError, match="first failure: rank 1 failed: ValueError: 17"):
         agreement.agree("batch size", 8)
 
 
-def test_the_first_failure_stays() -> None:
-    store = MemoryStore()
+def test_a_rank_whose_script_has_ended_is_named() -> None:
+    store, record = MemoryStore(), MemoryRecord()
+    record.ended = {1: "has ended its script"}
+    agreement = Agreement(store, 0, 2, timedelta(seconds=10), record)
+    with pytest.raises(CommunicationError, match="rank 1 did not make the same call: rank 1 has ended its script"):
+        agreement.agree("batch size", 8)
+
+
+def test_an_error_says_what_failed_first() -> None:
     lost = CommunicationError("rank 1 could not receive h_mb0 from rank 2: rank 2 has left")
-    first = FailureRecord(store).report(failure_of(1, lost))
+    first = failure_of(1, lost)
     assert first.error_on(1, lost) is lost
-    other = CommunicationError("rank 0 could not receive h_gradient_mb0 from rank 1: rank 1 has left")
-    found = FailureRecord(store).report(failure_of(0, other))
-    assert found == first
-    text = str(found.error_on(0, other))
+    other = CommunicationError("rank 0 could not receive h_gradient_mb0 from rank 1")
+    text = str(first.error_on(0, other))
     assert "rank 0 could not receive h_gradient_mb0 from rank 1" in text
     assert "first failure: rank 1 could not receive h_mb0 from rank 2" in text
 

@@ -77,7 +77,7 @@ def test_devices_that_are_not_there(processes: int) -> None:
     for world_size in (None, processes):
         with pytest.raises(ConfigError, match="there is no device cuda:2"):
             names(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], world_size)
-    with pytest.raises(ConfigError, match="3 devices were asked for and torchrun started 4 processes"):
+    with pytest.raises(ConfigError, match="3 devices were asked for and there are 4 processes"):
         names(3, processes)
 
 

@@ -17,6 +17,7 @@ QUICK = {
     "clip_contrastive": (),
     "convolution_channels": (),
     "distributed_sampler": ("--epochs", "2"),
+    "elastic_training": ("--steps", "3"),
     "encoder_decoder": ("--steps", "3"),
     "four_quadrants": ("--size", "32"),
     "gpt3_on_1024_gpus": ("--layers", "4", "--devices", "8", "--batch-size", "16"),
@@ -38,7 +39,7 @@ QUICK = {
 }
 """Arguments that make each example run in a few seconds."""
 
-EITHER_WAY = ("distributed_sampler", "torchrun_training")
+EITHER_WAY = ("distributed_sampler", "elastic_training", "torchrun_training")
 """Those that run in one process or in several, and print the losses of their steps."""
 
 PLANNED = {

@@ -238,7 +238,9 @@ def use_channels(runtime: Runtime) -> None:
 
 def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Connection:
     assert isinstance(runtime, TorchrunRuntime)
-    runtime._connection = Connection(torch.device("cpu"), timedelta(seconds=seconds), next(torchrun._count), tagged=tagged)
+    session, number = torchrun.arrive(), next(torchrun._count)
+    limit = timedelta(seconds=seconds)
+    runtime._connection = Connection(torch.device("cpu"), limit, number, session.watch, session.store, tagged=tagged)
     return runtime._connection
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from partitioner.runtime.call_order import rank_list
 from partitioner.runtime.failure import DisagreementError, FailureRecord, Store
 from passes.ir.errors import CommunicationError
 
@@ -129,11 +130,14 @@ class Agreement:
                 return found
             missing = [rank for rank in range(self._size) if rank not in found]
             late = CommunicationError(
-                f"rank {self._rank} {'has a new' if knows else 'asks for the'} {what}, and {_ranks(missing)} did not make the same call",
+                f"rank {self._rank} {'has a new' if knows else 'asks for the'} {what}, and {rank_list(missing)} did not make the same call",
                 remedy=DisagreementError.REMEDY,
             )
             if (failure := self._record.first()) is not None:
                 raise failure.error_on(self._rank, late)
+            ended = self._record.left()
+            if gone := [rank for rank in missing if rank in ended]:
+                raise CommunicationError(f"{late.problem}: {rank_list(gone)} {ended[gone[0]]}", remedy=DisagreementError.REMEDY)
             if time.monotonic() > deadline:
                 raise late
             time.sleep(pause)
@@ -154,9 +158,5 @@ def _differ(what: str, values: Mapping[int, str]) -> str:
     for rank, value in sorted(values.items()):  # the same on every rank, whoever it heard of first
         ranks_of[value].append(rank)
     *few, (common, many) = sorted(ranks_of.items(), key=lambda item: len(item[1]))
-    said = [f"{_ranks(ranks)} has {what} {value}" if len(ranks) == 1 else f"{_ranks(ranks)} have {what} {value}" for value, ranks in few]
-    return ", ".join([*said, f"{_ranks(many)} has {common}" if len(many) == 1 else f"the others {common}"])
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+    said = [f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what} {value}" for value, ranks in few]
+    return ", ".join([*said, f"{rank_list(many)} has {common}" if len(many) == 1 else f"the others {common}"])

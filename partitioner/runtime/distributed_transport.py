@@ -143,13 +143,13 @@ class DistributedTransport(CollectiveTransport):
 
     def wait(self, pending: _Receive | Started) -> Tensor | list[Tensor]:
         """The received tensor, or what the collective gives."""
+        start = time.monotonic()
         if isinstance(pending, Started):
             try:
                 return pending.finish()
             except RuntimeError as error:
-                raise self._collective_failed(pending.name, pending.group) from error
+                raise self._collective_failed(pending.name, pending.group, start) from error
         work, value, source, tag = pending
-        start = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
@@ -181,18 +181,17 @@ class DistributedTransport(CollectiveTransport):
     def _lost(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
         """The error of a message that did not come through."""
         name = message_name(self._program, step, peer, tag)
-        limit = self._connection.timeout.total_seconds()
-        timed_out = start is not None and time.monotonic() - start >= limit
-        why = f"nothing happened for {limit:.0f} s" if timed_out else f"rank {peer} has left: its process died, or closed its connections"
+        where = "to" if step == "send" else "from"
         return CommunicationError(
-            f"rank {self.rank} could not {step} {name} {'to' if step == 'send' else 'from'} rank {peer}: {why}",
+            f"rank {self.rank} could not {step} {name} {where} rank {peer}{self._connection.reason([peer], start)}",
             remedy=f"look at what rank {peer} reports",
         )
 
-    def _collective_failed(self, name: Collective, group: tuple[int, ...]) -> CommunicationError:
+    def _collective_failed(self, name: Collective, group: tuple[int, ...], start: float | None = None) -> CommunicationError:
         ranks = ", ".join(str(rank) for rank in group)
+        why = self._connection.reason([rank for rank in group if rank != self.rank], start)
         return CommunicationError(
-            f"rank {self.rank} could not {name} with ranks {ranks}: one has left, or did not come within {self._connection.timeout}",
+            f"rank {self.rank} could not {name} with ranks {ranks}{why}",
             remedy="look at what those ranks report",
         )
 

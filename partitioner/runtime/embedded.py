@@ -159,7 +159,13 @@ class EmbeddedRuntime:
         self.local_ranks = tuple(range(self.n_ranks))
         self.backward_anywhere = True
 
-    def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+    def run(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> dict[int, Any]:
         """Run every rank's program; returns each one's result.
 
         Raises:

@@ -1,24 +1,20 @@
-"""The first failure of any rank, kept where all ranks can read it: whoever is left alone learns why.
+"""The first failure of any rank, which every rank learns: whoever is left alone raises with the cause, not with its consequence.
 
 When rank 2 of four dies:
 
-    rank 2            its connections close
-    ranks 1 and 3     a wait fails: they record that rank 2 has left, close their own connections and raise
-    rank 0            a wait on rank 1 fails: it finds the record, and raises an error that names rank 2
+    rank 2            its process ends, and with it its connections
+    rank 0            watches (see ``partitioner.runtime.watch``), and tells ranks 1 and 3
+    ranks 0, 1, 3     what they wait for fails; each looks for the first failure, and raises an error that names rank 2
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Protocol
 
 from passes.ir.errors import CommunicationError, ConfigError, PartitionError
 
 __all__ = ["DisagreementError", "Failure", "FailureRecord", "Store", "failure_of"]
-
-_KEY = "first failure"
 
 
 class Store(Protocol):
@@ -30,7 +26,18 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool: ...
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+class FailureRecord(Protocol):
+    """The first failure among all processes of one connection."""
+
+    def report(self, failure: Failure) -> Failure:
+        """Record a failure unless there is one; returns the first."""
+
+    def first(self) -> Failure | None:
+        """The first failure that this process knows of."""
+
+    def left(self) -> dict[int, str]:
+        """The ranks whose scripts have ended, and how."""
 
 
 class DisagreementError(ConfigError):
@@ -50,44 +57,25 @@ class Failure:
     """What failed first.
 
     Attributes:
-        rank: who reports it.
+        rank: whose failure it is.
         text: what happened, naming ranks.
         disagreement: whether ranks disagree: then every rank raises the same error.
+        lost: whether the process of ``rank`` is gone: it reports nothing itself.
     """
 
     rank: int
     text: str
     disagreement: bool = False
+    lost: bool = False
 
     def error_on(self, rank: int, own: BaseException) -> BaseException:
         """What a rank raises whose own error is but a consequence of this, or is this."""
         if self.disagreement:
             return DisagreementError(self.text)
-        if self.rank == rank or not isinstance(own, CommunicationError):
+        if self.rank == rank or not isinstance(own, CommunicationError) or self.text in own.problem:
             return own
-        return CommunicationError(f"{own.problem}\n  first failure: {self.text}", remedy=f"look at what rank {self.rank} reports")
-
-
-class FailureRecord:
-    """The first failure among the processes that share a store."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def report(self, failure: Failure) -> Failure:
-        """Record a failure unless there is one; returns the first."""
-        try:
-            text = self._store.compare_set(_KEY, "", json.dumps(dataclasses.asdict(failure)))
-        except RuntimeError:
-            # The store went with the process that held it: this rank knows no more than itself.
-            return failure
-        return Failure(**json.loads(text))
-
-    def first(self) -> Failure | None:
-        """The first failure, if there was one."""
-        if not self._store.check([_KEY]):
-            return None
-        return Failure(**json.loads(self._store.get(_KEY)))
+        remedy = f"look at why rank {self.rank} ended" if self.lost else f"look at what rank {self.rank} reports"
+        return CommunicationError(f"{own.problem}\n  first failure: {self.text}", remedy=remedy)
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

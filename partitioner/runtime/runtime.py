@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -23,8 +23,20 @@ class Runtime(Protocol):
     backward_anywhere: bool
     """Whether ``.backward()`` on a result can reach every rank: all of them are here."""
 
-    def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-        """Run the program of every rank of this process; returns each one's result."""
+    def run(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> dict[int, Any]:
+        """Run the program of every rank of this process; returns each one's result.
+
+        Args:
+            inputs: rank -> what its program takes.
+            given: name -> what the script passed, which is the same on all ranks that pass it.
+            optimizer_steps: made so far by each optimizer of this process, each number once.
+        """
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.

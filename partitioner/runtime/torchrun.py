@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub lacks what it has
 
+from partitioner.runtime.call_order import sample_of
 from partitioner.runtime.connection import Connection
 from partitioner.runtime.distributed_collectives import as_bytes
 from partitioner.runtime.distributed_transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from partitioner.runtime.executor import ProgramSet, Run
+from partitioner.runtime.failure import Failure, failure_of
+from partitioner.runtime.interruptible import Interruptible, InterruptibleStore
+from partitioner.runtime.local_marks import LocalMarks
+from partitioner.runtime.watch import NO_CONNECTION, Watch, lost_rank
 from passes.ir.backends import check_backend, default_backend
 from passes.ir.errors import ConfigError
 
-__all__ = ["TorchrunRuntime", "is_launched", "local_world_size", "world_size"]
+__all__ = ["TorchrunRuntime", "arrive", "is_launched", "local_world_size", "world_size"]
 
 TIMEOUT = timedelta(seconds=300)
 """How long a wait may last, unless the caller or an existing process group says otherwise."""
 
+_LONGEST_SILENCE = 60.0
+"""Seconds after which a machine that does not answer counts as gone; half of the timeout, if that is less."""
+
 
 def is_launched() -> bool:
-    """Whether several processes were started, each to be one rank. A single process runs all ranks itself."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether there are several processes, each to be one rank. A single process runs all ranks itself."""
+    return world_size() > 1
 
 
 def world_size() -> int:
-    """How many processes were started."""
-    return int(os.environ["WORLD_SIZE"])
+    """How many processes there are: those of the default process group, if the script has made one, else those that torchrun started."""
+    return dist.get_world_size() if _has_group() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
     """How many of them were started on this machine; all, if nobody says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world_size()
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"  # which stands for processes that are not there
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if _has_group() else int(os.environ["RANK"])
 
 
 class TorchrunRuntime:
@@ -58,7 +78,7 @@ class TorchrunRuntime:
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: timedelta | None = None) -> None:
-        rank = int(os.environ["RANK"])
+        rank = _own_rank()
         self.n_ranks = len(devices)
         self.local_ranks: tuple[int, ...] = (rank,)
         self.backward_anywhere = False
@@ -68,7 +88,13 @@ class TorchrunRuntime:
         self._number = self._connection.number_model()
         self._prepared: dict[int, tuple[ProgramSet, PreparedTraffic]] = {}
 
-    def run(self, programs: ProgramSet, inputs: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+    def run(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> dict[int, Any]:
         """Run this rank's program; returns its result.
 
         Raises:
@@ -79,6 +105,8 @@ class TorchrunRuntime:
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
             connection.agreement.go_on()
+            samples = {name: sample for name, tensor in (given or {}).items() if (sample := sample_of(tensor)) is not None}
+            connection.begin_call(f"{prepared.traffic.name.rpartition(' ')[0]} of model {self._number}", samples, optimizer_steps)
             connection.open(prepared.traffic)
             transport = DistributedTransport(connection, prepared)
             result = _run_to_the_end(programs.executables[self._rank].start(transport, inputs[self._rank]))
@@ -107,7 +135,7 @@ class TorchrunRuntime:
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The union of what the processes own, on every process: first what there is, then each tensor from its owner."""
-        with self.failing_together() as connection, torch.no_grad():
+        with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of what all ranks hold"):
             group = connection.group(connection.everyone)
             kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
             kinds_of: list[Any] = [None] * self.n_ranks
@@ -120,7 +148,7 @@ class TorchrunRuntime:
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """A number reduced over all processes."""
-        with self.failing_together() as connection:
+        with self.failing_together() as connection, connection.communicating("a reduction over all ranks"):
             reduced = value.detach().clone()
             dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], connection.group(connection.everyone))
             return reduced
@@ -152,8 +180,97 @@ def _broadcast(own: Tensor | None, kind: tuple[torch.Size, torch.dtype], source:
 # -- this process and the others -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Session:
+    """What connects this process with the others before there are groups.
+
+    Attributes:
+        store: of all processes, for this attempt of theirs.
+        watch: of all processes.
+        holder: of the store.
+        marks: of the processes of this machine.
+        own_group: whether the default process group is made from the store.
+    """
+
+    store: Store
+    watch: Watch
+    holder: str
+    marks: LocalMarks
+    own_group: bool
+
+
+_session: _Session | None = None
 _connections: dict[tuple[torch.device, timedelta], Connection] = {}
 _count = itertools.count()
+_sessions = itertools.count()
+
+
+def arrive(timeout: timedelta | None = None) -> _Session:
+    """Say that this process has come, and begin to watch all: from here on the others learn if it dies.
+
+    Raises:
+        ConfigError: nothing says where the processes meet, or the default process group has others than torchrun started.
+        CommunicationError: the store of the processes cannot be reached.
+    """
+    global _session  # noqa: PLW0603  of the process, as its default group
+    rank, size = _own_rank(), world_size()
+    if _has_group():
+        _check_group(rank, size)
+    if _session is None or (_session.watch.rank, _session.watch.size) != (rank, size):
+        limit = timeout or TIMEOUT
+        world = dist.group.WORLD if _has_group() else None
+        # Where a store was there before the processes, they can tell of themselves by it.
+        meeting = None if world is not None or _held_by_torchrun() else ":".join(_meeting())
+        marks = LocalMarks(meeting, rank, size)
+        atexit.register(marks.remove)
+        if world is None:
+            shared = _own_store(rank, limit, marks)
+        else:
+            shared = world.get_group_store()
+            limit = timeout or shared.timeout  # type: ignore[attr-defined]
+        # An agent's store outlives its workers: what an earlier attempt wrote is none of this one's business.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"partitioner/attempt {attempt}/{next(_sessions)}", shared)
+        silence = min(max(limit.total_seconds() / 2, 2.0), _LONGEST_SILENCE)
+        watch = Watch(store, rank, size, os.environ.get("MASTER_ADDR"), silence)
+        if _session is None:
+            atexit.register(_end)
+        else:
+            _session.watch.close()
+        _session = _Session(store, watch, "torchrun" if _held_by_torchrun() else "rank 0", marks, world is None)
+    return _session
+
+
+def _meeting() -> tuple[str, str]:
+    """The host and the port at which the processes meet.
+
+    Raises:
+        ConfigError: nothing says where.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        lacking = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
+        raise ConfigError(
+            f"the processes cannot find each other: {' and '.join(lacking)} not set",
+            remedy="start the script with torchrun --nproc-per-node N",
+        )
+    return host, port
+
+
+def _own_store(rank: int, timeout: timedelta, marks: LocalMarks) -> Store:
+    """The store of the processes that torchrun started, or whoever set its variables."""
+
+    def first() -> Failure | None:
+        return lost_rank(0) if 0 in marks.dead() else None
+
+    host, port = _meeting()
+    serves = rank == 0 and not _held_by_torchrun()
+    holder = "torchrun" if _held_by_torchrun() else "rank 0"
+    # Not waiting for the workers: of those that do not come, we know more than the store does.
+    return Interruptible(rank, first, first).run(
+        f"reach the store of the processes at {host}:{port}, which {holder} holds",
+        lambda: TCPStore(host, int(port), is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True),
+    )
 
 
 def _own(device: torch.device) -> torch.device:
@@ -168,51 +285,81 @@ def _own(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
+def _held_by_torchrun() -> bool:
+    """Whether the store is in the process that has started this one."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _connect(device: torch.device, timeout: timedelta | None) -> Connection:
     """The connection of this process with all others, shared by all its runtimes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _join(device, timeout)
+    session = arrive(timeout)
+    _join(device, timeout, session)
     world = dist.group.WORLD
     assert world is not None
     key = device, timeout or world.get_group_store().timeout  # type: ignore[attr-defined]  # its stub lacks what it has
-    if not _connections:
-        atexit.register(_report_last_error)
-    if key not in _connections or _connections[key].failure is not None or _connections[key].world is not world:
-        _connections[key] = Connection(*key, next(_count))
+    known = _connections.get(key)
+    if known is None or known.failure is not None or known.record.first() is not None or known.world is not world:
+        _connections[key] = Connection(*key, next(_count), session.watch, session.store, session.holder)
     return _connections[key]
 
 
-def _join(device: torch.device, timeout: timedelta | None) -> None:
-    """See to the default process group."""
+def _join(device: torch.device, timeout: timedelta | None, session: _Session) -> None:
+    """See to the default process group, when all processes have come."""
     backend = default_backend(device.type)
     check_backend(backend, device.type, "send_receive")
     if not (dist.is_available() and dist.is_backend_available(backend)):
         raise ConfigError(f"this build of torch has no {backend}, which {device.type} needs", remedy="install another build of torch")
+    limit = timeout or TIMEOUT
+    watch = session.watch
+    blocking = Interruptible(watch.rank, lambda: watch.first(NO_CONNECTION), lambda: watch.await_first(NO_CONNECTION))
+    session.watch.await_all(InterruptibleStore(session.store, blocking, limit.total_seconds(), session.holder), limit, session.marks.dead)
+    session.marks.remove()
     if not dist.is_initialized():
-        try:
-            dist.init_process_group(backend, timeout=timeout or TIMEOUT)
-        except ValueError as error:
-            raise ConfigError(
-                f"the processes cannot find each other: {error}", remedy="start the script with torchrun --nproc-per-node N"
-            ) from error
-        atexit.register(_destroy)
-    rank, size = int(os.environ["RANK"]), world_size()
-    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+
+        def initialize() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread has a current device of its own
+            dist.init_process_group(backend, store=session.store, rank=watch.rank, world_size=watch.size, timeout=limit)
+
+        blocking.run("connect with the other ranks", initialize)
+
+
+def _check_group(rank: int, size: int) -> None:
+    """Raise ConfigError where the script has made a group of other processes than torchrun has started."""
+    started = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if started[0] > 1 and started != (size, rank):
         raise ConfigError(
-            f"torch.distributed has this process as rank {dist.get_rank()} of {dist.get_world_size()}, torchrun as rank {rank} of {size}",
+            f"torch.distributed has this process as rank {rank} of {size}, torchrun as rank {started[1]} of {started[0]}",
             remedy="call init_process_group() without rank and world_size, or leave it to partition()",
         )
 
 
-def _report_last_error() -> None:
-    """When an error of the script ends this process, the others learn which."""
+def _end() -> None:
+    """When this process ends, the others learn how; a process group that was made here is destroyed."""
+    assert _session is not None
     error = getattr(sys, "last_value", None)
     for connection in _connections.values():
         if error is not None and dist.is_initialized() and connection.world is dist.group.WORLD:
             connection.fail(error)
-
-
-def _destroy() -> None:
-    if dist.is_initialized():
+    if error is None:
+        _session.watch.leave("has ended its script")
+    elif not _connections:
+        _session.watch.report(NO_CONNECTION, failure_of(_session.watch.rank, error))
+    if _session.own_group and dist.is_initialized():
         dist.destroy_process_group()
+    if error is not None:
+        _end_quickly()
+
+
+def _end_quickly() -> None:
+    """Have Python not look through all its objects for cycles, which takes seconds with torch loaded: a restart of all ranks waits for it.
+
+    Files that are open are flushed here: those that only cycles hold would not be any more.
+    """
+    for found in gc.get_objects():
+        if type(found) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(ValueError, OSError):
+                found.flush()
+    gc.freeze()

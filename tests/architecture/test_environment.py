@@ -10,7 +10,7 @@ from tests.architecture.source_tree import package_sources, report, sources
 
 TORCHRUN = "partitioner/runtime/torchrun.py"
 SCRIPTS = ("examples/", "benchmarks/")
-TORCHRUN_VARIABLES = re.compile("WORLD_SIZE|RANK|LOCAL_WORLD_SIZE|LOCAL_RANK|MASTER_[A-Z]+")
+TORCHRUN_VARIABLES = re.compile("WORLD_SIZE|RANK|LOCAL_WORLD_SIZE|LOCAL_RANK|MASTER_[A-Z]+|TORCHELASTIC_[A-Z_]+")
 
 ACCESS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -1,0 +1,52 @@
+"""How many steps the optimizers of a model have made: ranks that differ in it have weights of different steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = ["OptimizerSteps"]
+
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+class OptimizerSteps:
+    """Counts the steps of whatever optimizers have parameters of one model, from the first time it is asked for them on.
+
+    Args:
+        named_parameters: of the model, in this process.
+    """
+
+    def __init__(self, named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+        self._named_parameters = named_parameters
+        self._known: frozenset[int] = frozenset()
+
+    def counts(self) -> tuple[int, ...]:
+        """The steps of each optimizer that has made some, each number once."""
+        _count_steps()
+        return tuple(sorted({steps for optimizer, steps in list(_steps.items()) if self._has(optimizer)}))
+
+    def _has(self, optimizer: Optimizer) -> bool:
+        if self._shares(optimizer):
+            return True
+        self._known = frozenset(id(parameter) for _, parameter in self._named_parameters())
+        return self._shares(optimizer)
+
+    def _shares(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self._known for group in optimizer.param_groups for parameter in group["params"])
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Have torch tell of every step of every optimizer."""
+
+    def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        _steps[optimizer] = _steps.get(optimizer, 0) + 1
+
+    register_optimizer_step_post_hook(stepped)

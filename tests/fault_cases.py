@@ -1,0 +1,75 @@
+"""What worker processes do for the tests of faults: each function runs on every rank at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partitioner import PartitionedModel, partition
+from partitioner.runtime.torchrun import TorchrunRuntime
+
+
+def partitioned(mode: str) -> tuple[PartitionedModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    pm = partition(model, dist.get_world_size(), mode, example_inputs=(torch.zeros(8, 5),), progress=False)
+    return pm, torch.optim.SGD(pm.parameters(), lr=0.1)
+
+
+def batches(count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for number in range(count):
+        x, target = torch.randn(2, 8, 5, generator=generator)
+        yield number, x, target
+
+
+def train_step(pm: PartitionedModel, x: Tensor, target: Tensor) -> None:
+    pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+
+
+def skip_a_step(mode: str) -> None:
+    """Rank 1 leaves out the third of ten batches."""
+    pm, optimizer = partitioned(mode)
+    for number, x, target in batches(10):
+        if number == 2 and dist.get_rank() == 1:
+            continue
+        train_step(pm, x, target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skip_a_train_step() -> None:
+    """Rank 1 leaves out ``train_step`` once, and not the step of its optimizer; the batch is always the same."""
+    pm, optimizer = partitioned("fsdp")
+    ((_, x, target),) = batches(1)
+    for number in range(10):
+        if number != 2 or dist.get_rank() != 1:
+            train_step(pm, x, target)
+        optimizer.step()
+
+
+def end_a_step_early(mode: str) -> None:
+    """Rank 1 makes a step less than the others, with the same batch, before all gather the weights."""
+    pm, _ = partitioned(mode)
+    ((_, x, target),) = batches(1)
+    for _ in range(4 - dist.get_rank()):
+        train_step(pm, x, target)
+    pm.full_state_dict()
+
+
+def without_environment() -> list[int]:
+    """The ranks of this process, where the script has made the process group and torchrun has not set its variables."""
+    kept = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    try:
+        pm, optimizer = partitioned("pipeline")
+        assert isinstance(pm._runtime, TorchrunRuntime)
+        for _, x, target in batches(2):
+            train_step(pm, x, target)
+            optimizer.step()
+        return list(pm._runtime.local_ranks)
+    finally:
+        os.environ.update(kept)
