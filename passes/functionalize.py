@@ -288,7 +288,11 @@ class _Functionalizer:
         self._follow(node)
 
     def _make_copy(self, node: fx.Node) -> None:
-        """Make ``copy_`` a clone of what it copies, in the type and shape of what it writes: ``aten.copy`` has no derivative."""
+        """Make ``copy_`` a clone of what it copies, in the type and shape of what it writes: ``aten.copy`` has no derivative.
+
+        What is overwritten gets a gradient of zeros, as under autograd: where it may require a gradient, every element is chosen from
+        the copied tensor, none from the overwritten one.
+        """
         written, source = node.args[:2]
         assert isinstance(written, fx.Node)
         before = written.meta["val"]
@@ -300,7 +304,11 @@ class _Functionalizer:
             source = self._emit(aten.to.dtype, source, before.dtype)
         if source.meta["val"].shape != before.shape:
             source = self._emit(aten.expand_as.default, source, written)
-        node.target, node.args, node.kwargs = aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+        if written in self._carriers and self._differentiable:
+            everywhere = self._emit(aten.ones_like.default, written, dtype=torch.bool)
+            node.target, node.args, node.kwargs = aten.where.self, (everywhere, source, written), {}
+        else:
+            node.target, node.args, node.kwargs = aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
 
     def _like_before(self, node: fx.Node, value: fx.Node, before: Tensor) -> fx.Node:
         """The value in the type that the written tensor has; its shape cannot change."""

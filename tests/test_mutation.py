@@ -234,6 +234,7 @@ def test_a_write_that_a_pass_leaves_is_found() -> None:
         ("circular", 1, {"tile": 2}, {}),
         ("narrow", 2, "model", {}),
         ("border", 2, "tile", {}),
+        ("overwritten", 2, "data", {}),
         pytest.param("two_names", 2, "tensor", {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("no_grad", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
     ],

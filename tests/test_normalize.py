@@ -75,3 +75,24 @@ def test_a_rank_that_has_no_elements_gets_none_and_adds_nothing(shape: tuple[int
     of_x, of_weight = torch.autograd.grad(found.sum(), (x, weight))
     assert of_x.shape == x.shape
     assert torch.equal(of_weight, torch.zeros(6))
+
+
+@pytest.mark.parametrize(("rows", "channels", "groups"), [(4, 1, 1), (1, 8, 1), (4, 8, 2)])
+def test_a_part_of_one_element_in_space_has_the_gradient_of_the_formula(rows: int, channels: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, given = (torch.randn(rows, channels, 1, 1, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight, bias = torch.randn(2, channels, generator=generator, dtype=torch.float64).unbind(0)
+    mean, variance = torch.randn(rows, groups, generator=generator, dtype=torch.float64), torch.rand(rows, groups, dtype=torch.float64)
+    count = 10
+    leaves = [each.requires_grad_() for each in (x, weight.clone(), bias.clone())]
+    found = normalize(leaves[0], mean, variance, *leaves[1:], EPS, count, [], True)
+
+    scale, centre = (1 / torch.sqrt(variance + EPS)).unsqueeze(-1), mean.unsqueeze(-1)
+    normal = (x.detach().view(rows, groups, -1) - centre) * scale
+    incoming = (given.view(rows, channels) * weight).view(rows, groups, -1)
+    moved = incoming.sum(-1, keepdim=True) + normal * (incoming * normal).sum(-1, keepdim=True)
+    expected = scale * (incoming - moved / count)
+    of_x, of_weight, of_bias = torch.autograd.grad(found, leaves, given)
+    torch.testing.assert_close(of_x.flatten(), expected.flatten())
+    torch.testing.assert_close(of_weight, (given.view(rows, channels) * normal.view(rows, channels)).sum(0))
+    torch.testing.assert_close(of_bias, given.view(rows, channels).sum(0))

@@ -191,6 +191,13 @@ def _masked(_: nn.Module, y: Tensor) -> Tensor:
     return z
 
 
+def _overwritten(_: nn.Module, y: Tensor) -> Tensor:
+    """Parameters in front get gradients of zeros, and not none."""
+    z = y * 1
+    z[:] = torch.linspace(-1, 1, 16, dtype=y.dtype)
+    return z
+
+
 def _recurrence(_: nn.Module, y: Tensor) -> Tensor:
     out, h = torch.empty_like(y), y[:, :4]
     for index in range(4):
@@ -246,6 +253,7 @@ VIEWS: Mapping[str, Change] = {
     "narrow": _narrow,
     "no_grad": _no_grad,
     "out": _out,
+    "overwritten": _overwritten,
     "recurrence": _recurrence,
     "rows": _rows,
     "shapes": _shapes,

@@ -67,11 +67,11 @@ class _Channels:
 
     def of_statistics(self, value: Tensor) -> Tensor:
         """One number for each channel."""
-        return value.unsqueeze(-1).expand(*self._groups, self._group).reshape(-1)
+        return value.reshape(-1) if self._group == 1 else _repeated(value.unsqueeze(-1), (*self._groups, self._group))
 
     def of_weight(self, value: Tensor | None) -> Tensor | None:
         """The same of a parameter."""
-        return value if value is None or not self._by_row else value.expand(self._rows, self._channels).reshape(-1)
+        return value if value is None or not self._by_row else _repeated(value, (self._rows, self._channels))
 
     def in_statistics(self, sums: Tensor) -> Tensor:
         """Sums of channels, (kinds, channels), for each of the statistics."""
@@ -80,6 +80,11 @@ class _Channels:
     def in_weight(self, sums: Tensor) -> Tensor:
         """Sums of channels for each number of a parameter."""
         return sums.view(self._rows, self._channels).sum(0) if self._by_row else sums
+
+
+def _repeated(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A vector of its own memory: ``native_batch_norm_backward`` on CPU reads a weight of stride 0 as if its stride were 1."""
+    return value.expand(shape).clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _fake(x: Tensor, *_rest: object) -> Tensor:
