@@ -14,13 +14,16 @@ from torch import fx
 
 from passes.aliasing import aliasing, mutated_arguments
 from passes.differentiate import Joint
-from passes.ir.collectives import all_gather, replicate
+from passes.ir.collectives import all_gather, replicate, take, vary
 from passes.operators import draws
 
 __all__ = ["JointNodes", "computed_by", "is_item"]
 
 GATHERED_AGAIN = ("fsdp",)
 """Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
+
+_MAY_BE_ARGUMENT = frozenset({take, vary})
+"""Operators between layouts whose result lies in the memory of their argument once they are lowered."""
 
 
 class JointNodes:
@@ -37,6 +40,7 @@ class JointNodes:
         forward: computing nodes of the forward.
         backward: computing nodes of the backward.
         bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
+            What is gathered of a buffer that is written later is none: gathered again, it would have the new value.
     """
 
     def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:
@@ -88,8 +92,13 @@ class JointNodes:
         return any(self.share_memory(written, placeholder) for written in mutated_arguments(node) for placeholder in self.inputs)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that write in place in the memory of the node's value."""
+        """The nodes that write in place in the memory of the node's value, or of what an operation that sends nothing makes it of.
+
+        ``vary(buffer)`` has memory of its own for a fake tensor; on a device it is the buffer.
+        """
         memory = self._aliasing.storages[node.name]
+        if node.target in _MAY_BE_ARGUMENT:
+            memory |= frozenset().union(*(self._aliasing.storages[source.name] for source in node.all_input_nodes))
         return [self._by_name[name] for storage in sorted(memory) for name in self._aliasing.writers.get(storage, ())]
 
     def earlier_writers(self, node: fx.Node) -> list[fx.Node]:
@@ -112,7 +121,7 @@ class JointNodes:
         for node in self.forward:
             sources = node.all_input_nodes
             of_bound = bool(sources) and all(source in self.bound or source in views for source in sources)
-            if of_bound and (self.is_view(node) or _is_gathered_again(node)):
+            if of_bound and (self.is_view(node) or (_is_gathered_again(node) and not self.cannot_repeat(node))):
                 views.add(node)
         return views
 
