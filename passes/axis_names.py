@@ -109,7 +109,8 @@ def _axes_of_products(graph: ModelGraph, axes: Axes, batch: frozenset[int]) -> f
     """Find the axes that products of two activations, made for each row of the batch apart, contract or give as columns.
 
     Scores of an attention that is decomposed contract the width of a head, and their products with values give it. Whether an attention
-    is decomposed depends on its dropout, that is on training: names must not.
+    is decomposed depends on its dropout, that is on training: names must not. Columns that are normalised elsewhere are the width of the
+    model: a product with zeros and ones that sends tokens to experts gives them.
     """
     weights = parameter_values(graph)
     found: set[int] = set()
@@ -120,8 +121,9 @@ def _axes_of_products(graph: ModelGraph, axes: Axes, batch: frozenset[int]) -> f
         left, right = ({factor for dimension in operand for factor in dimension} for operand in loops.operands)
         given = {factor for result in loops.results for dimension in result for factor in dimension}
         if any(batch.intersection(axes.factors[name][factor]) for factor in left & right & given):
-            for factor in (left & right) - given | (right & given) - left:
-                found.update(axes.factors[name][factor])
+            found.update(axis for factor in (left & right) - given for axis in axes.factors[name][factor])
+            columns = (axis for factor in (right & given) - left for axis in axes.factors[name][factor])
+            found.update(axis for axis in columns if "features" not in axes.roles[axis])
     return frozenset(found)
 
 
