@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-import sympy
+import torch
 from torch import fx
 
 from passes.aliasing import memory_keys
 from passes.ir.graph import ModelGraph
-from passes.size_expression import size_of
+from passes.size_expression import size_at
 from passes.split_backward import DifferentiatedStage
 
 __all__ = ["forward_peak", "given_bytes", "step_peak"]
@@ -44,7 +44,7 @@ def step_peak(training: DifferentiatedStage, graph: ModelGraph) -> int:
 def _peak(order: Sequence[fx.Node], graph: ModelGraph) -> int:
     """Of a run of nodes. The placeholders of a backward lie in the memory of what the forward saved."""
     keys = [memory_keys(node) for node in order]
-    sizes = {key: _bytes(size_of(tensor.untyped_storage().nbytes()), graph) for pairs in reversed(keys) for tensor, key in pairs}
+    sizes = {key: _bytes(tensor, graph) for pairs in reversed(keys) for tensor, key in pairs}
     places = {node: place for place, node in enumerate(order)}
     first: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
@@ -71,11 +71,9 @@ def _peak(order: Sequence[fx.Node], graph: ModelGraph) -> int:
 
 
 def _bytes_of_all(nodes: Iterable[fx.Node], graph: ModelGraph) -> int:
-    found = {key: size_of(tensor.untyped_storage().nbytes()) for node in nodes for tensor, key in memory_keys(node)}
-    return sum(_bytes(size, graph) for size in found.values())
+    found = {key: tensor for node in nodes for tensor, key in memory_keys(node)}
+    return sum(_bytes(tensor, graph) for tensor in found.values())
 
 
-def _bytes(size: object, graph: ModelGraph) -> int:
-    if isinstance(size, int):
-        return size
-    return int(sympy.sympify(size).subs(graph.batch, graph.batch_size))
+def _bytes(tensor: torch.Tensor, graph: ModelGraph) -> int:
+    return size_at(tensor.untyped_storage().nbytes(), graph.batch, graph.batch_size)

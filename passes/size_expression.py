@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
 
 from passes.ir.errors import TraceError
 
-__all__ = ["SIZE_OPERATORS", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_of"]
+__all__ = ["SIZE_OPERATORS", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_at", "size_of"]
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     sympy.Add: operator.add,
@@ -61,8 +61,21 @@ def apply_to_sizes(function: Callable[[Any, Any], Any], left: int | sympy.Expr, 
 
 
 def bytes_of(value: torch.Tensor, symbol: sympy.Symbol | None, batch: int) -> int:
-    """Bytes of a traced tensor when the batch has this size."""
-    return _elements(tuple(size_of(size) for size in value.shape), symbol, batch) * value.dtype.itemsize
+    """Bytes of a traced tensor when the batch has this size; other symbols stand for what they were traced with."""
+    sizes = tuple(size_of(size) if _is_of_batch(size, symbol) else size_at(size, symbol, batch) for size in value.shape)
+    return _elements(sizes, symbol, batch) * value.dtype.itemsize
+
+
+def size_at(size: int | torch.SymInt, symbol: sympy.Symbol | None, batch: int) -> int:
+    """A traced size when the batch has this size; other symbols stand for what they were traced with."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs(symbol, batch) if _is_of_batch(size, symbol) else size.node.hint)
+
+
+def _is_of_batch(size: int | torch.SymInt, symbol: sympy.Symbol | None) -> bool:
+    """Whether nothing but the batch decides a traced size."""
+    return isinstance(size, int) or size.node.expr.free_symbols <= {symbol}
 
 
 @functools.lru_cache(maxsize=65536)
