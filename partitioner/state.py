@@ -327,7 +327,7 @@ def _copies(
     }
     for placeholder, constant in graph.constants.items():
         if rank in blocks[placeholder]:
-            tensors[placeholder] = blocks[placeholder][rank].take(constant).to(device)
+            tensors[placeholder] = copy_of(constant, blocks[placeholder][rank], device)
     return tensors
 
 

@@ -214,3 +214,33 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
             trace(Model(function), (torch.ones(4, 6),))
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
+
+
+class _Decided(nn.Module):
+    def __init__(self, decide: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.decide = nn.Linear(8, 8), nn.Linear(8, 8), decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.decide(self.first(x)))
+        return y
+
+
+DECIDED_BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda y: y * y.detach().max().item(),
+    "tolist": lambda y: y * y.detach().max().tolist(),
+    "nonzero": lambda y: y + y.nonzero().sum(),
+    "mask": lambda y: y * y[y > 0].sum(),
+    "masked_select": lambda y: y * y.masked_select(y > 0).sum(),
+    "unique": lambda y: y * y.detach().unique().sum(),
+    "where": lambda y: y + torch.where(y > 0)[0].sum(),
+    "repeat_interleave": lambda y: y + y.repeat_interleave((y[0] > 0).long(), dim=1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED_BY_VALUES)
+def test_what_values_decide_is_refused_with_its_line(name: str) -> None:
+    with pytest.raises(TraceError, match="lets the values of a tensor decide") as caught:
+        trace(_Decided(DECIDED_BY_VALUES[name]), (torch.randn(4, 8),))
+    assert "test_tracing_errors.py" in str(caught.value)
+    assert ("y.max()" if name in ("item", "tolist") else "torch.where") in str(caught.value)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from partitioner.tracing.autograd_functions import CustomFunctionError
 from passes.ir.errors import Place, TraceError
+from passes.provenance import place_of
 
-__all__ = ["depends_on_sizes", "refuse_unplaceable", "trace_error", "why_fixed"]
+__all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_unplaceable", "trace_error", "why_fixed"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ _KINDS = (
         "write it with differentiable tensor operations, or register it with torch.library.custom_op and torch.library.register_autograd",
     ),
     _Kind(
-        _says("data-dependent", "Could not guard on", "Dynamic control flow"),
+        _says("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
         "lets the values of a tensor decide what it computes",
         "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
     ),
@@ -72,6 +73,14 @@ _KINDS = (
         "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
     ),
 )
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OF_SIZE = (
+    "keep all elements and choose among them: torch.where(mask, x, 0), or a product with the mask, in the place of x[mask], nonzero, "
+    "masked_select, unique and repeat_interleave; or choose outside of the model"
+)
+_OF_NUMBER = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
 
 
 def depends_on_sizes(error: Exception) -> bool:
@@ -128,6 +137,26 @@ def refuse_unplaceable(model: nn.Module) -> None:
             place=Place(module=list(found.values())[1].rpartition(".")[0]),
             remedy='move it to one, and partition(...) will place it: model.to("cpu")',
         )
+
+
+def refuse_data_dependent(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise TraceError where the values of a tensor decide a size or a number: no rank could know it before the step.
+
+    torch.export gives such a number a symbol without a hint: ``y.max().item()``, ``x[x > 0]``, ``x.nonzero()``.
+    """
+    for node in graph.nodes:
+        given = node.meta.get("val")
+        values = given if isinstance(given, tuple | list) else (given,)
+        shapes: list[int | torch.SymInt] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        sizes = [size for size in shapes if isinstance(size, torch.SymInt) and not size.node.has_hint()]
+        numbers = [value for value in values if isinstance(value, _NUMBERS) and not value.node.has_hint()]
+        if sizes or numbers:
+            what = "how large another is" if sizes else "a plain number that it computes with"
+            raise TraceError(
+                f"{type(model).__name__} lets the values of a tensor decide {what}",
+                place=place_of(node),
+                remedy=_OF_SIZE if sizes else _OF_NUMBER,
+            )
 
 
 def _first_line(error: Exception) -> str:
