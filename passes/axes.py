@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from passes.operators import bound_arguments, draws, node_leaves
@@ -206,10 +207,11 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def returned_values(output: fx.Node) -> list[fx.Node]:
-    """The nodes that a graph's flat output names, each once."""
+    """The tensors that a graph's flat output names, each once; a size that is returned lies nowhere."""
     (values,) = output.args
     assert isinstance(values, tuple | list)
-    return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
+    nodes = dict.fromkeys(value for value in values if isinstance(value, fx.Node))
+    return [node for node in nodes if not isinstance(node.meta.get("val"), torch.SymInt)]
 
 
 def _single(tensors: list[list[list[_Axis]]]) -> list[list[_Axis]]:

@@ -354,10 +354,9 @@ class _Localizer:
 
     def _outputs(self) -> dict[str, str]:
         node = self.graph.graph.output_node()
-        returned = {
-            value: self.halos.own_part(value, need, node)
-            for value, need in zip(returned_values(node), self.layouts.needs["output"], strict=True)
-        }
+        returned = {value: self.copies[value] for value in node.all_input_nodes}  # sizes among them count the whole batch
+        for value, need in zip(returned_values(node), self.layouts.needs["output"], strict=True):
+            returned[value] = self.halos.own_part(value, need, node)
         self.target.output(fx.map_arg(node.args[0], returned.__getitem__))
         return {value.name: copy.name for value, copy in returned.items()}
 
