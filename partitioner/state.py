@@ -260,8 +260,9 @@ def materialize(
     slots: dict[int, dict[str, GradientSlot]] = {}
     followers: dict[StoredParameter, list[RankTensor]] = {}
     written = _written(graph)
+    owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
     for rank in local_ranks:
-        read = _Read(blocks, devices, keys, rank, gradients, frozenset(written))
+        read = _Read(blocks, owner_of, devices, keys, rank, gradients, frozenset(written))
         by_rank[rank], slots[rank] = {}, {}
         for placeholder, same in stored.items():
             if rank in blocks[placeholder]:
@@ -277,6 +278,7 @@ class _Read:
 
     Attributes:
         blocks, devices: see ``materialize``.
+        owner_of: placeholder -> block -> the lowest rank that holds it.
         keys: of the devices.
         rank: whose programs.
         gradients: of the process.
@@ -284,6 +286,7 @@ class _Read:
     """
 
     blocks: Mapping[str, Mapping[int, Block]]
+    owner_of: Mapping[str, Mapping[Block, int]]
     devices: Sequence[torch.device]
     keys: Sequence[Hashable]
     rank: int
@@ -295,7 +298,7 @@ class _Read:
     ) -> tuple[Tensor, GradientSlot]:
         """What the programs read of a parameter; a view or copy is put down with the followers of the parameter."""
         block, device = self.blocks[placeholder][self.rank], self.devices[self.rank]
-        owner = owners(self.blocks[placeholder].items())[block] if self.gradients.all_ranks_here else self.rank
+        owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else self.rank
         source = next((each for each in stored if each.rank == owner), stored[0])
         is_all = source.block.part == block.part
         slot = ParameterSlot(self.gradients, source, None if is_all else block, owner, self.rank)

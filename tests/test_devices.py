@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn
 
 from partitioner import partition
 from partitioner.devices import DevicesArgument, resolve_devices
+from partitioner.gradient_slots import owners
 from partitioner.runtime import torchrun
+from passes.blocks import Block
 from passes.ir.errors import ConfigError
 
 
@@ -115,3 +119,16 @@ def test_all_accelerators_when_there_are_none() -> None:
     with pytest.raises(ConfigError, match="there are none") as raised:
         partition(nn.Linear(2, 2))
     assert "pass devices=4" in str(raised.value)
+
+
+def test_owners_of_blocks_are_found_once_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each rank besides, thousands of devices took time in the square of their number."""
+    asked: list[int] = []
+
+    def counted(holders: Iterable[tuple[int, Block]]) -> dict[Block, int]:
+        asked.append(1)
+        return owners(holders)
+
+    monkeypatch.setattr("partitioner.state.owners", counted)
+    partition(nn.Linear(8, 8), 300, "data", example_inputs=(torch.randn(300, 8),))
+    assert len(asked) == 2
