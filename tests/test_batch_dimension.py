@@ -200,7 +200,6 @@ MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "unknown_targets": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].argmax(-1)),
     "random_rows": lambda x, y, w: x[torch.randperm(x.shape[0])],
     "unknown_operation": lambda x, y, w: torch.linalg.svdvals(x[:, 0]),
-    "boolean_rows": lambda x, y, w: x[y > 2].sum(),
     "written_through_row": lambda x, y, w: write_row(x),
 }
 

@@ -136,28 +136,37 @@ def test_two_ranks_on_one_device_need_numbers() -> None:
 
 
 def test_what_cannot_be_parted_is_not_split() -> None:
-    class Choose(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[x > 0]
+    class Scale(nn.Module):
+        def forward(self, x: Tensor, largest: Tensor) -> Tensor:
+            return x / largest
 
-    class Chosen(nn.Module):
-        """The second module reads a tensor whose size is known only at run time."""
+    class Watch(nn.Module):
+        largest: Tensor
 
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.choose = Choose()
-            self.rectify = nn.ReLU()
+            self.register_buffer("largest", torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            chosen: Tensor = self.rectify(self.choose(self.layer(x)))
-            return chosen.sum()
+            self.largest.copy_(x.detach().abs().amax())
+            return x
 
-    graph = trace(Chosen(), (torch.rand(4, 8),))
+    class Scaled(nn.Module):
+        """One module reads the buffer that the next one writes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale, self.watch, self.rectify = nn.Linear(8, 8), Scale(), Watch(), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.rectify(self.watch(self.scale(self.layer(x), self.watch.largest)))
+            return y.sum()
+
+    graph = trace(Scaled(), (torch.rand(4, 8),))
     cluster = Cluster.preset("v100", 1, 2)
     for constraints, message in (
-        (Constraints(split_spec={"rectify": "beginning"}), "crosses that cannot be sent"),
-        (Constraints(device_map={"choose": 0, "rectify": 1}), "cannot be parted"),
+        (Constraints(split_spec={"watch": "beginning"}), "crosses that cannot be sent"),
+        (Constraints(device_map={"scale": 0, "watch": 1}), "cannot be parted"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_plan(graph, cluster, PlanRequest("pipeline", ("cpu", "cpu"), constraints=constraints))

@@ -136,14 +136,6 @@ class Counts(nn.Module):
         return (z + self.total).exp()
 
 
-class RunTimeSize(nn.Module):
-    """A tensor whose size is known only at run time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x.tanh()[x > 0]
-        return chosen.relu().sum()
-
-
 def test_a_list_does_not_cross() -> None:
     units = points_of(Lists(), torch.rand(4, 6)).units
     assert units == (("relu",), ("chunk", "getitem", "getitem_1"), ("mul",))
@@ -167,13 +159,6 @@ def test_a_written_buffer_stays_with_its_readers() -> None:
     units = points_of(Counts(), torch.rand(4, 6)).units
     assert ("add", "copy") in units
     assert units[-3:] == (("sigmoid",), ("add_1",), ("exp",))
-
-
-def test_a_size_known_only_at_run_time_does_not_cross() -> None:
-    graph = trace(RunTimeSize(), (torch.rand(4, 6),), training=True)
-    units = find_cut_points(graph).units
-    together = next(unit for unit in units if "index" in unit)
-    assert {"index", "relu", "sum_1"} <= set(together)
 
 
 def test_position_ids_and_masks_are_replicated_and_cost_no_cut() -> None:

@@ -120,20 +120,7 @@ class WritesDetached(nn.Module):
         return y * 2
 
 
-class Selects(nn.Module):
-    """Sizes and numbers that values decide: rows are picked by a mask, a number is read from a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x)
-        kept = y[x[:, 0] > 0]
-        return kept * 2, (y * x.abs().max().item()).sum() + kept.shape[0]
-
-
-@pytest.mark.parametrize("module", [Rotary, Updates, Written, WritesDetached, Selects])
+@pytest.mark.parametrize("module", [Rotary, Updates, Written, WritesDetached])
 def test_gradients_and_memory(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = module().double()

@@ -3,9 +3,9 @@
     embedding | add | layer_norm | linear | split getitem getitem getitem | scaled_dot_product_attention | ...
                                             `-- a list crosses: one unit --'
 
-A boundary between two nodes is a place to cut unless something that may not travel crosses it: a list of tensors, an integer, a tensor
-whose size is known only at run time, memory that is written later, or a buffer that somebody writes and both sides use. Replicable nodes
-(``passes.replicable``) belong to no unit: every stage computes those that it needs.
+A boundary between two nodes is a place to cut unless something that may not travel crosses it: a list of tensors, an integer, a tensor of
+a size that is no function of the batch, memory that is written later, or a buffer that somebody writes and both sides use. Replicable
+nodes (``passes.replicable``) belong to no unit: every stage computes those that it needs.
 """
 
 from __future__ import annotations
