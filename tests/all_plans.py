@@ -201,10 +201,9 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
     for policy in policies if request.recompute is None else [each for each in policies if each == request.recompute]:
         for count, name in itertools.product(counts, names):
             one_of_many = problem.n_places == 1 and not request.schedule and name != "1F1B"
-            nothing_to_order = count == 1 and len(counts) > 1 and not request.schedule and name not in ("GPipe", "1F1B", "ZB1P")
             replicas = problem.request.replicas
             cannot_share = bool(replicas) and (count < max(replicas) or SCHEDULES[name].default_stages_per_rank > 1)
-            if not one_of_many and not nothing_to_order and not cannot_share:
+            if not one_of_many and not cannot_share:
                 yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, replicas)
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cost_models.hardware import Device, Link
+from cost_models.work import Work
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, PartitionWarning, Plan, partition
 from partitioner.schedules.catalog import SCHEDULES
 
@@ -75,6 +77,16 @@ def labels(rows: int = ROWS) -> Tensor:
 
 def partitioned(model: nn.Module, devices: int, mode: str | Mapping[str, Any], **arguments: Any) -> PartitionedModel:
     return partition(model, devices, mode, example_inputs=(images(),), progress=False, **arguments)
+
+
+class CountsFlops:
+    """A second for every floating-point operation, none for its start or for messages: a pipeline gains by every microbatch."""
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        return float(work.flops)
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        return 0.0
 
 
 def of(name: str) -> Callable[[str], str]:
@@ -166,14 +178,14 @@ def test_why_the_batch_is_not_cut_is_a_note() -> None:
 def test_evaluation_has_microbatches() -> None:
     """Stored statistics mix no rows."""
     model = convolutions().eval()
-    pm = partitioned(model, 2, "pipeline")
+    pm = partitioned(model, 2, "pipeline", cost_model=CountsFlops())
     assert pm.plan.n_microbatches > 1
     torch.testing.assert_close(pm(images()), model(images()))
 
 
 def test_instance_statistics_are_no_reason_for_one_microbatch() -> None:
     model = convolutions(nn.InstanceNorm2d(4, affine=True))
-    pm = partitioned(model, 2, "pipeline")
+    pm = partitioned(model, 2, "pipeline", cost_model=CountsFlops())
     assert pm.plan.n_microbatches > 1
     torch.testing.assert_close(pm(images()), model(images()))
 
@@ -223,7 +235,7 @@ def test_microbatch_statistics_are_announced(devices: int, mode: Any, arguments:
 
 def test_local_statistics_let_the_planner_choose_microbatches() -> None:
     with pytest.warns(PartitionWarning):
-        pm = partitioned(convolutions(), 2, "pipeline", batchnorm="local")
+        pm = partitioned(convolutions(), 2, "pipeline", batchnorm="local", cost_model=CountsFlops())
     assert (pm.plan.batchnorm, pm.plan.n_microbatches > 1) == ("local", True)
 
 
@@ -280,7 +292,7 @@ def test_buffers_updated_from_the_batch_are_those_of_the_whole_batch() -> None:
     x = torch.randn(8, 4, dtype=torch.float64)
     for n_microbatches in (None, 4):
         model = Centred().double()
-        pm = partition(model, 2, "pipeline", example_inputs=(x,), n_microbatches=n_microbatches, progress=False)
+        pm = partition(model, 2, "pipeline", example_inputs=(x,), n_microbatches=n_microbatches, cost_model=CountsFlops(), progress=False)
         assert pm.plan.n_microbatches > 1
         torch.testing.assert_close(pm(x), model(x))
         torch.testing.assert_close(pm.full_state_dict()["mean"], model.mean)
@@ -310,11 +322,11 @@ def test_microbatches_of_one_value_are_refused() -> None:
 
 def test_the_planner_leaves_every_microbatch_two_values() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
-    with pytest.warns(PartitionWarning):
-        pm = partition(features(), 2, "pipeline", example_inputs=(x,), batchnorm="local", progress=False)
-    assert pm.plan.n_microbatches == 2
-    pm = partition(features(), 4, "pipeline", example_inputs=(x,), batchnorm="local", progress=False)
-    assert pm.plan.n_microbatches == 1
+    fixed: dict[str, Any] = {"example_inputs": (x,), "batchnorm": "local", "cost_model": CountsFlops(), "progress": False}
+    for devices in (2, 4):
+        with pytest.warns(PartitionWarning):
+            pm = partition(features(), devices, "pipeline", **fixed)
+        assert pm.plan.n_microbatches == 2
 
 
 def test_a_model_that_fits_only_in_microbatches_names_them() -> None:

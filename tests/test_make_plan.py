@@ -193,7 +193,7 @@ def test_mode_auto_is_the_faster_of_the_two() -> None:
 def test_starting_kernels_is_traded_against_the_bubble() -> None:
     quick, slow = (Cluster([Device("d", {"float32": 1e9}, 2**40, 1e12, launch_overhead=overhead)] * 2, LINK) for overhead in (0.0, 1e-3))
     plans = [make_plan(stack(), cluster, request(2, schedule="1F1B")) for cluster in (quick, slow)]
-    assert plans[0].n_microbatches > plans[1].n_microbatches == 2
+    assert plans[0].n_microbatches > plans[1].n_microbatches
     assert "starting kernels" in plans[1].bound_by
     assert "arithmetic" in plans[0].bound_by
 

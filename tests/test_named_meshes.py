@@ -55,12 +55,10 @@ def with_shapes(seed: int) -> tuple[Instance, list[tuple[int, ...]]]:
 
 
 def open_candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
-    """Policies, microbatch counts of at least as many as there are places, and schedules."""
+    """Policies, microbatch counts that divide the batch, and schedules."""
     request, rows = given.request, problem.part.graph.batch_size
-    counts = [count for count in range(1, rows + 1) if rows % count == 0 and count >= problem.n_places]
-    n = problem.n_places
-    counts = counts or [count for count in (n, 2 * n, 4 * n) if count <= rows] or [rows]
-    if request.n_microbatches or n == 1:
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    if request.n_microbatches or problem.n_places == 1:
         counts = [request.n_microbatches or 1]
     policies: tuple[Recompute, ...] = ("none", "selective", "full")
     for policy in [each for each in policies if request.recompute in (None, each)]:

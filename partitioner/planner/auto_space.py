@@ -124,12 +124,7 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
     for policy in policies(problem.request, differentiate=problem.differentiate):
         for count in (count for count in counts if count >= at_least):
             for name, stages_per_rank in schedules(problem.request):
-                if count > 1 or len(counts) == 1 or name in _FOR_ONE or problem.request.schedule is not None:
-                    yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)
-
-
-_FOR_ONE = ("GPipe", "1F1B", "ZB1P")
-"""Schedules for a single microbatch where there could be more: to order stages seldom helps it, to put off weight gradients does."""
+                yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)
 
 
 def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:

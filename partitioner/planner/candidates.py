@@ -9,11 +9,9 @@ from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.graph import ModelGraph
 from passes.row_statistics import values_per_channel
 
-__all__ = ["Candidate", "may_cut_batch", "microbatch_counts", "schedules", "with_statistics"]
+__all__ = ["Candidate", "may_cut_batch", "schedules", "with_statistics"]
 
 DEFAULT_SCHEDULE = "1F1B"
-_MOST_MICROBATCHES = 8
-"""Microbatches for each rank beyond which the bubble is too small to matter."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,6 @@ def may_cut_batch(graph: ModelGraph, request: PlanRequest) -> bool:
     return request.batchnorm == "local" or not graph.mixing.normalizations
 
 
-def microbatch_counts(graph: ModelGraph, request: PlanRequest) -> list[int]:
-    """The microbatch counts that a request for a mesh leaves open, ascending."""
-    if request.n_microbatches is not None:
-        return [request.n_microbatches]
-    if request.mode == "model" or not may_cut_batch(graph, request):
-        return [1]
-    n_ranks = len(request.devices)
-    return [1] if n_ranks == 1 else with_statistics(graph, _counts(graph.batch_size, n_ranks, whole=request.mode == "auto"))
-
-
 def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
     """Keep the microbatch counts that leave BatchNorm in training more than one value per channel; one microbatch if none does.
 
@@ -87,16 +75,3 @@ def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
 def microbatch_size(batch_size: int, n_microbatches: int) -> int:
     """Rows of the largest microbatch."""
     return -(-batch_size // n_microbatches)
-
-
-def _counts(batch_size: int, n_ranks: int, *, whole: bool) -> list[int]:
-    """Counts that divide the batch, at least as many as ranks: fewer never let all ranks compute at once.
-
-    Where none divides it, counts that leave a smaller last microbatch; where the batch has too few rows, one for each row.
-
-    Args:
-        whole: whether not to cut the batch is a choice too.
-    """
-    counts = [count for count in range(n_ranks, min(batch_size, n_ranks * _MOST_MICROBATCHES) + 1) if batch_size % count == 0]
-    counts = counts or [count for count in (n_ranks, 2 * n_ranks, 4 * n_ranks) if count <= batch_size] or [batch_size]
-    return [1, *counts] if whole and 1 not in counts else counts

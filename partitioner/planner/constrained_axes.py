@@ -25,7 +25,7 @@ from passes.ir.layout import Shard
 from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
 from passes.layouts import Layouts
 
-__all__ = ["check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
+__all__ = ["NAMED_FIRST", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
 
 SEQUENCE = "sequence"
 """The axes that ``"sequence_parallel"`` speaks of, and the mesh dimension that cuts them by itself."""
@@ -38,7 +38,7 @@ _STYLES = {**dict.fromkeys(_KEPT, "kept"), **dict.fromkeys(_SUMMED, "summed"), "
 EXPERTS = "experts"
 """The axes that a mesh dimension of replicas may cut beside the batch: tokens then travel to the rank that holds their expert."""
 
-_NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
+NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
 """Where a dimension holds several axes (three, heads, head width), the axis that is meant."""
 
 
@@ -214,7 +214,7 @@ def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name:
 
 def _rank(name: str) -> int:
     base = name.partition("[")[0]
-    return _NAMED_FIRST.index(base) if base in _NAMED_FIRST else len(_NAMED_FIRST)
+    return NAMED_FIRST.index(base) if base in NAMED_FIRST else len(NAMED_FIRST)
 
 
 def _kind_of(graph: ModelGraph, axes: Axes, name: str, dimension: int) -> str | None:

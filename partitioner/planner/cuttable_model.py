@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from functools import cached_property
 import sympy
 
 from cost_models.graph_cost import graph_cost
+from partitioner.constraints import Constraints
 from partitioner.planner.axis_choice import AxisChoice, AxisProblem
 from partitioner.planner.constrained_axes import constrained_axes
 from partitioner.planner.mesh_cut import MeshCut
@@ -86,6 +88,28 @@ class CuttableModel:
         self._asked: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
         self._among_few: dict[object, ModelPart] = {}
+
+    def constrained(self, constraints: Constraints) -> CuttableModel:
+        """Return the same model under other constraints; what does not depend on them is found once."""
+        other = copy.copy(self)
+        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _chosen={}, _asked={})
+        return other
+
+    def kinds_of_axes(self, cutting: Mesh, dimension: str) -> dict[str, bool]:
+        """Name the kinds of axes that are long enough for a mesh dimension, ``"heads"`` for all of the heads.
+
+        Returns:
+            For each name, whether parameters have such an axis.
+        """
+        graph = self._prepared(cutting).graph
+        axes, names = self._find_axes(graph, cutting)
+        count, found = cutting.length(dimension), dict[str, bool]()
+        of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
+        for axis, size in enumerate(axes.sizes):
+            if isinstance(size, int) and size >= count:
+                kind = names[axis].partition("[")[0]
+                found[kind] = found.get(kind, False) or axis in of_parameters
+        return dict(sorted(found.items()))
 
     @cached_property
     def has_sequence(self) -> bool:
@@ -181,15 +205,20 @@ class CuttableModel:
         graph = self._prepared(mesh).graph
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
-    def can_cut_beside(self, mesh: Mesh) -> bool:
-        """Whether a tensor dimension may cut the sequence, too, that of the replicas large weights, or tiles more than space."""
+    def can_cut_beside(self, mesh: Mesh, *, alone: bool = False) -> bool:
+        """Return whether a tensor dimension may cut the sequence, too, that of the replicas large weights, or tiles more than space.
+
+        Args:
+            alone: whether no other mesh is asked about: the axes that this one cuts are chosen in any case. The answer for many meshes
+                is that of the axes that two ranks would cut, which are chosen once.
+        """
         if any(name in TILES for name in mesh.names):
             return self._may_switch(mesh.cutting)
         if mesh.cutting.names == (DATA,) and self._pace is not None and not self._request.constraints.axes:
             return self._gains_beside_rows(mesh.cutting)
         if TENSOR not in mesh.names or "sequence" in mesh.names:
             return False
-        plain = self.cut(Mesh(((TENSOR, 2),)))
+        plain = self._choose(mesh.cutting if alone else Mesh(((TENSOR, 2),)), False, math.inf)
         return bool(_sequence(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
 
     def _may_switch(self, cutting: Mesh) -> bool:
@@ -327,8 +356,9 @@ class CuttableModel:
             others = elsewhere | along - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], others, self._pace)
             self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
-        within, free = (self._problems[key].solve(count, each) for each in (limit, math.inf))
-        chosen = within if within is not None and within.axes else free
+        chosen = self._problems[key].solve(count, limit)
+        if chosen is None or not chosen.axes:
+            chosen = self._problems[key].solve(count, math.inf)
         if chosen is None or not chosen.axes:
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",

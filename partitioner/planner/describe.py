@@ -53,13 +53,17 @@ def contender(words: str, solution: Solution) -> Contender:
     return Contender(words, solution.step_time, max(staged.memory), spent)
 
 
-def searched_words(n_plans: int, n_meshes: int, n_all: int, gap: float, *, interrupted: bool = False) -> str:
+def searched_words(
+    n_plans: int, n_meshes: int, n_all: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
+) -> str:
     """What a search did, and what it proved.
 
     Args:
         n_meshes: of how many plans were worked out.
         n_all: of how many there could be plans; 1: the mesh was given.
         interrupted: whether somebody ended it.
+        n_choices: of axes, that were priced as whole plans on a mesh that was given.
+        faster: in words, a plan with other axes that takes less time, and was not taken because the mode means something else.
 
     >>> searched_words(12, 4, 11, 0.0)
     '12 plans on 4 of 11 meshes were worked out; it is proved that no other is faster, by the same prices'
@@ -67,14 +71,19 @@ def searched_words(n_plans: int, n_meshes: int, n_all: int, gap: float, *, inter
     '80 plans on 40 of 90 meshes were worked out; not proved: another could take up to 42 % less time'
     >>> searched_words(1, 1, 1, 0.0)
     '1 plan of this mesh was worked out; it is proved that no other is faster, by the same prices'
+    >>> searched_words(2, 1, 1, 0.0, n_choices=9)
+    '2 plans of this mesh with 9 choices of axes were worked out; it is proved that no other with these axes is faster, by the same prices'
     >>> searched_words(3, 20, 90, 0.08, interrupted=True)
     '3 plans on 20 of 90 meshes were worked out before the search was interrupted; not proved: another could take up to 8 % less time'
     """
-    where = "of this mesh" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
+    with_axes = f" with {n_choices} choices of axes" if n_choices > 1 else ""
+    where = f"of this mesh{with_axes}" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
     done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
     done += " before the search was interrupted" if interrupted else ""
+    if faster:
+        return f"{done}; other axes than the mode means take less time: {faster}"
     if gap == 0.0:
-        return f"{done}; it is proved that no other is faster, by the same prices"
+        return f"{done}; it is proved that no other {'with these axes ' if n_choices > 1 else ''}is faster, by the same prices"
     return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
 
 

@@ -15,8 +15,8 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
 from partitioner.batch_statistics import microbatch_effects, why_uncut
-from partitioner.planner.auto_space import candidates_of
-from partitioner.planner.candidates import Candidate, may_cut_batch, microbatch_counts, schedules
+from partitioner.planner.auto_space import candidates_of, microbatch_choices
+from partitioner.planner.candidates import Candidate, may_cut_batch, schedules
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.infeasible import nothing_fits, why_infeasible
 from partitioner.planner.mesh_cut import MeshCut
@@ -32,7 +32,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan
 from passes.operators import draws
 
-__all__ = ["PlanRequest", "describe_best", "make_plan", "plan_ways"]
+__all__ = ["PlanRequest", "Way", "describe_best", "make_plan", "plan_ways"]
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
@@ -52,33 +52,79 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     part = whole_part(unfolded(graph), differentiate=graph.training)
     mesh = Mesh((("pipeline", len(request.devices)),))
     problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
-    return plan_ways([(problem, None)])[0]
+    return plan_ways([Way(problem, None)])[0]
 
 
-def plan_ways(ways: Sequence[tuple[MeshProblem, MeshCut | None]]) -> tuple[Plan, MeshCut | None]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Way:
+    """A mesh with one choice of the axes that it cuts.
+
+    Attributes:
+        problem: what is open on it.
+        cut: its axes; None where it cuts none.
+        axes: those that were named for it, in words; empty where the planner chose them.
+        is_of_mode: whether it is what the mode means, and may be taken.
+    """
+
+    problem: MeshProblem
+    cut: MeshCut | None
+    axes: str = ""
+    is_of_mode: bool = True
+
+
+def plan_ways(
+    ways: Sequence[Way], contenders: Sequence[Way] = (), may_take: Callable[[float], bool] = lambda _seconds: True
+) -> tuple[Plan, MeshCut | None]:
     """Decide what is open on one mesh that may cut axes in several ways; raises as ``make_plan`` does.
 
     Args:
-        ways: the mesh with each of its cuts, None where it cuts no axes. Of equal plans, that of the first way is taken.
+        ways: the mesh with each of its cuts. Of equal plans, that of the first way is taken.
+        contenders: other choices of axes, which are priced as plans, too: what is stated of all plans covers them.
+        may_take: whether a contender may be taken whose step takes so many seconds, if it is of the mode.
 
     Returns:
         The plan, and the cut that it has.
     """
+    search = kept = _searched([*ways, *contenders])
+    if search.best is None:
+        raise next((way.problem.refusal for way in ways if way.problem.refusal is not None), None) or _nothing_fits(ways[0].problem)
+    fastest, solution = search.best
+    of_mode = {id(way.problem) for way in (*ways, *contenders) if way.is_of_mode}
+    if id(fastest.problem) not in of_mode:
+        kept = _searched([way for way in (*ways, *contenders) if way.is_of_mode])
+    if kept.best is not None and kept.best[0].axes and not may_take(kept.best[1].step_time):
+        kept = _searched(ways)
+    kept = kept if kept.best is not None else search
+    assert kept.best is not None
+    plan = describe_best(kept, lambda option: (bool(option.axes), option.cut is not None and option.cut.beside, option.candidate.schedule))
+    gap = max(0.0, 1 - min(search.bound, solution.step_time) / plan.step_time) if plan.step_time else 0.0
+    axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
+    faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
+    searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(ways) + len(contenders), faster=faster)
+    return dataclasses.replace(plan, searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), kept.best[0].cut
+
+
+def _searched(ways: Sequence[Way]) -> PlanSearch[Never]:
+    """Search all plans of some ways."""
     search = PlanSearch[Never]()
-    for problem, cut in ways:
+    for way in ways:
+        problem = way.problem
         problem.request.check(problem.part.graph)
         if not problem.part.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
-        counts = microbatch_counts(problem.part.graph, problem.request)
+        counts = _counts(problem)
         _check_constraints(problem, counts[0])
-        search.add_mesh(problem, cut, candidates_of(problem, counts))
+        search.add_mesh(problem, way.cut, candidates_of(problem, counts), way.axes)
     search.run()
     search.prove()
-    if search.best is None:
-        raise next((problem.refusal for problem, _ in ways if problem.refusal is not None), None) or _nothing_fits(ways[0][0])
-    plan = describe_best(search, lambda option: (id(option.problem), option.candidate.schedule))
-    searched = searched_words(len(search.solutions), len(search.meshes), len(search.meshes), search.gap)
-    return dataclasses.replace(plan, searched=searched), search.best[0].cut
+    return search
+
+
+def _counts(problem: MeshProblem) -> list[int]:
+    """The microbatch counts that are open on a mesh that was asked for."""
+    if problem.request.mode == "model" or problem.n_places == 1:
+        return [problem.request.n_microbatches or 1]
+    return microbatch_choices(problem.part.graph, problem.request, problem.n_places)
 
 
 def _check_constraints(problem: MeshProblem, count: int) -> None:
@@ -94,7 +140,7 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
         return nothing_fits([problem], [])
     problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[-1])
     name, stages_per_rank = schedules(problems.request)[0]
-    count = microbatch_counts(problems.graph, problems.request)[-1]
+    count = _counts(problem)[-1]
     return why_infeasible(problems, Candidate(name, stages_per_rank, count, problems.request.replicas))
 
 

@@ -8,16 +8,20 @@ mesh {"data": 2, "pipeline": 2, "tensor": 2}
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
+from partitioner.constraints import Constraints
+from partitioner.planner.axis_contenders import contending_axes
 from partitioner.planner.axis_terms import contractions_of
 from partitioner.planner.constrained_axes import check_dimensions, check_kept, named_dimensions
-from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.make_plan import make_plan, plan_ways
+from partitioner.planner.cuttable_model import TENSOR, CuttableModel
+from partitioner.planner.make_plan import Way, make_plan, plan_ways
 from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_links import LinkTable, stages_length
 from partitioner.planner.mesh_problem import MeshProblem
@@ -28,6 +32,7 @@ from partitioner.planner.tile_halos import with_paid_halos
 from partitioner.planner.unlike_part import unlike_part
 from passes.axis_names import axes_named, batch_axes, shortened
 from passes.garbage import nothing_collected
+from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.halo_run import HaloRun
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
@@ -60,28 +65,96 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     hardware = Hardware(cluster, model_prices)
     model = CuttableModel(graph, request, differentiate=graph.training, pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
-    of_stages = dataclasses.replace(request, mode=stages_mode(mesh, request.n_microbatches))
-    ways = list[tuple[MeshProblem, MeshCut | None]]()
-    for beside in _ways(model, mesh, request):
-        cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, cluster, request, model_prices)
-        check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
-        links = LinkTable(cluster.first(mesh.size))
-        unlike = unlike_part(cut, mesh, request.batchnorm, links, differentiate=graph.training) if mesh.widths else None
-        ways.append((MeshProblem(mesh, cut.part, cluster.first(mesh.size), of_stages, model_prices, links, unlike), cut))
-    plan, chosen = plan_ways(ways)
+    opener = _Opener(model, cluster.first(mesh.size), request, model_prices, mesh)
+    ways = opener.ways(model, request)
+    contenders = opener.contenders(ways)
+
+    def may_take(seconds: float) -> bool:
+        return seconds < _seconds_without(graph, cluster, request, cost_model, mesh)
+
+    plan, chosen = plan_ways(ways, contenders, may_take)
     assert chosen is not None
     return dataclasses.replace(cut_described(plan, chosen), weights=weights_digest(graph))
 
 
-def _ways(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
-    """Whether tiles cut space alone, or other axes beside it: both are planned where nobody says so."""
-    if not any(name in TILES for name in mesh.names) or stages_length(mesh) > 1 or not model.can_cut_beside(mesh):
+class _Opener:
+    """Cuts the axes of a mesh in the ways that it could be cut in.
+
+    Args:
+        model: the model.
+        cluster: of the ranks of the mesh.
+        request: what the user said.
+        cost_model: prices.
+        mesh: its dimensions.
+    """
+
+    def __init__(self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel, mesh: Mesh) -> None:
+        self._model, self._cluster, self._request, self._cost_model, self._mesh = model, cluster, request, cost_model, mesh
+        self._links = LinkTable(cluster)
+
+    def ways(self, model: CuttableModel, request: PlanRequest) -> list[Way]:
+        """Return the mesh with the axes that are best by the prices of their choice, with others beside them and without."""
+        return [self._way(model, request, beside=beside) for beside in _besides(model, self._mesh, request)]
+
+    def contenders(self, ways: Sequence[Way]) -> list[Way]:
+        """Return the mesh with other axes that a user could name, but for those that are cut in one of some ways already."""
+        known, found = [way.cut for way in ways], list[Way]()
+        for constraints, is_of_mode in contending_axes(self._model, self._mesh, self._request.constraints):
+            named = dataclasses.replace(self._request, constraints=constraints)
+            words = " and ".join(f"{', '.join(names)} over {dimension}" for dimension, names in _by_dimension(constraints).items())
+            with contextlib.suppress(ConfigError):  # nothing could be cut by these
+                for way in self.ways(self._model.constrained(constraints), named):
+                    if not any(way.cut is each for each in known):
+                        known.append(way.cut)
+                        found.append(dataclasses.replace(way, axes=words, is_of_mode=is_of_mode))
+        return found
+
+    def _way(self, model: CuttableModel, request: PlanRequest, *, beside: bool) -> Way:
+        mesh = self._mesh
+        cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, self._cluster, request, self._cost_model)
+        check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
+        differentiate = cut.part.of.graph.training
+        unlike = unlike_part(cut, mesh, request.batchnorm, self._links, differentiate=differentiate) if mesh.widths else None
+        of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
+        return Way(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, unlike), cut)
+
+
+def _by_dimension(constraints: Constraints) -> dict[str, list[str]]:
+    """Mesh dimension -> the names of axes that are tied to it."""
+    found: dict[str, list[str]] = {}
+    for name, dimension in (constraints.axes or {}).items():
+        found.setdefault(dimension, []).append(name)
+    return found
+
+
+def _besides(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
+    """Return whether tiles cut other axes than space, or a tensor dimension the sequence too; both are planned where nobody says so."""
+    in_tiles = any(name in TILES for name in mesh.names)
+    if mesh.widths or (in_tiles and stages_length(mesh) > 1) or not (in_tiles or TENSOR in mesh.names):
         return (False,)
-    return (True,) if TILE in named_dimensions(request.constraints) else (False, True)
+    if not in_tiles and (request.constraints.tp_plan or not model.can_cut_beside(mesh, alone=True)):
+        return (False,)
+    if in_tiles and not model.can_cut_beside(mesh, alone=True):
+        return (False,)
+    return (True,) if in_tiles and TILE in named_dimensions(request.constraints) else (False, True)
 
 
 def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloRun, ...]) -> MeshCut:
     return model.cut(mesh.cutting, beside=beside, halos=halos)
+
+
+def _seconds_without(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> float:
+    """Return the seconds of a step on a mesh without its tensor dimension; inf where the model does not fit it.
+
+    Where cutting axes of parameters gains nothing, most of them are cut all the same, because that was asked for.
+    """
+    left = tuple(each for each in mesh.dimensions if each[0] != TENSOR) or (("pipeline", 1),)
+    alone = Mesh(left)
+    fewer = dataclasses.replace(request, devices=request.devices[: alone.size])
+    try:
+        return plan_mesh(graph, cluster.first(alone.size), fewer, cost_model, alone).step_time
+    except PartitionError:
+        return math.inf
 
 
 def stages_mode(mesh: Mesh, n_microbatches: int | None) -> str:
@@ -95,7 +168,7 @@ def cut_described(plan: Plan, cut: MeshCut) -> Plan:
         plan,
         notes=(*plan.notes, *_notes(cut), *_whole_work(cut)),
         axes=cut.in_whole_model(),
-        axes_gap=cut.gap,
+        axes_gap=cut.gap if plan.axes_gap is None else plan.axes_gap,
         halos=cut.halos,
     )
 

@@ -73,6 +73,7 @@ class Option:
         policy: what is computed again.
         candidate: the rest of what is open.
         promise: what is known of its cuts; None: nothing yet.
+        axes: the axes that were named for it, in words; empty where the planner chose them.
     """
 
     problem: MeshProblem
@@ -80,6 +81,7 @@ class Option:
     policy: Recompute
     candidate: Candidate
     promise: Promise | None = None
+    axes: str = ""
 
     @property
     def idle(self) -> float:
@@ -94,7 +96,8 @@ class Option:
     @property
     def words(self) -> str:
         """For reading."""
-        return plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
+        words = plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
+        return f"{words}, {self.axes}" if self.axes else words
 
 
 Opened: TypeAlias = tuple[MeshProblem, MeshCut | None, Iterable[tuple[Recompute, Candidate]]]
@@ -146,12 +149,14 @@ class PlanSearch(Generic[T]):
             heapq.heappush(self._open, (bound * (1 + item.idle), self._n_added, bound, item))
             self._n_added += 1
 
-    def add_mesh(self, problem: MeshProblem, cut: MeshCut | None, candidates: Iterable[tuple[Recompute, Candidate]]) -> None:
-        """Add the candidates of a mesh."""
+    def add_mesh(
+        self, problem: MeshProblem, cut: MeshCut | None, candidates: Iterable[tuple[Recompute, Candidate]], axes: str = ""
+    ) -> None:
+        """Add the candidates of a mesh; ``axes``: those that were named for it, in words."""
         self.meshes.append(problem)
         for policy, candidate in candidates:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
-            self.add(bound, Option(problem, cut, policy, candidate))
+            self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
 
     def run(self) -> None:
         """Search until nothing that is left can be faster, or long enough."""

@@ -77,5 +77,5 @@ def axes_proof(plan: Plan) -> str:
         return ""
     chosen = "those" if any(name in TILES for name, _ in plan.mesh) else "those of parameters"
     if plan.axes_gap == 0:
-        return f"{chosen} that are cut are the best of all choices, by the prices of that choice"
-    return f"another choice of {chosen} could cost up to {100 * plan.axes_gap:.2g} % less, by the prices of that choice"
+        return f"of all choices of {chosen} that were priced, the one that takes least"
+    return f"another choice of {chosen} takes up to {100 * plan.axes_gap:.2g} % less time"

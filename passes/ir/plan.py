@@ -92,7 +92,8 @@ class Plan:
         notes: what the user should know, one sentence each.
         axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.axis_names``.
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
-        gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices: 0 is proved to be the best;
+        gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
+            asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
             None where one device computes tiles in turn. Where the mesh was given, of all plans of that mesh.
         axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
             proved to be the best; None where no such axes were to be chosen.
