@@ -244,5 +244,6 @@ def _memory_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function" or node.target is operator.getitem:
         return []  # an item keeps its own storage: joining it with its list would join all items
     if packet(node.target) in _UNANNOTATED_VIEWS:
-        return next(nodes for argument in node.args if (nodes := node_leaves(argument)))
+        first = next(nodes for argument in node.args if (nodes := node_leaves(argument)))
+        return [] if packet(node.target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
     return viewed_arguments(node)

@@ -107,3 +107,20 @@ def test_batch_norm_in_evaluation_writes_nothing() -> None:
 def test_alias_sets_are_numbered_the_same_each_time() -> None:
     graph = exported(Writes(), torch.randn(2, 3, 4, 4)).graph
     assert aliasing(graph) == aliasing(graph)
+
+
+@pytest.mark.parametrize("equation", ["ij,jk->ik", "ij,ij->ij", "ij,->ij", "i...,jk->i..."])
+def test_an_einsum_of_two_operands_is_no_view(equation: str) -> None:
+    """Joined with a parameter, memory that tiles are written in one by one would look like the parameter's."""
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.einsum(equation, x, y)
+
+    inputs = torch.rand(3, 3), torch.rand(()) if ",->" in equation else torch.rand(3, 3)
+    product = Product()(*inputs)
+    assert product.untyped_storage().data_ptr() not in {each.untyped_storage().data_ptr() for each in inputs}
+    graph = exported(Product(), *inputs).graph
+    storages = aliasing(graph).storages
+    found = [storages[node.name] for node in graph.nodes if node.name in {"x", "y", "einsum"}]
+    assert len(found) == len(set(found)) == 3
