@@ -134,7 +134,7 @@ def test_what_is_drawn_can_be_chosen(tmp_path: Path) -> None:
     for call, words in (
         (lambda: draw(pm).save(tmp_path / "model.png"), "name the file .svg or .dot"),
         (lambda: draw(pm, ranks=(7,)), "there is no rank 7"),
-        (lambda: draw(pm, depth=0), "shows no module"),
+        (lambda: draw(pm, depth=0), "depth must be 1 or more"),
     ):
         with pytest.raises(ConfigError, match=words):
             call()
