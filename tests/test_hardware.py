@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import cost_models
+import partitioner
 from cost_models.hardware import Cluster, Device, Level, Link
 from cost_models.units import format_bytes, format_seconds, parse_bytes
 from passes.ir.errors import ConfigError
@@ -94,3 +96,7 @@ def test_sizes_as_text() -> None:
             parse_bytes(wrong)
     assert format_bytes(parse_bytes("16GiB")) == "16.0 GiB"
     assert format_seconds(0.0123) == "12.3 ms"
+
+
+def test_hardware_is_imported_from_either_package() -> None:
+    assert (cost_models.Cluster, cost_models.Device, cost_models.Link) == (partitioner.Cluster, partitioner.Device, partitioner.Link)
