@@ -22,7 +22,8 @@ from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
 from passes.ir.unsummed import GradientSlot
-from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
+from passes.lower import Differentiation, LoweredStages
+from passes.lower_stages import cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import Gradients, place_on_mesh
 from passes.program_module import ProgramModule
 from passes.recompute import Recompute

@@ -13,7 +13,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 from passes.loss_totals import with_totals
-from passes.lower import cut_stages
+from passes.lower_stages import cut_stages
 from passes.replicable import read_by_replicable
 from passes.streaming.streamed import streamed
 

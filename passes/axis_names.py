@@ -22,14 +22,9 @@ from passes.axes import Axes
 from passes.gradient_flow import parameter_values
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.layout import BATCH, SPACE
 
-__all__ = ["BATCH", "SPACE", "axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "shortened", "space_axes"]
-
-BATCH = "batch"
-"""The name of the rows of the inputs."""
-
-SPACE = ("depth", "height", "width")
-"""Roles, and names, of the dimensions of an image or a volume."""
+__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "shortened", "space_axes"]
 
 _BY_ROLE = (
     *((role, role) for role in SPACE),

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.axis_names import BATCH, axes_named, axis_names
+from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block
 from passes.borders import with_borders
 from passes.cut_axes import AxisCut, CutModel, cut_axes
 from passes.garbage import nothing_collected
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.halo_run import ends_of
+from passes.ir.layout import BATCH
 from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.merge_axes import find_axes_to_cut

@@ -13,14 +13,12 @@ operation. A gradient that autograd calls None is absent here too.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
@@ -29,11 +27,12 @@ from passes.buffer_writes import verify_writes
 from passes.functionalize import functionalize
 from passes.ir.errors import Place, TraceError
 from passes.kernel_layouts import request_layouts
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import traced_lazily
 from passes.simplify import simplify
 from passes.stages import StageGraph
 
-__all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "fake_mode", "returned_nodes"]
+__all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "returned_nodes"]
 
 _SOURCE = "from_node"
 """Where in ``meta`` PyTorch's interpreter says which nodes a traced one came from, the last of them that of the stage."""
@@ -70,17 +69,6 @@ class Joint:
         """The placeholders of the gradients of the outputs."""
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         return placeholders[len(placeholders) - len(self.outputs_with_gradient) :]
-
-
-@contextlib.contextmanager
-def fake_mode(graph: fx.Graph) -> Iterator[None]:
-    """The mode that a graph was traced in: inside it every tensor is fake, those that the graph creates too."""
-    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
-    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
-    # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
-    # the Python dispatcher takes their symbolic decompositions instead.
-    with mode, enable_python_dispatcher():
-        yield
 
 
 def contiguous_like(value: Tensor, device: torch.device | None = None) -> Tensor:

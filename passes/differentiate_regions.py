@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY, memory_keys, new_memory
 from passes.buffer_writes import verify_writes
-from passes.differentiate import Joint, contiguous_like, example_of, fake_mode, returned_nodes
+from passes.differentiate import Joint, contiguous_like, example_of, returned_nodes
+from passes.known_values import fake_mode
 from passes.region_templates import RegionTemplate, RegionTemplates
 from passes.regions import Region
 from passes.simplify import simplify

@@ -24,9 +24,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.differentiate import fake_mode
 from passes.ir.autocast import Autocast
 from passes.ir.errors import TraceError
+from passes.known_values import fake_mode
 from passes.operators import written_arguments
 from passes.provenance import place_of
 

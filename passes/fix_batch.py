@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.axis_names import BATCH
 from passes.ir.graph import ModelGraph
+from passes.ir.layout import BATCH
 from passes.ir.mesh import ROWS
 from passes.ir.plan import Plan
 from passes.ir.program import at_batch

@@ -8,20 +8,33 @@ Values have memory of their own all the same: nodes say so themselves (``passes.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from passes.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
 from passes.operators import draws, node_leaves, written_arguments
 from passes.size_expression import size_of
 
-__all__ = ["KnownValues"]
+__all__ = ["KnownValues", "fake_mode"]
 
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def fake_mode(graph: fx.Graph) -> Iterator[None]:
+    """The mode that a graph was traced in: inside it every tensor is fake, those that the graph creates too."""
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
+    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+    # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
+    # the Python dispatcher takes their symbolic decompositions instead.
+    with mode, enable_python_dispatcher():
+        yield
 
 
 class KnownValues:

@@ -28,7 +28,6 @@ from torch.utils import _pytree as pytree
 from passes.axes import Axes, is_item, returned_values, tensor_operands
 from passes.buffer_writes import verify_writes
 from passes.call_along import Cut
-from passes.differentiate import fake_mode
 from passes.extents import Extents, product
 from passes.halo_writer import HaloWriter
 from passes.inside.table import inside_of
@@ -38,7 +37,7 @@ from passes.interior import Interior, interior_of
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
-from passes.known_values import KnownValues
+from passes.known_values import KnownValues, fake_mode
 from passes.layouts import Layouts
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, call_with, packet

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from passes.ancestors import with_ancestors
-from passes.differentiate import fake_mode
 from passes.ir.graph import Input, ModelGraph, Total
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.replicable import replicable_nodes
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY, memory_keys
-from passes.differentiate import Joint, fake_mode
+from passes.differentiate import Joint
 from passes.dropout_masks import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.ir.collectives import (
     COLLECTIVES,
@@ -43,6 +43,7 @@ from passes.ir.collectives import (
     vary,
 )
 from passes.joint_nodes import JointNodes, computed_by
+from passes.known_values import fake_mode
 from passes.size_expression import bytes_of
 
 __all__ = ["Recompute", "kept_values"]

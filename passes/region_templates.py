@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.differentiate import Joint, differentiate_from, fake_mode
+from passes.differentiate import Joint, differentiate_from
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import argument_form
 from passes.regions import Region, RegionStep, regions_of

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.differentiate import fake_mode
 from passes.dropout_masks import dropout_mask
 from passes.ir.graph import ModelGraph
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import bound_arguments, draws
 from passes.size_expression import emit_size, size_of

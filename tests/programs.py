@@ -14,7 +14,8 @@ from passes.emit_programs import LossForm, emit_backward, emit_forward, emit_tra
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan, Stage
 from passes.ir.program import Program
-from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
+from passes.lower import Differentiation, LoweredStages
+from passes.lower_stages import cut_stages, differentiate_stages, values_requiring_gradient
 from passes.recompute import Recompute
 from passes.replicable import replicable_nodes
 from tests.models.case import Case

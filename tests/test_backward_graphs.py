@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.lower import Differentiation, cut_stages, differentiate_stages
+from passes.lower import Differentiation
+from passes.lower_stages import cut_stages, differentiate_stages
 from passes.recompute import Recompute
 from passes.split_backward import DifferentiatedStage
 from passes.stages import StageGraph

@@ -13,7 +13,8 @@ from passes import region_templates
 from passes.aliasing import aliasing
 from passes.differentiate import Joint, differentiate, differentiate_from
 from passes.differentiate_regions import differentiate_regions
-from passes.lower import Differentiation, cut_stages, values_requiring_gradient
+from passes.lower import Differentiation
+from passes.lower_stages import cut_stages, values_requiring_gradient
 from passes.operators import argument_form
 from passes.provenance import module_path
 from passes.region_templates import RegionTemplates

@@ -15,7 +15,8 @@ from partitioner.tracing.trace import trace
 from passes.aliasing import memory_keys
 from passes.dropout_masks import dropout_mask_again
 from passes.ir import communication
-from passes.lower import Differentiation, cut_stages, differentiate_stages
+from passes.lower import Differentiation
+from passes.lower_stages import cut_stages, differentiate_stages
 from tests.models.zoo import case_named
 
 CASE = case_named("gpt")

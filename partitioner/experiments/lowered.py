@@ -35,7 +35,8 @@ from passes.ir.mesh import Mesh, homes, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.loss_totals import with_totals
-from passes.lower import Differentiation, LoweredStages, cut_stages, differentiate_stages, values_requiring_gradient
+from passes.lower import Differentiation, LoweredStages
+from passes.lower_stages import cut_stages, differentiate_stages, values_requiring_gradient
 from passes.place_on_mesh import place_on_mesh
 from passes.recompute import Recompute
 

@@ -18,10 +18,10 @@ from partitioner.constraints import TENSOR, Constraints
 from partitioner.meshes import dimension_named
 from partitioner.planner.tile_grid import tile_axes
 from passes.axes import Axes
-from passes.axis_names import SPACE, axes_named, batch_axes, space_axes
+from passes.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Shard
+from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
 from passes.layouts import Layouts
 

@@ -7,7 +7,7 @@ from partitioner.planner.candidates import Candidate
 from partitioner.planner.mesh_problem import Solution
 from partitioner.planner.pipeline_problem import PipelineProblems
 from partitioner.planner.staged_model import StagedModel
-from passes.axis_names import BATCH, SPACE
+from passes.ir.layout import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
 from passes.ir.plan import Contender, Plan
 

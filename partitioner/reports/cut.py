@@ -17,8 +17,9 @@ from partitioner.reports.axes_text import axes_text
 from partitioner.reports.explained import Explained
 from partitioner.reports.table import Table
 from passes.axes import Axes
-from passes.axis_names import BATCH, axes_named, axis_names
+from passes.axis_names import axes_named, axis_names
 from passes.blocks import Block
+from passes.ir.layout import BATCH
 from passes.ir.mesh import STORED, WIDTH, Mesh
 
 __all__ = ["axes_section", "parameters_section", "tensor_layout"]

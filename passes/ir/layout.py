@@ -14,7 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Layout", "Partial", "Placement", "Replicate", "Shard", "Varying"]
+__all__ = ["BATCH", "SPACE", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varying"]
+
+BATCH = "batch"
+"""The name of the axis that holds the samples of the inputs."""
+
+SPACE = ("depth", "height", "width")
+"""Roles, and names, of the axes of an image or a volume."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.aliasing import OWN_MEMORY, memory_keys
-from passes.differentiate import fake_mode, returned_nodes
+from passes.differentiate import returned_nodes
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.recompute import Recompute
 from passes.size_expression import emit_size

@@ -28,8 +28,8 @@ import torch
 from torch import fx
 
 from passes.axes import Axes
-from passes.differentiate import fake_mode
 from passes.ir.graph import ModelGraph
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.streaming.calls import Read, TileCall
 from passes.streaming.keeping import Keeping, demand, tiles_of, what_to_keep

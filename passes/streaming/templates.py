@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.aliasing import OWN_MEMORY
-from passes.differentiate import contiguous_like, differentiate, fake_mode
+from passes.differentiate import contiguous_like, differentiate
+from passes.known_values import fake_mode
 from passes.lazy_graph_module import LazyGraphModule
 from passes.operators import argument_form
 from passes.recompute import Recompute

@@ -102,7 +102,7 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "torch._dispatch.python.enable_python_dispatcher": (
         "runs composite operations on fake tensors without fixing their symbolic sizes",
-        ("passes/differentiate.py",),
+        ("passes/known_values.py",),
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
         "runs a loss, a graph for another batch, or a call that is to be timed, on shapes alone",
