@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from partitioner.lowerings import Variant
+from passes.batch.values import pair_nodes
 from passes.blocks import Block
 from passes.cut_by_plan import StagedCut, cut_by_plan
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
@@ -38,10 +40,21 @@ class PlanCuts:
         """The cut for one way in which the model is lowered."""
         if variant not in self._found:
             plan, size = self._plan, variant.batch_size
-            graph = self._graph if size in (None, self._graph.batch_size) else self._traced_for(size)
+            graph = self._graph if size in (None, self._graph.batch_size) else self._traced_again(size)
             graph = streamed(with_totals(graph) if variant.in_parts else graph, plan.tiles, plan.tile_budget)
             self._found[variant] = cut_by_plan(graph, plan, variant.results, rows=variant.rows, like=self._decided)
         return self._found[variant]
+
+    def _traced_again(self, size: int) -> ModelGraph:
+        """The model for another size; microbatches have to be computed as the batch is, or together they are another model."""
+        graph = self._traced_for(size)
+        if self._plan.n_microbatches > 1 and (graph.mixed or pair_nodes(self._graph.graph, graph.graph) is None):
+            raise ConfigError(
+                f"the model computes something else for {size} rows than for {self._graph.batch_size}, so that microbatches would be "
+                "another model",
+                remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes",
+            )
+        return graph
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
         """Placeholder -> rank -> the block that it holds.

@@ -18,6 +18,7 @@ from passes.batch.values import Values
 from passes.ir.graph import Combine, RowMixing
 from passes.provenance import module_path, place_of
 from passes.row_statistics import takes_row_statistics
+from passes.rules.table import rule_of as sharding_rule_of
 
 __all__ = ["BatchFlow", "combination", "follow_batch"]
 
@@ -70,7 +71,9 @@ def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, st
 
 
 def _why(node: fx.Node) -> str:
-    return f"rows of the batch meet in {place_of(node)}: its result cannot be put together from microbatches"
+    if isinstance(node.target, OpOverload) and rule_of(node.target) is None and sharding_rule_of(node.target) is None:
+        return f"no rule says what becomes of the rows of the batch in {place_of(node)}, and register_rule can"
+    return f"rows of the batch meet in {place_of(node)}"
 
 
 class _Walk:

@@ -249,12 +249,9 @@ class StageEmitter(Emitter):
             for microbatch in range(self.n_microbatches)
             if (name, microbatch) in self._input_gradients
         }
-        if not found:
+        if not found and batch_dim is None:
             fake = self.fake(name)
-            shape = self.shape(fake, None)
-            if self.lowered.graph.batch is None and batch_dim is not None:
-                shape = tuple(self.batch if dim == batch_dim else size for dim, size in enumerate(shape))
-            return self.call(torch.zeros, (shape,), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
+            return self.call(torch.zeros, (self.shape(fake, None),), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
         if batch_dim is None:
             return self.call(total, (list(found.values()),), f"{name}_gradient_here")
         parts = [found[number] if number in found else self._no_gradient(name, number) for number in range(self.n_microbatches)]

@@ -92,7 +92,7 @@ class Emitter:
             node.meta["val"] = self.fake_over_batch(name, self._inputs[name].batch_dim)
         return node
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
         return self._in_section(self.graph.create_node("call_function", function, arguments, keywords, name=name))
 
     def call_module(self, target: str, module: Callable[[], nn.Module], arguments: tuple[Any, ...], name: str) -> fx.Node:

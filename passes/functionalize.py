@@ -442,7 +442,7 @@ class _Functionalizer:
 
     # -- new nodes -----------------------------------------------------------------------------------------------------------------
 
-    def _emit(self, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+    def _emit(self, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node:
         """A call in front of the present place."""
         with self._graph.inserting_before(self._at):
             node = self._graph.call_function(target, arguments, keywords)

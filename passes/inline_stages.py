@@ -219,14 +219,16 @@ class _Inliner:
         copy.meta.update({key: value for key, value in node.meta.items() if key != "section"}, is_of_microbatch=True)
         return copy
 
-    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
         node = self.graph.create_node("call_function", function, arguments, keywords, name=name)
         node.meta["section"] = self.like.meta.get("section")
         return node
 
     # -- collectives ---------------------------------------------------------------------------------------------------------------
 
-    def communicate(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+    def communicate(
+        self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any
+    ) -> fx.Node:
         """Start, wait, take the one result."""
         return self.communicate_part(node, function, arguments, keywords, name, Fraction(1))
 

@@ -276,7 +276,7 @@ class _Writer:
                 found[index] = self._call(output, operator.getitem, (gathered, position), f"{values[index].name}_of_all_rows")
         return tuple(found)
 
-    def _call(self, like: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+    def _call(self, like: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
         node = self.nodes.create_node("call_function", function, arguments, keywords, name=name)
         node.meta["section"] = like.meta.get("section", "results" if like.op == "output" else "gradients of parameters")
         return node

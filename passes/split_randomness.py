@@ -60,7 +60,7 @@ class _Emitter:
         self.arguments = {name: fx.map_arg(value, copies.__getitem__) for name, value in bound_arguments(node).items()}
         self._batch = next((copy for copy in copies.values() if copy.name == "batch"), None)
 
-    def call(self, function: Callable[..., Any], *args: Any, name: str = "", **kwargs: Any) -> fx.Node:
+    def call(self, function: Callable[..., Any], /, *args: Any, name: str = "", **kwargs: Any) -> fx.Node:
         label = name or f"{self.node.name}_{getattr(function, '__name__', 'size').partition('.')[0]}"
         node = self.target.create_node("call_function", function, args, kwargs, name=label)
         node.meta = {key: value for key, value in self.node.meta.items() if key != "val"}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from partitioner import ConfigError, partition
 from partitioner.tracing.trace import trace
 from passes.batch.table import RULES
 from passes.ir.graph import ModelGraph
@@ -263,3 +264,17 @@ def test_every_rule_is_met() -> None:
         rules -= {RULES.get(packet(node.target)) for node in graph.computing_nodes()}
     missed = {operation for operation, rule in RULES.items() if rule in rules}
     assert missed <= {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_relu, torch.ops.aten.rnn_tanh}
+
+
+def test_microbatches_that_the_model_computes_otherwise_are_refused() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.first(x) * 2 if x.shape[0] > 2 else self.first(x))
+            return y
+
+    with pytest.raises(ConfigError, match="something else for 2 rows than for 4"):
+        partition(Branching(), 2, "pipeline", example_inputs=(torch.randn(4, 4),), n_microbatches=2)

@@ -120,3 +120,26 @@ def test_arguments_may_be_passed_by_place_or_by_name() -> None:
         torch.testing.assert_close(result, model(x, scale))
     with pytest.raises(ConfigError, match="not those that the model was traced with"):
         pm(x, scale, x)
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 2])
+def test_gradients_of_an_input_that_some_ranks_do_not_read(n_microbatches: int) -> None:
+    """Ranks add up what they found; who found nothing gives zeros for each microbatch."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, late: Tensor) -> Tensor:
+            y: Tensor = self.last(self.first(x).tanh() * late)
+            return y
+
+    torch.manual_seed(0)
+    model, given = Late().double(), [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+    pm = partition(copy.deepcopy(model), 2, "pipeline", example_inputs=tuple(given), n_microbatches=n_microbatches)
+    ours, theirs = ([each.clone().requires_grad_() for each in given] for _ in range(2))
+    pm(*ours).pow(2).sum().backward()
+    model(*theirs).pow(2).sum().backward()
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-9, atol=1e-9)

@@ -244,3 +244,29 @@ def test_what_values_decide_is_refused_with_its_line(name: str) -> None:
         trace(_Decided(DECIDED_BY_VALUES[name]), (torch.randn(4, 8),))
     assert "test_tracing_errors.py" in str(caught.value)
     assert ("y.max()" if name in ("item", "tolist") else "torch.where") in str(caught.value)
+
+
+def test_sparse_tensors_are_refused_where_they_are() -> None:
+    model = nn.Linear(6, 6)
+    model.register_buffer("graph", torch.eye(6).to_sparse())
+    with pytest.raises(TraceError, match="graph is sparse"):
+        trace(model, (torch.ones(4, 6),))
+    with pytest.raises(ConfigError, match="the input input is sparse"):
+        trace(nn.Linear(6, 6), (torch.ones(4, 6).to_sparse(),))
+    with pytest.raises(TraceError, match="computes with a sparse tensor") as caught:
+        trace(Model(lambda x: x.to_sparse()), (torch.ones(4, 6),))
+    assert "blocks.1" in str(caught.value)
+    with pytest.raises(TraceError, match="asks for a sparse gradient") as caught:
+        trace(nn.Sequential(nn.Embedding(6, 6, sparse=True)), (torch.zeros(4, 6, dtype=torch.long),))
+    assert "sparse=False" in str(caught.value)
+
+
+@torch.library.custom_op("tests::shapeless", mutates_args=())
+def shapeless(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def test_an_operation_without_shapes_is_refused_by_what_is_missing() -> None:
+    with pytest.raises(TraceError, match=r"how large its result is.*tests::shapeless") as caught:
+        trace(Model(shapeless), (torch.ones(4, 6),))
+    assert "register_fake" in str(caught.value)

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from partitioner.tracing.batch_symbol import Exported
-from partitioner.tracing.errors import refuse_data_dependent
+from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
 from partitioner.tracing.lifted import Lifted, read_signature, refuse_learned_constants
 from partitioner.tracing.normalize import normalize
 from partitioner.tracing.ties import first_names, merged_parameters
@@ -23,6 +23,7 @@ __all__ = ["assemble"]
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
     """Normalize an exported program and say what its placeholders mean; its outputs are left to say."""
+    refuse_sparse(model, exported.program.graph)
     refuse_data_dependent(model, exported.program.graph)
     lifted = read_signature(exported.program)
     first = first_names(model)

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["CustomFunctionError", "refuse_custom_functions"]
 
-_CONTROL_FLOW = "torch._higher_order_ops"
-"""PyTorch's own control flow is traced as an operation of its own, and refused as such."""
+_TRACED = ("torch._higher_order_ops", "torch._library.autograd")
+"""PyTorch's own control flow is traced as an operation of its own, and refused as such; an operation of ``torch.library`` keeps the
+backward that was registered for it, wherever it is called."""
 
 
 class CustomFunctionError(Exception):
@@ -45,7 +46,7 @@ def refuse_custom_functions() -> Iterator[None]:
         raise AssertionError(f"{base} defines apply: this version of torch calls custom autograd functions in another way")
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        watched = threading.get_ident() == thread and torch.is_grad_enabled() and not function.__module__.startswith(_CONTROL_FLOW)
+        watched = threading.get_ident() == thread and torch.is_grad_enabled() and not function.__module__.startswith(_TRACED)
         if watched and any(map(_is_differentiable, tree_leaves((args, kwargs)))):
             raise CustomFunctionError(function)
         return super(base, function).apply(*args, **kwargs)

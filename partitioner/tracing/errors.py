@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from partitioner.tracing.autograd_functions import CustomFunctionError
 from passes.ir.errors import Place, TraceError
+from passes.operators import bound_arguments
 from passes.provenance import place_of
 
-__all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_unplaceable", "trace_error", "why_fixed"]
+__all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ _KINDS = (
         "use tensors in tuples, lists, dicts, or in dataclasses registered with torch.export.register_dataclass",
     ),
     _Kind(
+        _says("no fake impl"),
+        "calls an operation of which nothing says how large its result is: {error}",
+        "register that with torch.library.register_fake",
+    ),
+    _Kind(
+        _says("__obj_flatten__", "ScriptObject", "script object"),
+        "keeps weights in an object that is no tensor, as quantized modules do: {error}",
+        "partition the model before it is quantized, or keep its weights as tensors",
+    ),
+    _Kind(
         _says("device propagation", "found two different devices", "Device Propagation"),
         "mixes devices: {error}",
         "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
@@ -81,6 +93,9 @@ _OF_SIZE = (
     "masked_select, unique and repeat_interleave; or choose outside of the model"
 )
 _OF_NUMBER = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
+
+
+_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
 
 
 def depends_on_sizes(error: Exception) -> bool:
@@ -129,6 +144,8 @@ def refuse_unplaceable(model: nn.Module) -> None:
                 place=place,
                 remedy="partition the model before it is parallelised",
             )
+        if tensor.layout != torch.strided:
+            raise TraceError(f"{name} is sparse ({tensor.layout}), and has no rows or columns to divide", place=place, remedy=_DENSE)
         found.setdefault(tensor.device, name)
     if len(found) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
@@ -156,6 +173,25 @@ def refuse_data_dependent(model: nn.Module, graph: fx.Graph) -> None:
                 f"{type(model).__name__} lets the values of a tensor decide {what}",
                 place=place_of(node),
                 remedy=_OF_SIZE if sizes else _OF_NUMBER,
+            )
+
+
+def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise TraceError where a tensor, or the gradient of a parameter, is sparse: neither can be cut along an axis, nor be sent."""
+    for node in graph.nodes:
+        given = node.meta.get("val")
+        for value in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                raise TraceError(
+                    f"{type(model).__name__} computes with a sparse tensor ({value.layout}), which has no rows or columns to divide",
+                    place=place_of(node),
+                    remedy=_DENSE,
+                )
+        if isinstance(node.target, OpOverload) and any(bound_arguments(node).get(name) for name in ("sparse", "sparse_grad")):
+            raise TraceError(
+                f"{type(model).__name__} asks for a sparse gradient, which cannot be added up over ranks",
+                place=place_of(node),
+                remedy="pass sparse=False, or sparse_grad=False: the numbers are the same",
             )
 
 

@@ -119,7 +119,17 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         names += [name + path for path in leaf_paths(tree_flatten(value)[1])]
+    _refuse_sparse(names, leaves)
     return ModelInputs(tuple(_distinct(leaves)), tuple(names), tree)
+
+
+def _refuse_sparse(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise ConfigError(
+                f"the input {name} is sparse ({leaf.layout}), and has no rows to divide",
+                remedy="pass it dense, x.to_dense(), or its indices and values as a tensor each",
+            )
 
 
 def _distinct(leaves: list[Any]) -> Iterator[Any]:

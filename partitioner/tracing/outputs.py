@@ -41,9 +41,9 @@ def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
             described.append(_size(name, leaf))
         elif isinstance(leaf, fx.Node):
             combine, dimension, reason = combination(leaf, flow)
-            described.append(Output(name, leaf.name, None, combine, dimension))
+            described.append(Output(name, leaf.name, None, combine, dimension, reason))
             if reason is not None:
-                reasons[reason] = None
+                reasons[f"{reason}: its result cannot be put together from microbatches"] = None
         else:
             described.append(Output(name, None, leaf, "same", None))
     updates: dict[str, Combine] = {}

@@ -63,7 +63,9 @@ def spatial(count: int) -> Callable[[Call], Role]:
 
 
 def embedding(call: Call) -> Role:
-    """Each index is looked up in a table that every microbatch has."""
+    """Each index is looked up in a table that every microbatch has. Gradients scaled by how often that was done need all indices."""
+    if call.get("scale_grad_by_freq"):
+        return call.mixed
     return call.aligned({call["indices"]: call.leading(call["indices"], 0)})
 
 

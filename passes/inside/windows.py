@@ -67,7 +67,7 @@ class WindowWriter:
         self.space = tuple(space)
         self._name = name
 
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, named after the operation."""
         return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
 

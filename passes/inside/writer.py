@@ -80,7 +80,7 @@ class InsideWriter:
         wanted = self.arguments.get("dtype") or dtype
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
 
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, named after the operation."""
         return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
 

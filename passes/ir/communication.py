@@ -114,7 +114,7 @@ class Transport(Protocol):
     ) -> Any:
         """Start giving gradients of fetched elements back to the ranks that have these and return what ``wait`` takes."""
 
-    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function that draws random numbers: every rank of the group gets the same."""
 
     def ready(self, pending: Any) -> bool:
@@ -229,7 +229,7 @@ def halo_add(
     return current_transport().halo_add(tensors, dims, group, owned, wanted)
 
 
-def draw_alike(function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+def draw_alike(function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
     """Call a function that draws random numbers: all ranks of a group call it alike, and get the numbers that one model draws.
 
     It goes between ranks, but brings no message to wait for.

@@ -55,6 +55,7 @@ class Output:
         constant: the value of a leaf that no node computes (None, an int); an expression in the batch for a size.
         combine: what to do with its values over microbatches. ``"mixed"``: nothing is right, the batch cannot be cut.
         batch_dim: the dimension to concatenate over, for ``"concatenate"``.
+        reason: why nothing is right, a clause, for ``"mixed"``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Output:
     constant: Any
     combine: Combine
     batch_dim: int | None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,11 @@ class ModelGraph:
     @property
     def mixed(self) -> tuple[str, ...]:
         """What makes cutting the batch into microbatches wrong: results, and buffers, that no combination of microbatches gives."""
-        results = [f"output {output.name}" if output.name else "the result" for output in self.outputs if output.combine == "mixed"]
+        results = [
+            (f"output {output.name}" if output.name else "the result") + (f" ({output.reason})" if output.reason else "")
+            for output in self.outputs
+            if output.combine == "mixed"
+        ]
         return (*results, *(f"the new value of buffer {self.buffers[name]}" for name, each in self.updates.items() if each == "mixed"))
 
     def computing_nodes(self) -> list[fx.Node]:

@@ -43,7 +43,7 @@ class Proof:
     linear: tuple[frozenset[int], ...]
 
 
-def prove_rule(operator: OpOverload, *args: Any, **kwargs: Any) -> Proof:
+def prove_rule(operator: OpOverload, /, *args: Any, **kwargs: Any) -> Proof:
     """Execute everything that the rule of an operator says of one call.
 
     Args:
@@ -61,7 +61,7 @@ def prove_rule(operator: OpOverload, *args: Any, **kwargs: Any) -> Proof:
     return _Prover(node, loops).prove()
 
 
-def call_node(operator: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+def call_node(operator: OpOverload, /, *args: Any, **kwargs: Any) -> fx.Node:
     """A graph's node that calls an operator on real tensors; every ``meta["val"]`` is the tensor itself."""
     graph = fx.Graph()
 

@@ -69,7 +69,7 @@ class GradientWriter:
         self._owned: set[fx.Node] = set()
         self.gradients: dict[fx.Node, fx.Node] = {}
 
-    def call(self, function: Any, arguments: tuple[Any, ...], name: str, **keywords: Any) -> fx.Node:
+    def call(self, function: Any, arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
         node = self.target.create_node("call_function", function, arguments, keywords, name=name)
         self._known.describe(node)
         return node

@@ -65,7 +65,7 @@ class TileWriter:
         assert callable(node.target)
         self.whole[node] = self.emit(node.target, fx.map_arg(node.args, of), node.name, node, **fx.map_arg(node.kwargs, of))
 
-    def emit(self, function: Any, args: tuple[Any, ...], name: str, like: fx.Node, **kwargs: Any) -> fx.Node:
+    def emit(self, function: Any, args: tuple[Any, ...], name: str, like: fx.Node, /, **kwargs: Any) -> fx.Node:
         """A call with its value on fake tensors. Tiles may lie otherwise in memory than the whole did: views are copies where need be."""
         function = aten.reshape.default if function is aten.view.default else function
         node = self.target.create_node("call_function", function, args, kwargs, name=name)
@@ -143,7 +143,7 @@ class TileWriter:
                 place = self._for_whole(aten.slice.Tensor, (place, span.dimension, *own), f"{tile.name}_place", like)
         self._for_whole(aten.copy_.default, (place, tile), f"{tile.name}_put", like)
 
-    def _for_whole(self, function: Any, args: tuple[Any, ...], name: str, like: fx.Node, **kwargs: Any) -> fx.Node:
+    def _for_whole(self, function: Any, args: tuple[Any, ...], name: str, like: fx.Node, /, **kwargs: Any) -> fx.Node:
         node = self.emit(function, args, name, like, **kwargs)
         node.meta[FOR_WHOLE] = True
         return node
