@@ -123,7 +123,8 @@ def layouts_of_cut(
 ) -> Layouts:
     """How every value lies under a cut, parameters as they are stored: what ``cut_axes`` writes graphs from."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
-    return with_halos(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide, cut.overlapped)
+    # Beside parameters that lie already, a call may be computed whole that the plan has in parts: it then has no halo to pay for.
+    return with_halos(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:

@@ -30,6 +30,7 @@ from passes.axes import Axes, is_item, returned_values
 from passes.axis_names import beside_rows, space_axes
 from passes.borders import is_whole
 from passes.call_along import CallAlong, Cut, bytes_moved
+from passes.gradient_flow import is_differentiable
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import TILES, WIDTH
@@ -354,8 +355,7 @@ class LayoutWalk:
         return not call.operands or (contracts and bool(having))
 
     def _has_no_gradient(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return node.name in self.inputs or (isinstance(value, Tensor) and not value.dtype.is_floating_point)
+        return node.name in self.inputs or not is_differentiable(node)
 
     def _price(self, call: CallAlong, cut: Cut, needs: Sequence[Placement], index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
         """Of a cut: over tiles space first; axes of parameters, then what needs no reduction inside, then the fewest bytes.

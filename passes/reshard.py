@@ -28,6 +28,7 @@ from torch import fx
 from passes.axes import TensorAxes
 from passes.borders import stage_within
 from passes.extents import Extents, product
+from passes.gradient_flow import is_differentiable
 from passes.ir.collectives import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.rules.loops import Size
@@ -159,7 +160,7 @@ class Resharder:
         if isinstance(have, Partial) and isinstance(to, Shard) and have.operation == "sum":
             return self._along(reduce_scatter, value, layout, index, to, source, label.format("reduce_scatter"), like)
         if isinstance(have, Replicate) and isinstance(to, Varying):
-            if not source.meta["val"].dtype.is_floating_point:
+            if not is_differentiable(source):
                 return source
             return self._emit(vary, (source, over), {}, label.format("vary"), like)
         if isinstance(have, Replicate) and isinstance(to, Partial):

@@ -22,7 +22,7 @@ Fused layers by tiles: Alwani et al., "Fused-layer CNN accelerators", MICRO 2016
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -110,20 +110,32 @@ class TileRegions:
                 return False
         return all(read is None or (read.factor is not None and read.span.inner == 1) for reads in call.reads for read in reads)
 
-    def run(self, first: str, last: str) -> tuple[TileCall, ...]:
-        """The calls of a region from one to another.
+    def runs(self, ends: Iterable[tuple[str, str]], *, may_lack: bool) -> Iterator[tuple[TileCall, ...]]:
+        """The calls of a region from one to another, for each pair of names.
+
+        Args:
+            may_lack: leave out what is no run.
 
         Raises:
             ConfigError: there is no such run.
         """
+        for first, last in ends:
+            found = self._run(first, last)
+            if found:
+                yield found
+            elif not may_lack:
+                raise ConfigError(
+                    f"the plan names how the calls from {first!r} to {last!r} pay for halos, and no such calls of this model follow "
+                    "each other",
+                    remedy="make the plan again: it is for another model, or another version of it",
+                )
+
+    def _run(self, first: str, last: str) -> tuple[TileCall, ...]:
         for region in self.regions:
             names = [call.node.name for call in region]
             if first in names and last in names and names.index(first) <= names.index(last):
                 return region[names.index(first) : names.index(last) + 1]
-        raise ConfigError(
-            f"the plan names how the calls from {first!r} to {last!r} pay for halos, and no such calls of this model follow each other",
-            remedy="make the plan again: it is for another model, or another version of it",
-        )
+        return ()
 
     def overlaps(self, calls: Sequence[TileCall]) -> Overlaps:
         """What each rank has beyond its own parts in a run that is left with every rank's own part alone."""
@@ -210,6 +222,8 @@ def with_halos(
     assigned: Mapping[str, Sequence[int]],
     wide: Iterable[tuple[str, str]],
     overlapped: Iterable[tuple[str, str]] = (),
+    *,
+    may_lack: bool = False,
 ) -> Layouts:
     """Layouts in which runs of calls, each by the names of its first and its last, pay otherwise for halos than by waiting for each.
 
@@ -217,6 +231,7 @@ def with_halos(
         assigned: mesh dimension -> the axes that it cuts.
         wide: runs that fetch a wide halo once.
         overlapped: runs that compute while halos are on their way.
+        may_lack: let calls that are no such run in these layouts pay nothing, or by waiting.
 
     Raises:
         ConfigError: there is no such run.
@@ -227,9 +242,9 @@ def with_halos(
     regions = TileRegions.of(graph, axes, layouts, assigned)
     computed: dict[str, tuple[Intervals | None, ...]] = {}
     fetched: dict[str, tuple[Intervals | None, ...]] = {}
-    for first, last in wide:
-        overlaps = regions.overlaps(regions.run(first, last))
+    for run in regions.runs(wide, may_lack=may_lack):
+        overlaps = regions.overlaps(run)
         computed |= overlaps.computed
         fetched |= overlaps.fetched
-    meanwhile = frozenset(call.node.name for first, last in overlapped for call in regions.run(first, last))
+    meanwhile = frozenset(call.node.name for run in regions.runs(overlapped, may_lack=may_lack) for call in run)
     return replace(layouts, wide=computed, fetched=fetched, overlapped=meanwhile)

@@ -11,12 +11,14 @@ The expected pictures are those of the papers: Megatron's columns and rows, data
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.axes import Axes, find_axes
 from passes.axis_names import axes_named, axis_names
@@ -231,3 +233,28 @@ def test_a_cut_vocabulary_gathers_no_logits() -> None:
     picture = Picture(Lookup(), *args, tensor=("vocab",))
     assert picture.table() == ["embedding(S0, V) = P", "linear(V, S0) = S1", "cross_entropy_loss(S1, V) = R"]
     assert [picture.held(name) for name in ("token.weight", "head.weight")] == ["S0", "S0"]
+
+
+def test_gradients_of_complex_values_are_added_up() -> None:
+    """Each rank has its columns of a complex product, and so a part of the gradient of what is multiplied."""
+
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 8, dtype=torch.complex128))
+            self.last = nn.Linear(8, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last((x.to(torch.complex128) @ self.weight).abs())
+            return y
+
+    torch.manual_seed(0)
+    model, x = Waves(), torch.randn(4, 6, dtype=torch.float64)
+    pm = partition(copy.deepcopy(model), 2, "tensor", example_inputs=(x,))
+    assert pm.plan.axes
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    pm(ours).sum().backward()
+    model(theirs).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-9)

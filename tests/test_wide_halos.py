@@ -358,3 +358,23 @@ def test_a_value_that_several_calls_read_moves_once() -> None:
     pm.train_step(x, target=torch.randn(2, 4, 16, 12, dtype=torch.float64), loss_fn=F.mse_loss)
     assert messages(pm) == (1, 1)
     assert [(run.exchange_messages, run.recompute_messages) for run in pm.plan.halos] == [(3, 1)]
+
+
+@pytest.mark.slow
+def test_calls_that_another_variant_computes_whole_pay_for_no_halo() -> None:
+    """A table of positions is resized: in parts where the plan cuts the model, whole where it lies so already."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    config = transformers.BeitConfig(**sizes, use_relative_position_bias=True, hidden_dropout_prob=0.0, drop_path_rate=0.0)
+    model = transformers.BeitModel(config).double().eval()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    pm = partition(model, 2, "tile", example_inputs=(x,))
+    assert pm.plan.halos
+    torch.testing.assert_close(pm(x).last_hidden_state, model(x).last_hidden_state, rtol=1e-9, atol=1e-9)

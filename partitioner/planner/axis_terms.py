@@ -20,6 +20,7 @@ from cost_models.formulas import Numbers
 from partitioner.planner.choices import Term
 from partitioner.planner.pace import Pace
 from passes.axes import Axes
+from passes.gradient_flow import is_differentiable
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.layout_choices import CallLayout, HeldLayout, LayoutChoices, Outcomes
@@ -192,8 +193,7 @@ class _Asked:
 
 def _floating(graph: ModelGraph) -> frozenset[str]:
     """The values that may have a gradient: masks, indices and sizes have none."""
-    values = ((node.name, node.meta.get("val")) for node in graph.graph.nodes)
-    return frozenset(name for name, value in values if isinstance(value, Tensor) and value.dtype.is_floating_point)
+    return frozenset(node.name for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor) and is_differentiable(node))
 
 
 def _moved(have: Placement, need: Placement, count: int, *, flows: bool) -> tuple[float, int]:
