@@ -30,6 +30,8 @@ def reshape(call: Call) -> Role:
     target = _dimension_of_batch(call, after)
     if target is None:
         return call.mixed
+    if 0 in before:  # no elements, in any order
+        return Rows(target) if after[target] == call.batch else call.mixed
     outer = _product(after[:target])
     if call.depends_on_batch(outer) or call.depends_on_batch(blocks) or blocks % outer:
         return call.mixed
