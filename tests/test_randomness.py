@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -82,6 +83,37 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
     gradients = pm.full_gradients()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "alpha_dropout": lambda x: nn.functional.alpha_dropout(x, 0.3, training=True),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "uniform_": lambda x: x + torch.empty_like(x).uniform_(),
+}
+
+
+@pytest.mark.parametrize("mode", ["model", "data", "tensor"])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: str) -> None:
+    class Transposed(nn.Module):
+        """Attention of torch with ``batch_first=True`` drops values with such strides."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn: Tensor = DRAWS[draw](self.linear(x).transpose(0, 1))
+            return drawn.transpose(0, 1).tanh()
+
+    torch.manual_seed(1)
+    model, x = Transposed().double(), torch.randn(4, 5, 8, dtype=torch.float64)
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
+    torch.manual_seed(5)
+    expected = model(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_microbatches_draw_their_own() -> None:

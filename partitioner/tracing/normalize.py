@@ -10,6 +10,7 @@ from torch import fx
 from passes.batch_size import read_sizes_from_batch
 from passes.buffer_writes import verify_writes
 from passes.compute_outputs import compute_outputs
+from passes.draw_order import draw_in_memory_order
 from passes.explicit_casts import write_casts
 from passes.functionalize import functionalize
 from passes.inline_subgraphs import inline_subgraphs
@@ -60,6 +61,7 @@ def normalize(
     unwritten = functionalize(graph, inputs, buffers, without_gradient)
     remove_noise(graph, without_gradient)
     place_getitems(graph)
+    draw_in_memory_order(graph)
     compute_outputs(graph)
     complete_provenance(graph)
     named = name_nodes(graph)

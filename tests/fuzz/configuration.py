@@ -92,7 +92,7 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
 
 def _pipeline(rng: random.Random, program: Program, mesh: dict[str, int], recompute: str | None) -> Configuration:
     rows = program.rows // math.prod(size for name, size in mesh.items() if name in ROWS)
-    whole = program.features & {"mixes", "unbatched", "batchnorm"}
+    whole = program.features & {"mixes", "unbatched", "batchnorm", "dropout"}
     count = 1 if whole else rng.choice([each for each in (1, 2, 3, 4) if each <= rows])
     schedule = rng.choice((None, "GPipe", "1F1B", "1F1B", "ZB1P"))
     if len(program.live()) >= 5 * mesh["pipeline"] and mesh["pipeline"] == 2 and rng.random() < 0.35:

@@ -77,6 +77,7 @@ class Reference:
     def step(self, inputs: tuple[tuple[Any, ...], dict[str, Any], Tensor]) -> Tensor:
         """One training step: the loss, gradients left on the parameters."""
         args, kwargs, target = inputs
+        torch.manual_seed(1)  # of dropout, on both sides
         if self.is_partitioned:
             loss: Tensor = self.partitioned.train_step(*args, target=target, loss_fn=loss_of, **kwargs)
             return loss
@@ -137,6 +138,7 @@ def _observations(side: Reference, case: Case, pm: Any) -> Any:
     if program.seed % 2:
         for each in leaf_inputs:
             each.requires_grad_()
+    torch.manual_seed(0)
     output = module(*args, **kwargs)
     yield "output", tree_map_only(Tensor, lambda each: each.detach().clone(), output)
     yield "buffers after a call", module_buffers(side)
@@ -157,6 +159,7 @@ def _observations(side: Reference, case: Case, pm: Any) -> Any:
         yield "gradients of a second step", copied(side.gradients())
     yield "state", copied(side.state())
     args, kwargs, _ = side.inputs(program, program.other_rows)
+    torch.manual_seed(2)
     if pm is None:
         yield "output of another batch", module(*args, **kwargs)
         return

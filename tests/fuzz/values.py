@@ -124,7 +124,32 @@ def cast(writer: Writer, value: Variable) -> str | None:
     return f"{value.name}.double() * 0.1"
 
 
-POINTWISE: tuple[Template, ...] = (one_operand, one_operand, two_operands, two_operands, with_parameter, with_buffer, with_constant, cast)
+def dropped(writer: Writer, value: Variable) -> Draft | None:
+    """Dropout, also of values whose memory lies in another order than their dimensions."""
+    if not value.is_float or not writer.training or value.dim < 2:
+        return None
+    form = writer.rng.choice(
+        (
+            "F.dropout({0}, 0.3)",
+            "F.dropout({0}.transpose(-1, -2), 0.4)",
+            "F.alpha_dropout({0}, 0.2, True)",
+            "{0} + 0.1 * torch.rand_like({0})",
+        )
+    )
+    return Draft(form.format(value.name), features=("dropout",))
+
+
+POINTWISE: tuple[Template, ...] = (
+    one_operand,
+    one_operand,
+    two_operands,
+    two_operands,
+    with_parameter,
+    with_buffer,
+    with_constant,
+    cast,
+    dropped,
+)
 
 
 def reduced(writer: Writer, value: Variable) -> str | Draft | None:
