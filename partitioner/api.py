@@ -15,6 +15,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware import Cluster
 from cost_models.measured.costs import MeasuredCosts
 from partitioner.batch_statistics import check_values_per_channel, warn_of_microbatches
+from partitioner.broadcast_values import broadcast_values
 from partitioner.constraints import Constraints
 from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.hooks import TensorHooks, side_effect_note, tensor_hooks
@@ -232,6 +233,7 @@ def _lower(
 
     blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks)
+    broadcast_values(model, state, runtime)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
     return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
 

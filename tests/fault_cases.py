@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -73,3 +74,26 @@ def without_environment() -> list[int]:
         return list(pm._runtime.local_ranks)
     finally:
         os.environ.update(kept)
+
+
+def unlike_values(mode: str) -> tuple[bool, float, float, list[str]]:
+    """Each process has a seed of its own: whether replicas are alike after a step, how far all is from rank 0's, and where it warns."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.BatchNorm1d(5)).double()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pm = partition(model, dist.get_world_size(), mode, example_inputs=(torch.zeros(8, 5).double(),), progress=False)
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.BatchNorm1d(5)).double()
+    found = pm.full_state_dict()
+    apart = max(float((found[name] - value).abs().max()) for name, value in reference.state_dict().items())
+    ((_, x, target),) = batches(1)
+    x, target = x.double(), target.double()
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    torch.optim.SGD(pm.parameters(), lr=0.1).step()
+    sums = [float(part.sum()) for _, part in pm.named_parts(dist.get_rank())]
+    everywhere: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, sums)
+    alike = mode != "data" or all(each == sums for each in everywhere)
+    expected = nn.functional.mse_loss(reference(x), target)
+    return alike, apart, abs(float(loss - expected)), [each.filename for each in said if "unlike values" in str(each.message)]

@@ -134,6 +134,20 @@ def test_a_group_that_the_script_has_made_counts_as_torchrun(workers: Callable[[
     assert workers(2).values(cases.without_environment) == [[0], [1]]
 
 
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "mode", ["data", "tensor", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)]
+)
+def test_processes_of_unlike_seeds_take_the_values_of_rank_0(workers: Callable[[int], Workers], mode: str) -> None:
+    """A script need not set a seed: replicas, and parts of one parameter, are nevertheless those of one model."""
+    for rank, (alike, apart, loss, said) in enumerate(workers(2).values(cases.unlike_values, mode)):
+        assert alike
+        assert apart == 0.0
+        assert loss < 1e-12
+        assert said == ([cases.__file__] if rank == 0 else [])
+
+
 # -- watching ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ class DisagreementError(ConfigError):
     """Ranks make the same call with different values, or different calls."""
 
     REMEDY = (
-        "make the same calls on every rank, with the same model and inputs; "
+        "make the same calls on every rank, with the same model, arguments and inputs; "
         'with inputs="local", as many rows (DistributedSampler sees to that)'
     )
 
