@@ -1,6 +1,7 @@
 """Gradients of a process that has a part of the model: their norms are not the model's, and who takes them for that is told.
 
     torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)      one norm over this process's gradients: refused
+    sum(p.grad.data.pow(2).sum() for p in pm.parameters())    the same by hand: refused
     pm.clip_grad_norm_(1.0)                                   the norm over the whole model
 
 Everything else computes as with any tensor, and gives plain tensors.
@@ -8,7 +9,7 @@ Everything else computes as with any tensor, and gives plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,33 +27,37 @@ class PartGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's guide to subclasses has it
             result = func(*args, **(kwargs or {}))
-            if func not in _NORMS:
-                return result
-            if isinstance(result, Tensor):
+            if func in _KEEPING:
+                return result.as_subclass(cls)
+            if func in _TOGETHER:
+                return result.as_subclass(BlockGradient)
+            if func in _NORMS and not isinstance(result, Tensor):
+                return tuple(norm.as_subclass(_PartNorm) for norm in result)
+            if func in _NORMS or (func in _REDUCTIONS and isinstance(result, Tensor) and result.dim() == 0):
                 return result.as_subclass(_PartNorm)
-            return tuple(norm.as_subclass(_PartNorm) for norm in result)
+            return result
 
 
 class BlockGradient(PartGradient):
-    """The gradient of a block of a parameter: a norm of it is a norm of nothing in the model."""
+    """The gradient of a block of a parameter, or several gradients in one: a norm of it is a norm of nothing in the model."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func in _NORMS:
-            _refuse()
+        if func in _NORMS or func in _REDUCTIONS:
+            _refuse(func)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class _PartNorm(Tensor):
-    """The norm of one gradient of several that processes share."""
+    """The norm, or another number, of one gradient of several that processes share."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func in _TOGETHER:
-            _refuse()
+        if func in _TOGETHER or (func in _ADDITIONS and all(isinstance(each, _PartNorm) for each in args[:2])):
+            _refuse(torch.norm)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's guide to subclasses has it
             result = func(*args, **(kwargs or {}))
-            return result.as_subclass(_PartNorm) if func is Tensor.to else result
+            return result.as_subclass(_PartNorm) if func in _KEEPING or func in _ADDITIONS else result
 
 
 def plain(gradient: Tensor) -> Tensor:
@@ -63,11 +68,19 @@ def plain(gradient: Tensor) -> Tensor:
         return gradient.as_subclass(Tensor)
 
 
-def _refuse() -> NoReturn:
+def _refuse(func: Callable[..., Any]) -> NoReturn:
+    name = "norm" if func in _NORMS else func.__name__
     raise ConfigError(
-        "a norm over the gradients of this process is not the norm of the model's gradient: other processes have the rest of it",
-        remedy="pm.clip_grad_norm_(max_norm) takes the norm over all processes, each parameter counted once",
+        f"a {name} over the gradients of this process is not the {name} of the model's gradient: other processes have the rest of it",
+        remedy="pm.clip_grad_norm_(max_norm) takes the norm over all processes, each parameter counted once; "
+        "pm.full_gradients() gives every gradient whole",
     )
+
+
+def _named(*names: str) -> Iterator[Callable[..., Any]]:
+    """Functions of ``torch``, and methods of tensors, of these names."""
+    for place in (torch, Tensor):
+        yield from filter(callable, (getattr(place, name, None) for name in names))
 
 
 _NORMS = frozenset(
@@ -76,5 +89,18 @@ _NORMS = frozenset(
         torch._foreach_norm,  # noqa: SLF001  # what torch.nn.utils.clip_grad_norm_ calls for tensors on an accelerator
     }
 )
+_REDUCTIONS = frozenset(
+    _named("sum", "mean", "std", "var", "dot", "vdot", "inner", "amax", "amin", "max", "min", "logsumexp", "prod", "median")
+)
+"""What makes fewer numbers of a gradient, norms aside. Whether any element is finite is asked of a part with good reason."""
+_KEEPING = frozenset(
+    {
+        Tensor.data.__get__,  # type: ignore[attr-defined]  # a descriptor
+        *_named("detach", "float", "double", "half", "bfloat16", "to", "cpu", "cuda", "flatten", "ravel", "reshape", "view", "view_as"),
+        *_named("abs", "square", "pow", "mul", "multiply", "__pow__", "__mul__", "__rmul__"),
+    }
+)
+"""What is on the way from a gradient to a norm of it. Copies are not: optimizers keep them as their state, in plain tensors."""
+_ADDITIONS = frozenset(_named("add", "__add__", "__radd__", "add_", "__iadd__"))
 _TOGETHER = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
-"""What puts the norms of several gradients into one tensor, to take the norm of that."""
+"""What puts several gradients, or their norms, into one tensor, to take the norm of that."""

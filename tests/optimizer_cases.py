@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -148,9 +149,21 @@ def after_a_step(mode: Mode) -> PartitionedModel:
     return pm
 
 
+TOTALS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "norms of data": lambda gradients: sum(gradient.data.norm(2) ** 2 for gradient in gradients) ** 0.5,
+    "squares": lambda gradients: sum(gradient.detach().float().pow(2).sum() for gradient in gradients),
+    "products": lambda gradients: sum((gradient * gradient).sum() for gradient in gradients),
+    "largest": lambda gradients: torch.stack([gradient.abs().max() for gradient in gradients]).max(),
+    "one vector": lambda gradients: torch.cat([gradient.flatten() for gradient in gradients]).norm(),
+    "parameters_to_vector": lambda gradients: nn.utils.parameters_to_vector(gradients).dot(nn.utils.parameters_to_vector(gradients)),
+}
+"""How scripts take the norm of all gradients by hand."""
+
+
 def optimizers_of_parts(mode: Mode) -> dict[str, str]:
     """What each kind of optimizer says, and norms of the gradients."""
     pm = after_a_step(mode)
+    gradients = [parameter.grad for parameter in pm.parameters() if parameter.grad is not None]
     parameters = list(pm.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     found = {
@@ -163,8 +176,13 @@ def optimizers_of_parts(mode: Mode) -> dict[str, str]:
         "clip_grad_value_": refused(lambda: nn.utils.clip_grad_value_(pm.parameters(), 1.0)),
         "one norm": refused(matrices[0].grad.norm if matrices[0].grad is not None else lambda: None),
         "pm.clip_grad_norm_": refused(lambda: pm.clip_grad_norm_(1.0)),
+        **{name: refused(functools.partial(total, gradients)) for name, total in TOTALS.items()},
     }
     found["declared"] = refused(register_optimizer(Declared, "elements")(parameters, lr=0.0).step)
+    for optimizer in (torch.optim.Rprop(parameters), torch.optim.SGD(parameters, lr=0.0, momentum=0.9, weight_decay=0.1)):
+        optimizer.step()
+        assert {type(value) for state in optimizer.state.values() for value in state.values()} == {Tensor}
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     return found
 
 
