@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from passes.ir.errors import ConfigError
+from passes.ir.value_checks import described
 
 __all__ = ["enough_bytes", "format_bytes", "format_flops", "format_seconds", "parse_bytes"]
 
@@ -23,10 +24,10 @@ def parse_bytes(size: int | str) -> int:
     """
     remedy = 'write a number of bytes, or a number and a unit: 17179869184, "16GiB", "80 GB"'
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", size)
         factor = _FACTORS.get(match[2].lower() or "b") if match else None
         if match is None or factor is None:
-            raise ConfigError(f"{size!r} is not a size in bytes", remedy=remedy)
+            raise ConfigError(f"{described(size)} is not a size in bytes", remedy=remedy)
         size = int(float(match[1]) * factor)
     if isinstance(size, bool) or size <= 0:
         raise ConfigError(f"a size must be positive, got {size}", remedy=remedy)

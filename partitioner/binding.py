@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from partitioner.rows import RowParts
+from partitioner.tracing.inputs import check_dense
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Input, ModelGraph, Results
+from passes.ir.value_checks import described
 
 __all__ = [
     "BoundInputs",
@@ -161,7 +163,10 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
                 f"target{pytree.keystr(path)} requires a gradient, and train_step computes none for targets",
                 remedy="pass it to the model as an input, and let the model return it; or .detach() it",
             )
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        if not isinstance(leaf, Tensor):
+            continue
+        _check_values(f"target{pytree.keystr(path)}", leaf)
+        if leaf.dim() == 0:
             continue
         if results == "whole" and passed < batch and leaf.shape[0] == passed:
             raise ConfigError(
@@ -202,17 +207,26 @@ def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def _check_constant(leaf: Input, value: Any) -> None:
-    if isinstance(value, Tensor) or value != leaf.constant:
-        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+    if not _is_same(value, leaf.constant):
+        shown = described(value)
         raise ConfigError(
-            f"{leaf.name} was {leaf.constant!r} when the model was traced and is {shown} now",
+            f"{leaf.name} was {described(leaf.constant)} when the model was traced and is {shown} now",
             remedy=f"what is no tensor is frozen at trace time; partition again with example inputs that have {leaf.name}={shown}",
         )
 
 
+def _is_same(value: Any, constant: Any) -> bool:
+    """Whether a value is one that a model was traced with; an array, or whatever else cannot be compared as a whole, is not."""
+    try:
+        return not isinstance(value, Tensor) and bool(value is constant or value == constant)
+    except Exception:  # noqa: BLE001  what a class of the user's raises
+        return False
+
+
 def _check_tensor(leaf: Input, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise ConfigError(f"{leaf.name} was a tensor when the model was traced and is {value!r} now", remedy="pass a tensor")
+        raise ConfigError(f"{leaf.name} was a tensor when the model was traced and is {described(value)} now", remedy="pass a tensor")
+    _check_values(leaf.name, value)
     if value.dtype != leaf.dtype:
         raise ConfigError(
             f"{leaf.name} has dtype {value.dtype}; the model was traced with {leaf.dtype}",
@@ -220,6 +234,13 @@ def _check_tensor(leaf: Input, value: Any) -> None:
         )
     if value.dim() != len(leaf.shape):
         raise ConfigError(f"{leaf.name} has {value.dim()} dimensions; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Raise ConfigError for a tensor that programs cannot read."""
+    if tensor.device.type == "meta":
+        raise ConfigError(f"{name} is on the meta device: it has no values", remedy="pass a tensor that has")
+    check_dense(name, tensor)
 
 
 def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:

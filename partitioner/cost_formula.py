@@ -20,6 +20,7 @@ from partitioner.reports.explained import Explained
 from partitioner.schedules.catalog import make_schedule
 from partitioner.schedules.in_flight import peak_in_flight
 from partitioner.simulate import Assumptions
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.ir.microbatch import microbatch_sizes
@@ -37,6 +38,7 @@ class _Planned(Protocol):
         """What reports read."""
 
 
+@checked_arguments()
 def cost_formula(self: _Planned) -> StepFormula:
     """Step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
 

@@ -193,8 +193,10 @@ class Losses:
 
     def _own_dependence(self, asked: _Asked, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
         wanted = asked.inputs.requiring_gradient
+        leaves, tree = pytree.tree_flatten(target)
+        kinds = (str(tree), *(leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
         # A batch that is not cut has other names.
-        key = (loss_key(asked.loss_fn), wanted, tuple(lowering.graph.returned), n_microbatches is None)
+        key = (loss_key(asked.loss_fn), wanted, tuple(lowering.graph.returned), n_microbatches is None, kinds)
         if key in self._known:
             return self._known[key]
         device = self._runtime.devices[self._here]

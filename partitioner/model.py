@@ -227,6 +227,7 @@ class PartitionedModel(nn.Module):
     def looked_at(self) -> Shown:
         return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)
 
+    @checked_arguments()
     def verify(self) -> None:
         """Prove over all ranks that communication matches and cannot deadlock: of a training step, a forward and its backward.
 
@@ -293,6 +294,7 @@ class PartitionedModel(nn.Module):
         for name, parameter in self._state.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
+    @checked_arguments()
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
         """What a rank of this process computes with: of each parameter its part, under the original name. To look at, not to change."""
         if rank not in self._runtime.local_ranks:
@@ -316,6 +318,7 @@ class PartitionedModel(nn.Module):
         prefix = kwargs.get("prefix", "")
         return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
 
+    @checked_arguments()
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """What this process holds, in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
 
@@ -365,15 +368,18 @@ class PartitionedModel(nn.Module):
     sharded_optimizer_state_dict = sharded_optimizer_state_dict
     load_optimizer_state_dict = load_optimizer_state_dict
 
+    @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the original ``state_dict()``, on every rank."""
         return self._gathered.tensors()
 
+    @checked_arguments()
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
         self._accumulation.check("full_gradients()")
         return self._gathered.gradients()
 
+    @checked_arguments()
     def no_sync(self) -> AbstractContextManager[None]:
         """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.
 

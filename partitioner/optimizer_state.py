@@ -22,6 +22,7 @@ from partitioner.optimizer_kind import check_entries, check_options
 from partitioner.runtime.runtime import Runtime
 from partitioner.state import State
 from partitioner.stored_parameters import membership
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
@@ -35,6 +36,7 @@ class _Held(Protocol):
     _stand_in: tuple[nn.Parameter, ...]
 
 
+@checked_arguments()
 def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
     """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
 
@@ -72,6 +74,7 @@ def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, An
     return {"state": whole, "param_groups": _groups(state, optimizer)}
 
 
+@checked_arguments()
 def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
     """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
 
@@ -93,6 +96,7 @@ def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str,
     return {"state": found, "param_groups": _groups(state, optimizer)}
 
 
+@checked_arguments()
 def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
 

@@ -19,6 +19,7 @@ from cost_models.simulator.events import Slice
 from cost_models.simulator.timeline import Timeline
 from partitioner.runtime.recorder import Recorder, recording
 from partitioner.runtime.runtime import Runtime
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["Recording", "record"]
@@ -59,6 +60,7 @@ class _Recorded(Protocol):
     _runtime: Runtime
 
 
+@checked_arguments()
 @contextlib.contextmanager
 def record(self: _Recorded) -> Iterator[Recording]:
     """Take down when every rank computes and communicates; slices are named as those of ``simulate().timeline``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -110,6 +111,14 @@ def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..
     yield "explain", pm.explain, {}
     yield "save_report", pm.save_report, {"path": folder / "report.html"}
     yield "replan", pm.replan, {}
+    for name in ("verify", "cost_formula", "record", "full_state_dict", "full_gradients", "no_sync", "sharded_state_dict"):
+        yield name, functools.partial(call_with_extra, getattr(pm, name)), {"extra": None}
+    optimizer = torch.optim.SGD(pm.parameters())
+    yield "named_parts", pm.named_parts, {"rank": 0}
+    yield "full_optimizer_state_dict", pm.full_optimizer_state_dict, {"optimizer": optimizer}
+    yield "sharded_optimizer_state_dict", pm.sharded_optimizer_state_dict, {"optimizer": optimizer}
+    state = pm.full_optimizer_state_dict(optimizer)
+    yield "load_optimizer_state_dict", pm.load_optimizer_state_dict, {"optimizer": optimizer, "state_dict": state}
     yield "clip_grad_norm_", pm.clip_grad_norm_, {"max_norm": 1.0}
     yield "load_state_dict", pm.load_state_dict, {"state_dict": pm.full_state_dict()}
     yield "initialize", pm.initialize, {}
@@ -118,6 +127,11 @@ def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..
     yield "diff", diff, {"left": pm.plan, "right": pm.plan}
     yield "Drawing.save", draw(pm).save, {"path": folder / "drawing.svg"}
     yield "Timeline.save", pm.simulate().timeline.save, {"path": folder / "timeline.json"}
+
+
+def call_with_extra(call: Callable[..., Any], extra: Any) -> Any:
+    """Call a method that takes no argument with one."""
+    return call(extra)
 
 
 def test_every_parameter_refuses_what_it_cannot_take(pm: PartitionedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +226,19 @@ class Slow:
         ({"training": "yes"}, ("training must be a bool or None", "'yes' (str)")),
         ({"n_microbatches": "2"}, ("n_microbatches must be an int or None", "n_microbatches=2")),
         ({"n_microbatches": 0}, ("n_microbatches must be 1 or more",)),
+        ({"n_microbatches": 9}, ("n_microbatches=9", "8 rows", "n_microbatches=8 or fewer")),
+        ({"n_microbatches": 10**9}, ("n_microbatches=1000000000", "8 rows")),
+        ({"mode": {"data": 2}, "n_microbatches": 5}, ("n_microbatches=5", "4 rows")),
+        (
+            {"example_inputs": X.expand(10**6, 8, 4)[:, 0], "n_microbatches": 10**6, "schedule": "1F1B"},
+            ("2000000 forwards", "262144 at most"),
+        ),
+        ({"stages_per_device": 10**6}, ("2000000 stages", "can be cut into 3")),
+        ({"stages_per_device": 10**12, "schedule": "Interleaved1F1B"}, ("1000000000000 forwards",)),
+        ({"stages_per_device": 10**12}, ("2000000000000 stages",)),
+        ({"devices": 10**4}, ("10000 stages", "can be cut into 3")),
+        ({"example_inputs": X.to_sparse()}, ("input is sparse (torch.sparse_coo)", "x.to_dense()")),
+        ({"example_inputs": torch.nested.nested_tensor([X, X])}, ("input is nested",)),
         ({"schedule": 1}, ("schedule must be a str or None", '"1F1B"')),
         ({"schedule": make_schedule("1F1B", 2, 2)}, ("schedule must be a str or None", "a Schedule")),
         ({"stages_per_device": -1}, ("stages_per_device must be 1 or more",)),
@@ -220,6 +247,7 @@ class Slow:
         ({"cluster": 8}, ("cluster must be a Cluster, a str or None", "h100:8x8")),
         ({"memory_limit": math.nan}, ("memory_limit must be an int, a str or None, not nan",)),
         ({"memory_limit": -5}, ("memory_limit", "positive")),
+        ({"memory_limit": "9" * 400 + "GiB"}, ("memory_limit", "is not a size")),
         ({"optimizer": None}, ("optimizer must be a str", '"adamw"')),
         ({"optimizer": "foo"}, ("optimizer 'foo'",)),
         ({"precision": "fp8"}, ("precision='fp8'", "bf16-mixed")),

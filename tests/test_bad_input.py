@@ -124,6 +124,9 @@ def test_text_that_is_no_plan(text: str) -> None:
         (lambda pm: pm(X[:, :3], scale=torch.ones(8, 1), double=False), ("(8, 3)", "(batch, 4)")),
         (lambda pm: pm(X[None], scale=torch.ones(8, 1), double=False), ("3 dimensions", "(batch, 4)")),
         (lambda pm: pm(X.tolist(), scale=torch.ones(8, 1), double=False), ("arguments",)),
+        (lambda pm: pm(X.to("meta"), scale=torch.ones(8, 1), double=False), ("x is on the meta device",)),
+        (lambda pm: pm(X, scale=torch.ones(8, 1).to_sparse(), double=False), ("scale is sparse (torch.sparse_coo)",)),
+        (lambda pm: pm(X, scale=torch.ones(8, 1), double=torch.ones(2).numpy()), ("double", "a ndarray of shape (2,)")),
         (lambda pm: pm(X[:0], scale=torch.ones(0, 1), double=False), ("empty",)),
     ],
 )
@@ -137,6 +140,10 @@ def test_inputs_at_run_time(scaled: PartitionedModel, call: Callable[[Partitione
     ("arguments", "words"),
     [
         ({"loss_fn": nn.functional.mse_loss, "target": torch.randn(5, 2)}, ("5", "8")),
+        ({"loss_fn": nn.functional.mse_loss, "target": [torch.randn(8, 2)]}, ("loss_fn fails", "AttributeError")),
+        ({"loss_fn": nn.functional.mse_loss, "target": torch.empty(8, 2, device="meta")}, ("target is on the meta device",)),
+        ({"loss_fn": nn.functional.mse_loss, "target": torch.zeros(8, 2).to_sparse()}, ("target is sparse (torch.sparse_coo)",)),
+        ({"loss_fn": lambda output, target: output.sum().to("meta"), "target": torch.randn(8, 2)}, ("loss is on the meta device",)),
         ({"loss_fn": nn.MSELoss(reduction="none"), "target": torch.randn(8, 2)}, ("loss", "one number")),
         ({"loss_fn": lambda output, target: 3.0, "target": torch.randn(8, 2)}, ("loss", "float")),
         ({}, ("loss",)),
@@ -147,6 +154,14 @@ def test_losses(pm: PartitionedModel, arguments: dict[str, Any], words: tuple[st
     with pytest.raises(ConfigError) as caught:
         pm.train_step(X, **arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_loss_that_is_known_fails_on_another_target(pm: PartitionedModel) -> None:
+    """What is known of a loss is asked once; the step says itself what its target does."""
+    pm.train_step(X, target=torch.randn(8, 2), loss_fn=nn.functional.mse_loss)
+    for target in (["a"], object(), {"a": torch.randn(8, 2)}):
+        with pytest.raises(ConfigError, match=r"loss_fn fails on .*: AttributeError"):
+            pm.train_step(X, target=target, loss_fn=nn.functional.mse_loss)
 
 
 def test_what_a_plan_freezes(pm: PartitionedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -303,6 +304,47 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
         small_sweep(tmp_path / "other.db")
     with pytest.raises(ConfigError, match="cannot be opened as a store"):
         small_sweep(tmp_path / "nowhere" / "runs.db")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("DROP TABLE result; CREATE TABLE result (a INT)", "without the table of this version"),
+        ("ALTER TABLE result DROP COLUMN step_time", "without the table of this version"),
+        ("UPDATE result SET step_time = 'soon'", "step_time must be a float or None"),
+        ("UPDATE result SET devices = x'ff'", "devices must be an int"),
+        ("UPDATE result SET step_time = NULL", "there is no step_time None"),
+        ("UPDATE result SET peak_memory = -1", "there is no peak_memory -1"),
+        ("UPDATE result SET step_time = 9e999", "there is no step_time inf"),
+    ],
+)
+def test_stores_that_another_program_wrote_to_are_refused(change: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    small_sweep(path, devices=[2], modes=["data"], clusters=["h100:1x4"])
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(change)
+    with pytest.raises(ConfigError, match=problem), contextlib.closing(Store(path)) as store:
+        store.rows()
+
+
+def test_damaged_pages_are_told_by_every_call(tmp_path: Path) -> None:
+    """And a store that could not be opened is not left locked."""
+    path = tmp_path / "runs.db"
+    small_sweep(path, devices=[2], modes=["data"], clusters=["h100:1x4"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + bytes(byte ^ 0xFF for byte in whole[4096:]))
+    with contextlib.closing(Store(path)) as store:
+        for call in (store.rows, store.keys, lambda: store.remove(["a"]), lambda: store.add(Row("a", "net", 2, "data", "fast"))):
+            with pytest.raises(ConfigError, match=r"runs\.db cannot be (read|written)"):
+                call()
+    path.write_bytes(whole[:200] + bytes(len(whole) - 200))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cannot be opened as a store: (?!database is locked)"):
+            Store(path)
+    for name in ("\0", "x" * 5000, str(path / "below")):
+        for create in (True, False):
+            with pytest.raises(ConfigError, match=r"cannot be opened as a store|there is no store"):
+                Store(name, create=create)
 
 
 def test_a_key_is_kept_once(tmp_path: Path) -> None:

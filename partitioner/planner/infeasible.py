@@ -18,31 +18,20 @@ from partitioner.planner.stage_cuts import shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 from passes.ir.mesh import Mesh, mesh_words
 
-__all__ = ["nothing_fits", "why_infeasible"]
+__all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
 
 _MOST_DEVICES = 4096
 
 
 def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
     """The error for a candidate that has no solution."""
-    n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
-    n_stages = candidate.n_stages(n_ranks)
-    if n_units < n_stages:
-        each = candidate.stages_per_rank
-        if candidate.replicas:
-            return ConfigError(
-                f"{n_stages} stages were asked for, the model can be cut into {n_units}", remedy="give more ranks to fewer stages"
-            )
-        fewer = "put fewer stages on each device" if each > 1 else ""
-        most = f"pass devices={n_units // each}{' or fewer' if n_units > 2 * each else ''}" if n_units >= each else ""
-        return ConfigError(
-            f"{_count(n_ranks, 'device')} with {_count(each, 'stage')} each: {n_stages} stages, the model can be cut into {n_units}",
-            remedy=", or ".join(filter(None, (most, fewer))),
-        )
+    if (refused := too_many_stages(problems, candidate)) is not None:
+        return refused
     problem = problems.problem(candidate)
+    n_ranks = len(problems.cluster.devices)
     if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
         return ConfigError(
-            f"no way to cut the model into {n_stages} stages keeps to the constraints",
+            f"no way to cut the model into {candidate.n_stages(n_ranks)} stages keeps to the constraints",
             remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
         )
     missing = shortfall(problem)
@@ -52,6 +41,25 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
     return InfeasiblePlanError(
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
         remedy=_remedy(problems, n_ranks, _fewest_devices(problems, candidate), missing),
+    )
+
+
+def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigError | None:
+    """The error for a candidate that has more stages than the model has operations to cut between; None where it has not."""
+    n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
+    n_stages = candidate.n_stages(n_ranks)
+    if n_units >= n_stages:
+        return None
+    each = candidate.stages_per_rank
+    if candidate.replicas:
+        return ConfigError(
+            f"{n_stages} stages were asked for, the model can be cut into {n_units}", remedy="give more ranks to fewer stages"
+        )
+    fewer = "put fewer stages on each device" if each > 1 else ""
+    most = f"pass devices={n_units // each}{' or fewer' if n_units > 2 * each else ''}" if n_units >= each else ""
+    return ConfigError(
+        f"{_count(n_ranks, 'device')} with {_count(each, 'stage')} each: {n_stages} stages, the model can be cut into {n_units}",
+        remedy=", or ".join(filter(None, (most, fewer))),
     )
 
 

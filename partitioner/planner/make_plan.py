@@ -18,7 +18,7 @@ from partitioner.batch_statistics import microbatch_effects, why_uncut
 from partitioner.planner.auto_space import candidates_of, microbatch_choices
 from partitioner.planner.candidates import Candidate, may_cut_batch, schedules
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
-from partitioner.planner.infeasible import nothing_fits, why_infeasible
+from partitioner.planner.infeasible import nothing_fits, too_many_stages, why_infeasible
 from partitioner.planner.mesh_cut import MeshCut
 from partitioner.planner.mesh_problem import MeshProblem, Solution, policies
 from partitioner.planner.model_part import whole_part
@@ -128,10 +128,15 @@ def _counts(problem: MeshProblem) -> list[int]:
 
 
 def _check_constraints(problem: MeshProblem, count: int) -> None:
-    """Raise ConfigError when constraints do not fit a schedule."""
+    """Raise ConfigError when no schedule has few enough stages, or constraints do not fit one that has."""
     problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[0])
-    for name, stages_per_rank in schedules(problem.request):
-        problems.restrictions(Candidate(name, stages_per_rank, count, problem.request.replicas))
+    candidates = [Candidate(*names, count, problem.request.replicas) for names in schedules(problem.request)]
+    refusals = [too_many_stages(problems, candidate) for candidate in candidates]
+    if refusals[0] is not None and None not in refusals:
+        raise refusals[0]  # before schedules of so many stages are built
+    for candidate, refusal in zip(candidates, refusals, strict=True):
+        if refusal is None:
+            problems.restrictions(candidate)
 
 
 def _nothing_fits(problem: MeshProblem) -> PartitionError:

@@ -58,6 +58,7 @@ class ScheduleKind:
                 f"schedule {self.name} cannot run {stages_per_rank} stages on each device: it runs {wanted}",
                 remedy=f"pass stages_per_device={self.default_stages_per_rank}, leave it out, or choose another schedule",
             )
+        _check_count(n_ranks * stages_per_rank)
         return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
     def _shared(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -88,6 +89,7 @@ class ScheduleKind:
         """
         _check_positive("microbatches", n_microbatches)
         stage_ranks = self.stage_ranks(n_ranks, stages_per_rank, replicas)
+        _check_count(len(stage_ranks) * n_microbatches)
         stages: list[list[int]] = [[] for _ in range(n_ranks)]
         for stage, ranks in enumerate(stage_ranks):
             for rank in ranks:
@@ -126,6 +128,18 @@ def _held_together(replicas: Sequence[int]) -> list[int]:
     for count in reversed(replicas):
         held.insert(0, count * (-(-held[0] // count) + 1) if held else count)
     return held
+
+
+MOST_FORWARDS = 2**18
+"""Of a step: stages times microbatches. Programs and clocks have an action for each, and would take minutes, and all memory, for more."""
+
+
+def _check_count(n_forwards: int) -> None:
+    if n_forwards > MOST_FORWARDS:
+        raise ConfigError(
+            f"a step of {n_forwards} forwards (stages times microbatches): there may be {MOST_FORWARDS} at most",
+            remedy="pass fewer microbatches, or fewer stages",
+        )
 
 
 def _check_positive(what: str, number: int) -> None:

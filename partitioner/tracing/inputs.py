@@ -15,7 +15,7 @@ from partitioner.tracing.trees import leaf_paths
 from passes.ir.autocast import Autocast
 from passes.ir.errors import ConfigError
 
-__all__ = ["BatchLayout", "ModelInputs", "flatten_inputs"]
+__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs"]
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,18 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         names += [name + path for path in leaf_paths(tree_flatten(value)[1])]
-    _refuse_sparse(names, leaves)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            check_dense(f"the input {name}", leaf)
     return ModelInputs(tuple(_distinct(leaves)), tuple(names), tree)
 
 
-def _refuse_sparse(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-            raise ConfigError(
-                f"the input {name} is sparse ({leaf.layout}), and has no rows to divide",
-                remedy="pass it dense, x.to_dense(), or its indices and values as a tensor each",
-            )
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), or of several shapes (nested): no rule says how to cut it."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested (of several shapes)" if tensor.is_nested else f"sparse ({tensor.layout})"
+        remedy = "a padded tensor and a mask" if tensor.is_nested else "it dense, x.to_dense(), or its indices and values as a tensor each"
+        raise ConfigError(f"{name} is {kind} and has no rows to divide", remedy=f"pass {remedy}")
 
 
 def _distinct(leaves: list[Any]) -> Iterator[Any]:

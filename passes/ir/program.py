@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.autocast import Autocast
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.unsummed import AddUnsummed, GradientSlot
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
@@ -157,7 +157,7 @@ class LossCall(nn.Module):
             pairs = zip(self.leaves, self.constants, strict=True)
             leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
             result = pytree.tree_unflatten(leaves, self.tree)
-            loss = call_loss(result, target, loss_fn, self.autocast).reshape(())
+            loss = self._loss(result, target, loss_fn).reshape(())
             weighted = loss * weight if weight else torch.zeros_like(loss)
         if not self.tracked:
             return (weighted.detach(),)
@@ -176,6 +176,15 @@ class LossCall(nn.Module):
             weighted.detach(),
             *(torch.zeros_like(values[i]) if g is None else g.contiguous() for i, g in zip(self.differentiated, taken, strict=True)),
         )
+
+    def _loss(self, result: Any, target: Any, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+        try:
+            return call_loss(result, target, loss_fn, self.autocast)
+        except (PartitionError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            problem = f"loss_fn fails on the model's outputs and this target: {type(error).__name__}: {error}"
+            raise ConfigError(problem, remedy="call it as train_step does: loss_fn(model(x), target)") from error
 
 
 def at_batch(constant: Any, batch: int) -> Any:
@@ -196,6 +205,8 @@ def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, a
     """
     with contextlib.nullcontext() if autocast is None else autocast.enabled():
         loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
+    if isinstance(loss, Tensor) and loss.device.type == "meta":
+        raise ConfigError("the loss is on the meta device: it has no value", remedy="compute it from the model's outputs")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     if loss_fn is None:
