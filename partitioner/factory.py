@@ -56,7 +56,7 @@ def call_factory(text: str) -> Made:
         made = factory()
     except PartitionError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
         raise _failed(f"{name}()", path, error) from error
     return checked(name, made)
 
@@ -74,12 +74,12 @@ def _load(path: str) -> ModuleType:
         specification.loader.exec_module(module)
     except PartitionError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
         raise _failed(path, path, error) from error
     return module
 
 
-def _failed(what: str, path: str, error: Exception) -> ConfigError:
+def _failed(what: str, path: str, error: BaseException) -> ConfigError:
     """The error of the user's own code, with the last of its lines that was running."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).resolve()]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None

@@ -91,6 +91,10 @@ def fails():
     return 1 / 0
 
 
+def ends():
+    raise SystemExit
+
+
 number = 3
 """
 
@@ -318,6 +322,8 @@ ERRORS = [
     ("net.py:factry --devices 2", "net.py has no 'factry'\n  remedy: its functions are factory, batch_norm, masked, "),
     ("net.py:number --devices 2", "'number' in net.py is no function, but an object of type int"),
     ("net.py:fails --devices 2", f"fails() failed: ZeroDivisionError: division by zero\n  where: at net.py:{FAILING_LINE}"),
+    ("net.py:ends --devices 2", "ends() failed: SystemExit: \n  where: at net.py:"),
+    ("script.py:main --devices 2", "script.py failed: SystemExit: 3\n  where: at script.py:1"),
     ("net.py:nothing --devices 2", "nothing() returned nothing\n  remedy: return (model, args)"),
     ("net.py:no_inputs --devices 2", "no_inputs() returned an object of type Linear\n  remedy: return (model, args)"),
     ("net.py:inputs_in_a_list --devices 2", "inputs_in_a_list() returned (Linear, list)\n  remedy: return (model, args)"),
@@ -343,6 +349,7 @@ ERRORS = [
 def test_errors_end_with_2_and_say_what_to_do(line: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "net.txt").write_text(FACTORIES)
     (folder / "broken.py").write_text("import os\nimport nowhere\n")
+    (folder / "script.py").write_text("raise SystemExit(3)\n")
     (folder / "misspelt.py").write_text("def factory(:\n")
     (folder / "bytes.json").write_bytes(b"\xff\xfe\xff")
     (folder / "list.json").write_text("[]")
