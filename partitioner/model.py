@@ -418,3 +418,17 @@ class PartitionedModel(nn.Module):
             "a partitioned model cannot be moved or converted: its plan says where every tensor is",
             remedy="convert the model first, or name other devices: partition(model.double(), devices=[...])",
         )
+
+    def apply(self, fn: Any) -> Any:
+        """Refused: a partitioned model has no modules of its own that a function could be applied to."""
+        raise ConfigError(
+            "apply() would reach no layer of a partitioned model, which runs programs and has no modules",
+            remedy="model.apply(fn) before partition(model, ...); or pm.initialize(fn) for a model from the meta device",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: copies and pickles would hold programs and connections with other processes, not only values."""
+        raise ConfigError(
+            "a partitioned model can be neither copied nor pickled (copy.deepcopy, torch.save, AveragedModel): it is bound to devices",
+            remedy="save pm.full_state_dict(), or the plan with pm.plan.to_json(); for a second one, partition(model, ..., plan=pm.plan)",
+        )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -249,3 +250,18 @@ def test_an_optimizer_of_other_parameters(pm: PartitionedModel) -> None:
         ):
             with pytest.raises(ConfigError, match=r"of group 0 of the optimizer, of shape .* is none of this model's"):
                 call(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (copy.deepcopy, "neither copied nor pickled"),
+        (pickle.dumps, "neither copied nor pickled"),
+        (torch.optim.swa_utils.AveragedModel, "neither copied nor pickled"),
+        (lambda pm: pm.apply(lambda module: None), "would reach no layer"),
+    ],
+)
+def test_what_a_partitioned_model_is_not_made_for_is_refused(pm: PartitionedModel, call: Callable[[nn.Module], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        call(pm)
+    assert "remedy: " in str(caught.value)
