@@ -270,3 +270,44 @@ def test_an_operation_without_shapes_is_refused_by_what_is_missing() -> None:
     with pytest.raises(TraceError, match=r"how large its result is.*tests::shapeless") as caught:
         trace(Model(shapeless), (torch.ones(4, 6),))
     assert "register_fake" in str(caught.value)
+
+
+class _Carries(nn.Module):
+    def __init__(self, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(6, 6), does
+        self.calls, self.width, self.last = 0, 1, torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self, self.layer(x))
+
+
+def counts_and_reads(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x * model.calls
+
+
+def averages(model: Any, x: Tensor) -> Tensor:
+    model.last = model.last * 0.9 + x.detach().mean(0)
+    return x + model.last
+
+
+def counts_alone(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    model.width = x.shape[1]
+    model.last = x.detach()
+    return x * model.width
+
+
+@pytest.mark.parametrize(("does", "name"), [(counts_and_reads, "calls"), (averages, "last")])
+def test_what_a_call_leaves_for_the_next_in_an_attribute_is_refused(does: Callable[[Any, Tensor], Any], name: str) -> None:
+    model = _Carries(does)
+    with pytest.raises(TraceError, match=f"changes {name} in its forward") as caught:
+        trace(model, (torch.ones(4, 6),))
+    assert "register_buffer" in str(caught.value)
+    assert model.calls == 0
+    assert not model.last.any()
+
+
+def test_attributes_that_are_only_written_are_allowed() -> None:
+    trace(_Carries(counts_alone), (torch.ones(4, 6),))

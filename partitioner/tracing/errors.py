@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from partitioner.tracing.autograd_functions import CustomFunctionError
 from passes.ir.errors import Place, TraceError
-from passes.operators import bound_arguments
+from passes.operators import bound_arguments, packet
 from passes.provenance import place_of
 
 __all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
@@ -96,6 +95,7 @@ _OF_NUMBER = "keep it a tensor: y.max() in the place of y.max().item(), or compu
 
 
 _DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
+_SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, torch.ops.aten.gather)
 
 
 def depends_on_sizes(error: Exception) -> bool:
@@ -187,7 +187,7 @@ def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
                     place=place_of(node),
                     remedy=_DENSE,
                 )
-        if isinstance(node.target, OpOverload) and any(bound_arguments(node).get(name) for name in ("sparse", "sparse_grad")):
+        if packet(node.target) in _SPARSE_GRADIENTS and any(bound_arguments(node).get(name) for name in ("sparse", "sparse_grad")):
             raise TraceError(
                 f"{type(model).__name__} asks for a sparse gradient, which cannot be added up over ranks",
                 place=place_of(node),

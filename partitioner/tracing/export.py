@@ -19,6 +19,14 @@ from torch.export import ExportedProgram, ShapesCollection
 from partitioner.tracing.autograd_functions import refuse_custom_functions
 from partitioner.tracing.batch_of_one import questions_about_one_row
 from partitioner.tracing.caches import register_caches
+from partitioner.tracing.carried_attributes import (
+    attributes_behind,
+    attributes_of,
+    changed_numbers,
+    refuse_read_numbers,
+    refuse_read_tensors,
+    set_numbers,
+)
 from partitioner.tracing.inputs import BatchLayout, ModelInputs
 from partitioner.tracing.preserved import preserved
 from partitioner.tracing.random_choices import DecidedRandomChoices
@@ -48,6 +56,7 @@ def export(
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function where gradients flow.
+        TraceError: forward computes with an attribute that the call before has changed.
         Exception: whatever ``torch.export`` raises.
     """
     shapes: Any = ShapesCollection()
@@ -69,11 +78,17 @@ def export(
         ):
             stack.enter_context(context)
         warned = stack.enter_context(_quietly())
+        before, after = attributes_of(model), stack.enter_context(attributes_behind(model))
         if model.training != training:
             model.train(training)
         _name_keywords(model, inputs.kwargs)
         program = _exported(model, inputs, shapes or None, may_assume=may_assume)
-    return program, _notes(_kept_attributes(warned), questions)
+        kept = _kept_attributes(warned)
+        refuse_read_tensors(model, before, kept, program)
+        if changed := changed_numbers(before, after):
+            set_numbers(model, changed)
+            refuse_read_numbers(model, tuple(changed), program, _exported(model, inputs, shapes or None, may_assume=may_assume))
+    return program, _notes(kept, questions)
 
 
 def _exported(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: bool) -> ExportedProgram:
