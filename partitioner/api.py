@@ -118,7 +118,8 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    placement = resolve_devices(devices, world_size := _joined())  # before anything that takes time: who dies from here on is missed
+    world_size = _joined()  # before anything that takes time: who dies from here on is missed
+    placement = resolve_devices(devices, world_size, torchrun.local_world_size())
     hardware = _hardware(cluster, placement, plan)
     plan = None if plan is None else plan_on(plan, placement.devices)
     in_turn, mesh = (None, plan.grid) if plan is not None else _mesh_of(mode, len(placement.devices))

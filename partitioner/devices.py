@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models.devices import check_count, parse_device
 from cost_models.hardware import Cluster
-from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
 
 __all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
@@ -35,7 +34,7 @@ class Placement:
 Devices = tuple[torch.device, ...]
 
 
-def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placement:
+def resolve_devices(devices: DevicesArgument, world_size: int | None, local_world_size: int | None = None) -> Placement:
     """For each rank, where it runs.
 
     A number takes accelerators while there are enough of them, else the CPU for all ranks. Ranks in processes of their own run on
@@ -45,22 +44,24 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None) -> Placeme
 
     Args:
         world_size: processes, when launched by torchrun: each rank is one process.
+        local_world_size: how many of them run on this machine; None: all.
 
     Raises:
         ConfigError: no devices, or not as many as there are processes.
     """
     cluster = devices if isinstance(devices, Cluster) else None
+    here = None if world_size is None else local_world_size or world_size
     if devices is None:
-        found = _accelerators(world_size)
+        found = _accelerators(world_size, here)
     elif isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigError(f"devices={devices!r}: there must be at least one device", remedy="pass devices=1 or more")
     elif isinstance(devices, int):
         check_count(devices)
-        found = _some(devices, world_size)
+        found = _some(devices, world_size, here)
     elif isinstance(devices, Cluster):
-        found = _some(len(devices.devices), world_size)
+        found = _some(len(devices.devices), world_size, here)
     elif isinstance(devices, DeviceMesh):
-        found = _some(devices.size(), world_size, devices.device_type)
+        found = _some(devices.size(), world_size, here, devices.device_type)
     else:
         found = tuple(_device(name, world_size) for name in devices)
     if not found:
@@ -96,17 +97,17 @@ _GPU_NAMES = (
 """Words in the name that the driver gives -> preset."""
 
 
-def _accelerators(world_size: int | None) -> Devices:
+def _accelerators(world_size: int | None, here: int | None) -> Devices:
     if world_size is not None:
-        return _some(world_size, world_size)
+        return _some(world_size, world_size, here)
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("devices=None means all accelerators, and there are none", remedy="pass devices=4 to run four ranks on the CPU")
     return tuple(torch.device("cuda", index) for index in range(count))
 
 
-def _some(count: int, world_size: int | None, kind: str | None = None) -> Devices:
-    needed_here = count if world_size is None else torchrun.local_world_size()
+def _some(count: int, world_size: int | None, here: int | None, kind: str | None = None) -> Devices:
+    needed_here = count if here is None else here
     if kind == "cpu" or torch.cuda.device_count() < needed_here:
         return (torch.device("cpu"),) * count
     return tuple(torch.device("cuda", index) if world_size is None else torch.device("cuda") for index in range(count))

@@ -31,7 +31,8 @@ def processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 
 def names(devices: DevicesArgument, world_size: int | None = None) -> list[str]:
-    return [str(device) for device in resolve_devices(devices, world_size).devices]
+    local_world_size = None if world_size is None else torchrun.local_world_size()
+    return [str(device) for device in resolve_devices(devices, world_size, local_world_size).devices]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_the_device_of_a_process_is_the_one_that_torchrun_means(rank: int, local
     for name, value in started.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    devices = resolve_devices(8, torchrun.world_size()).devices
+    devices = resolve_devices(8, torchrun.world_size(), torchrun.local_world_size()).devices
     assert torchrun._own(devices[rank]) == torch.device("cuda", local_rank)
     assert torchrun._own(torch.device("cuda", 5)) == torch.device("cuda", 5)
     assert torchrun._own(torch.device("cpu")) == torch.device("cpu")

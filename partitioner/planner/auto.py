@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware import Cluster
 from cost_models.memory import optimizer_states
-from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of, microbatch_choices
+from partitioner.planner.auto_space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
+from partitioner.planner.candidates import microbatch_choices
 from partitioner.planner.constrained_axes import check_dimensions, check_kept
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.describe import searched_words

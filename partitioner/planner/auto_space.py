@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cost_models.hardware import Cluster, Link
-from partitioner.planner.candidates import Candidate, may_cut_batch, schedules, with_statistics
+from partitioner.planner.candidates import Candidate, microbatch_choices, schedules
 from partitioner.planner.constrained_axes import named_dimensions
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.mesh_links import stages_length
@@ -23,10 +23,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.recompute import Recompute
 
-__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "microbatch_choices"]
-
-_MOST_MICROBATCHES = 8
-"""Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""
+__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of"]
 
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
@@ -125,31 +122,3 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
         for count in (count for count in counts if count >= at_least):
             for name, stages_per_rank in schedules(problem.request):
                 yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)
-
-
-def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
-    """The microbatch counts to choose from, ascending: divisors of the rank's batch.
-
-    Args:
-        graph: with the batch of one rank.
-        n_places: ranks of the pipeline. One rank needs microbatches only for its memory.
-    """
-    if request.n_microbatches is not None:
-        return [request.n_microbatches]
-    if not may_cut_batch(graph, request):
-        return [1]
-    rows = graph.batch_size
-    most = _MOST_MICROBATCHES * n_places
-    counts = [count for count in range(1, rows + 1) if rows % count == 0]
-    allowed = with_statistics(graph, [count for count in counts if count <= most or count == rows])
-    if len(allowed) <= _MOST_COUNTS:
-        return allowed
-    spread = [allowed[0]]
-    for count in allowed[1:]:
-        if count >= 2 * spread[-1] or count == rows:
-            spread.append(count)
-    return spread
-
-
-_MOST_COUNTS = 8
-"""Microbatch counts up to which all are tried; of more, each at least twice the one before."""

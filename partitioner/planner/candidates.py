@@ -9,7 +9,7 @@ from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.graph import ModelGraph
 from passes.row_statistics import values_per_channel
 
-__all__ = ["Candidate", "may_cut_batch", "schedules", "with_statistics"]
+__all__ = ["Candidate", "may_cut_batch", "microbatch_choices", "schedules", "with_statistics"]
 
 DEFAULT_SCHEDULE = "1F1B"
 
@@ -75,3 +75,34 @@ def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
 def microbatch_size(batch_size: int, n_microbatches: int) -> int:
     """Rows of the largest microbatch."""
     return -(-batch_size // n_microbatches)
+
+
+def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
+    """The microbatch counts to choose from, ascending: divisors of the rank's batch.
+
+    Args:
+        graph: with the batch of one rank.
+        n_places: ranks of the pipeline. One rank needs microbatches only for its memory.
+    """
+    if request.n_microbatches is not None:
+        return [request.n_microbatches]
+    if not may_cut_batch(graph, request):
+        return [1]
+    rows = graph.batch_size
+    most = _MOST_MICROBATCHES * n_places
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    allowed = with_statistics(graph, [count for count in counts if count <= most or count == rows])
+    if len(allowed) <= _MOST_COUNTS:
+        return allowed
+    spread = [allowed[0]]
+    for count in allowed[1:]:
+        if count >= 2 * spread[-1] or count == rows:
+            spread.append(count)
+    return spread
+
+
+_MOST_COUNTS = 8
+"""Microbatch counts up to which all are tried; of more, each at least twice the one before."""
+
+_MOST_MICROBATCHES = 8
+"""Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""

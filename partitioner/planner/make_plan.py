@@ -15,8 +15,8 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware import Cluster
 from partitioner.batch_statistics import microbatch_effects, why_uncut
-from partitioner.planner.auto_space import candidates_of, microbatch_choices
-from partitioner.planner.candidates import Candidate, may_cut_batch, schedules
+from partitioner.planner.auto_space import candidates_of
+from partitioner.planner.candidates import Candidate, may_cut_batch, microbatch_choices, schedules
 from partitioner.planner.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.infeasible import nothing_fits, too_many_stages, why_infeasible
 from partitioner.planner.mesh_cut import MeshCut

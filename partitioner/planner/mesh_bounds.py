@@ -18,8 +18,7 @@ from cost_models.cost_model import CostModel
 from cost_models.formulas import Numbers
 from cost_models.group_communication import Collective, GroupLinks
 from cost_models.hardware import Cluster
-from partitioner.planner.auto_space import microbatch_choices
-from partitioner.planner.candidates import Candidate, microbatch_size, schedules
+from partitioner.planner.candidates import Candidate, microbatch_choices, microbatch_size, schedules
 from partitioner.planner.cuttable_model import CuttableModel
 from partitioner.planner.exchanges import part_of_message
 from partitioner.planner.mesh_links import LinkTable, stages_length
