@@ -32,6 +32,7 @@ from torch._ops import OpOverload
 from passes.aliasing import OWN_MEMORY, memory_keys, mutated_arguments, writes_statistics
 from passes.gradient_flow import is_differentiable
 from passes.ir.errors import TraceError
+from passes.known_values import fake_mode
 from passes.operators import bound_arguments, functional, out_parameters, packet, viewed_arguments, views_its_arguments
 from passes.provenance import place_of
 from passes.size_expression import size_of
@@ -76,7 +77,8 @@ def functionalize(
     """
     if not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes):
         return ()
-    return _Functionalizer(graph, inputs, buffers, constants, differentiable).run()
+    with fake_mode(graph):
+        return _Functionalizer(graph, inputs, buffers, constants, differentiable).run()
 
 
 @dataclass(eq=False)

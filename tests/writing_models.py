@@ -109,6 +109,13 @@ def _two_names(_: nn.Module, y: Tensor) -> Tensor:
     return z * blocks.reshape(-1, 16)
 
 
+def _lerp(_: Any, y: Tensor) -> Tensor:
+    """The other operand has no rows: it is broadcast to sizes that are not known."""
+    z = y.clone()
+    z[:, 8:].lerp_(torch.ones((), dtype=y.dtype), 0.3).addcmul_(torch.ones((), dtype=y.dtype), y.new_full((), 0.5))
+    return z
+
+
 def _narrow(_: nn.Module, y: Tensor) -> Tensor:
     z = y.clone()
     z.narrow(1, 1, 1).mul_(2.0)
@@ -249,6 +256,7 @@ VIEWS: Mapping[str, Change] = {
     "detached_later": _detached_later,
     "diagonal": _diagonal,
     "index_add": _index_add,
+    "lerp": _lerp,
     "masked": _masked,
     "narrow": _narrow,
     "no_grad": _no_grad,

@@ -468,6 +468,8 @@ def write_in_place(writer: Writer, value: Variable) -> Draft | None:
             ".fill_(0.5)",
             ".div_(1.5)",
             ".neg_()",
+            ".lerp_(torch.tensor(1.0), 0.3)",
+            ".addcmul_(torch.tensor(1.0), torch.tensor(0.5))",
         )
     )
     if choices and writer.rng.random() < 0.25:
