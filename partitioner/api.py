@@ -118,11 +118,11 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    world_size = _joined()  # before anything that takes time: who dies from here on is missed
-    placement = resolve_devices(devices, world_size, torchrun.local_world_size())
+    world_size, local_world_size = _joined()  # before anything that takes time: who dies from here on is missed
+    placement = resolve_devices(devices, world_size, local_world_size)
     hardware = _hardware(cluster, placement, plan)
-    plan = None if plan is None else plan_on(plan, placement.devices)
-    in_turn, mesh = (None, plan.grid) if plan is not None else _mesh_of(mode, len(placement.devices))
+    plan = plan and plan_on(plan, placement.devices)
+    in_turn, mesh = _mesh_of(mode, len(placement.devices)) if plan is None else (None, plan.grid)
     local, cost_model, dtype = _inputs(inputs, world_size), checked_costs(cost_model), true_dtype(precision)
     model, hooks = converted_model(model, dtype), tensor_hooks(model)  # a converted copy has no hooks of parameters
     request = None
@@ -145,8 +145,7 @@ def partition(
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, positional(example_inputs), example_kwargs, dtype)
         graph = _traced(model, example_inputs, example_kwargs, training, precision)
-    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
-    _agree_on_model(model, graph, runtime)
+    runtime = _runtime_for(model, graph, placement, world_size)
     problem = None if request is None else PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
     if problem is not None:
         with steps.step("planning"):
@@ -154,16 +153,16 @@ def partition(
     plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
     _check_numbers(graph, plan, runtime, precision, world_size)
     with steps.step("lowering"):
-        assumed = Assumptions(hardware, cost_model, optimizer, problem)
-        return _lower(model, graph, plan, runtime, local, dtype, example_inputs, example_kwargs, assumed, hooks)
+        given, assumed = (example_inputs, example_kwargs), Assumptions(hardware, cost_model, optimizer, problem)
+        return _lower(model, graph, plan, runtime, local, dtype, given, assumed, hooks)
 
 
-def _joined() -> int | None:
-    """How many processes there are, of which this one says that it has come; None where it is the only one."""
+def _joined() -> tuple[int | None, int | None]:
+    """How many processes there are, of which this one says that it has come, in all and on this machine; None where it is the only one."""
     if not torchrun.is_launched():
-        return None
+        return None, None
     torchrun.arrive()
-    return torchrun.world_size()
+    return torchrun.world_size(), torchrun.local_world_size()
 
 
 def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> tuple[int | tuple[int, ...] | None, Mesh | None]:
@@ -184,10 +183,12 @@ def _traced(
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 
-def _agree_on_model(model: nn.Module, graph: ModelGraph, runtime: Runtime) -> None:
-    """Raise ConfigError in all processes where one has traced another model, or another batch."""
+def _runtime_for(model: nn.Module, graph: ModelGraph, placement: Placement, world_size: int | None) -> Runtime:
+    """The runtime of the placement; raises ConfigError in all processes where one has traced another model, or another batch."""
+    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
     if len(runtime.local_ranks) < runtime.n_ranks:
         runtime.agree("model", f"{type(model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
+    return runtime
 
 
 def _agreed(plan: Plan | None, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
@@ -220,13 +221,12 @@ def _lower(
     runtime: Runtime,
     inputs: Inputs,
     dtype: torch.dtype | None,
-    example_inputs: tuple[Any, ...] | None,
-    example_kwargs: Mapping[str, Any] | None,
+    example: tuple[tuple[Any, ...] | None, Mapping[str, Any] | None],
     assumed: Assumptions,
     hooks: TensorHooks,
 ) -> PartitionedModel:
     graph = fixed_for(graph, plan)
-    cuts = PlanCuts(graph, plan, lambda rows: trace(model, example_inputs, example_kwargs, graph.training, rows, graph.autocast))
+    cuts = PlanCuts(graph, plan, lambda rows: trace(model, *example, graph.training, rows, graph.autocast))
 
     def lower_at(variant: Variant) -> Lowering:
         held = state.by_rank, state.slots
