@@ -16,12 +16,12 @@ import time
 import torch
 
 from benchmarks.published import SEQUENCE, Gpt, Row, predict, rows, simulated, update_seconds
-from cost_models.hardware import Cluster
-from partitioner.experiments.lowered import lower_for_timing
-from partitioner.experiments.subject import trace_subject
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.describe import words_of
-from partitioner.planner.plan_request import PlanRequest
+from cost_models.hardware.clusters import Cluster
+from partitioner.experiments.run.lower_for_timing import lower_for_timing
+from partitioner.experiments.run.subject import trace_subject
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.describe import words_of
 from passes.ir.plan import Plan
 
 __all__ = ["chosen"]

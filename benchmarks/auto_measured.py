@@ -31,13 +31,13 @@ from benchmarks.predictions import machine, squares, swap_link
 from benchmarks.rounds import Measured, measure, milliseconds, run_tables, say, table
 from benchmarks.tile import UNet
 from benchmarks.transformer import VOCABULARY, gpt, loss_of
-from cost_models.hardware import Cluster, Link
-from cost_models.measured.costs import MeasuredCosts
+from cost_models.hardware.clusters import Cluster, Link
+from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import partition
-from partitioner.experiments.subject import trace_subject
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.describe import words_of
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.experiments.run.subject import trace_subject
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.describe import words_of
 from passes.ir.plan import Plan
 
 _ROUNDS_OF_TIMES = 7

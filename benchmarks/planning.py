@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster
-from cost_models.units import format_seconds
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import format_seconds
 from partitioner import partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.describe import words_of
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.describe import words_of
 from partitioner.tracing.trace import trace
 
 __all__ = ["Planned", "planned"]

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from benchmarks.rounds import measure, run_tables, say
 from benchmarks.transformer import VOCABULARY, gpt, loss_of
 from cost_models.cost_model import CostModel
-from cost_models.devices import Device, Link
-from cost_models.hardware import Cluster
-from cost_models.measured.costs import MeasuredCosts, fitted
-from cost_models.measurement.clock import median_seconds
-from cost_models.measurement.machine import gloo_link
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.devices import Device, Link
+from cost_models.hardware.measure import gloo_link
+from cost_models.hardware.timer import median_seconds
+from cost_models.profiling.op_times import MeasuredCosts, fitted
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import PartitionedModel, partition
 

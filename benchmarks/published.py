@@ -37,14 +37,14 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cost_model import Roofline
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
+from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
-from cost_models.simulator.simulation import Simulation
 from partitioner import Constraints
-from partitioner.experiments.lowered import Timed, lower_for_timing
-from partitioner.experiments.subject import trace_subject
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.experiments.run.lower_for_timing import Timed, lower_for_timing
+from partitioner.experiments.run.subject import trace_subject
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.plan_mesh import plan_mesh
 from passes.ir.mesh import Mesh
 
 __all__ = ["SEQUENCE", "Gpt", "Predicted", "Row", "predict", "rows", "simulated", "update_seconds"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.live_storages import peak_of
 from benchmarks.rounds import say, table
-from cost_models.live_memory import forward_peak, given_bytes
-from cost_models.units import format_bytes
+from cost_models.hardware.units import format_bytes
+from cost_models.memory.liveness import forward_peak, given_bytes
 from examples.streamed_decoder import build
 from examples.streamed_decoder import error as largest_error
 from partitioner import partition

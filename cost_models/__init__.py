@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from cost_models.cost_model import CostModel, Roofline
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware.clusters import Cluster, Device, Link
 
 __all__ = ["Cluster", "CostModel", "Device", "Link", "Roofline"]

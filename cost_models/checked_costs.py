@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from cost_models.cost_model import CostModel, Roofline
-from cost_models.hardware import Device, Link
-from cost_models.measured.costs import Calibrated, MeasuredCosts
-from cost_models.work import Work
+from cost_models.hardware.clusters import Device, Link
+from cost_models.ops.work import Work
+from cost_models.profiling.op_times import Calibrated, MeasuredCosts
 from passes.ir.errors import ConfigError
 from passes.ir.value_checks import conform
 

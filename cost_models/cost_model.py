@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from cost_models.communication import send_receive
-from cost_models.efficiency import product_time
-from cost_models.hardware import Device, Link
-from cost_models.work import Work
+from cost_models.collectives.alpha_beta import send_receive
+from cost_models.hardware.clusters import Device, Link
+from cost_models.ops.tile_efficiency import product_time
+from cost_models.ops.work import Work
 
 __all__ = ["CostModel", "Roofline"]
 
@@ -29,7 +29,7 @@ class CostModel(Protocol):
 class Roofline:
     """An operation takes what limits it, arithmetic or memory, and what each of its kernels costs to start.
 
-    Williams, Waterman, Patterson, "Roofline", CACM 2009; arithmetic of products by ``cost_models.efficiency``.
+    Williams, Waterman, Patterson, "Roofline", CACM 2009; arithmetic of products by ``cost_models.ops.tile_efficiency``.
     """
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:

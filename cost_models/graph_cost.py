@@ -15,14 +15,13 @@ import sympy
 from torch import fx
 from torch._ops import OpOverload
 
-from cost_models.node_work import described
-from cost_models.operations import OperationCost, operation_cost, tensor_shapes
-from cost_models.sizes import Size, TensorShape
-from passes.aliasing import Allocations, allocations, mutated_arguments
-from passes.gradient_flow import may_require_gradient, parameter_values
-from passes.ir.collectives import COLLECTIVES
+from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
+from cost_models.ops.sizes import Size, TensorShape
+from passes.graph.aliasing import Allocations, allocations, mutated_arguments
+from passes.graph.dependencies import may_require_gradient, parameter_values
+from passes.graph.schemas import bound_arguments, node_leaves
+from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.graph import ModelGraph
-from passes.operators import bound_arguments, node_leaves
 
 __all__ = ["Fetched", "GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
 

@@ -21,12 +21,12 @@ from net import factory
 from torch import nn
 
 import partitioner
-from cost_models.hardware import Cluster
-from cost_models.units import format_bytes, format_flops
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import format_bytes, format_flops
 from partitioner import Constraints, PartitionedModel, draw, draw_weight, partition
-from partitioner.reports.timetable import timetable
+from partitioner.reports.explain.timetable import timetable
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from passes.rules.table import RULES, Rule
+from passes.rules.registry import RULES, Rule
 
 DOCS = Path(__file__).parent
 
@@ -100,19 +100,17 @@ def words_of(rule: Rule) -> str:
 
 
 def passes() -> str:
-    """Every file of passes/, with its first line."""
+    """Every file of passes/ by its phase, with its first line."""
     parts = []
-    for folder, title in (
-        ("passes", "Rewrites and analyses"),
-        ("passes/ir", "The shared words"),
-        ("passes/rules", "What operations are"),
-        ("passes/inside", "Operations that reduce inside"),
-        ("passes/batch", "What becomes of the batch"),
-    ):
-        files = sorted((DOCS.parent / folder).glob("*.py"))
-        rows = [(f"`{file.name}`", first_line_of(file)) for file in files if file.name != "__init__.py"]
-        parts += [f"## {title}: `{folder}/`", table(("file", "what it does"), rows)]
-    return page("Passes", "A pass is a file: a graph in, a graph out. Its docstring shows a graph before and after.", *parts)
+    contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    phases = next(contract["layers"] for contract in contracts if contract.get("containers") == ["passes"])
+    for phase in reversed(phases[1:]):
+        folder = DOCS.parent / "passes" / phase
+        files = [file for file in sorted(folder.rglob("*.py")) if file.name != "__init__.py"]
+        rows = [(f"`{file.relative_to(folder).as_posix()}`", first_line_of(file)) for file in files]
+        parts += [f"## `passes/{phase}/`", first_line_of(folder / "__init__.py"), table(("file", "what it does"), rows)]
+    lead = "The compiler's phases, in the order in which they may build on one another. A file's docstring shows a graph before and after."
+    return page("Passes", lead, *parts)
 
 
 def first_line_of(file: Path) -> str:
@@ -135,7 +133,7 @@ def schedules() -> str:
 def machines() -> str:
     """Every preset."""
     rows = []
-    for name in tomllib.loads((DOCS.parent / "cost_models" / "presets.toml").read_text(encoding="utf-8")):
+    for name in tomllib.loads((DOCS.parent / "cost_models" / "hardware" / "presets.toml").read_text(encoding="utf-8")):
         cluster = Cluster.preset(name, nodes=2, devices_per_node=2)
         device = cluster.devices[0]
         peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in device.peak_flops.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cost_models.formulas import Numbers
+from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import graph_cost
 from partitioner.tracing.trace import trace
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from partitioner import partition
-from passes.ir.communication import COLLECTIVES
+from passes.ir.comm.primitives import COLLECTIVES
 
 WORDS, LENGTH, ROWS = 64, 12, 8
 

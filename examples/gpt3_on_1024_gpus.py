@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster
-from cost_models.units import format_bytes, format_seconds
-from partitioner.planner.describe import words_of
-from partitioner.planner.plan_problem import PlanProblem
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.reports.choices import contenders_section
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import format_bytes, format_seconds
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.describe import words_of
+from partitioner.reports.explain.choices import contenders_section
 from partitioner.tracing.trace import trace
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 12288, 96, 2048, 50257

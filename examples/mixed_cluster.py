@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster, Level, Link
-from cost_models.units import format_bytes, format_seconds
+from cost_models.hardware.clusters import Cluster, Level, Link
+from cost_models.hardware.units import format_bytes, format_seconds
 from partitioner import Constraints
-from partitioner.planner.describe import words_of
-from partitioner.planner.plan_problem import PlanProblem
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.reports.module_range import module_range
-from partitioner.reports.table import align
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.describe import words_of
+from partitioner.reports.module_names import module_range
+from partitioner.reports.tables.table import align
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import pipelines
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cost_models.live_memory import forward_peak
-from cost_models.units import format_bytes
+from cost_models.hardware.units import format_bytes
+from cost_models.memory.liveness import forward_peak
 from partitioner import partition
 from partitioner.tracing.trace import trace
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import partition
-from passes.ir.communication import halo_exchange
+from passes.ir.comm.primitives import halo_exchange
 
 SIZE = 32
 

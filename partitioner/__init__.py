@@ -8,12 +8,12 @@ loss = pm.train_step(x, target=y, loss_fn=loss_fn)
 
 from __future__ import annotations
 
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner.api import partition
-from partitioner.constraints import Constraints
-from partitioner.inspection import Drawing, WeightDrawing, diff, draw, draw_weight
-from partitioner.model import PartitionedModel
-from partitioner.optimizer_check import register_optimizer
+from partitioner.model.draw import Drawing, WeightDrawing, diff, draw, draw_weight
+from partitioner.model.partitioned_model import PartitionedModel
+from partitioner.options.constraints import Constraints
+from partitioner.runtime.state.optimizers.update_check import register_optimizer
 from passes.ir.errors import (
     CommunicationError,
     ConfigError,

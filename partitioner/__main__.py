@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from partitioner.command_line import main
+from partitioner.cli import main
 
 raise SystemExit(main())

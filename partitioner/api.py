@@ -12,41 +12,41 @@ from torch import Tensor, nn
 
 from cost_models.checked_costs import checked_costs
 from cost_models.cost_model import CostModel
-from cost_models.hardware import Cluster
-from cost_models.measured.costs import MeasuredCosts
-from partitioner.batch_statistics import check_values_per_channel, warn_of_microbatches
-from partitioner.broadcast_values import broadcast_values
-from partitioner.constraints import Constraints
-from partitioner.devices import DevicesArgument, Placement, hardware_of, resolve_devices
-from partitioner.hooks import TensorHooks, side_effect_note, tensor_hooks
-from partitioner.lowering import Lowering
-from partitioner.lowerings import Lowerings, Variant, first_variant, variant_for
-from partitioner.meshes import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
-from partitioner.model import PartitionedModel
+from cost_models.hardware.clusters import Cluster
+from cost_models.profiling.op_times import MeasuredCosts
+from partitioner.lowering.lowering import Lowering
+from partitioner.lowering.shard_holders import PlanCuts
+from partitioner.lowering.variants import Lowerings, Variant, first_variant, variant_for
+from partitioner.model.partitioned_model import PartitionedModel
+from partitioner.model.simulate import Assumptions
 from partitioner.options.arguments import EXAMPLES, VALUES, positional
+from partitioner.options.batch_rows import Inputs, RowParts
+from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
+from partitioner.options.constraints import Constraints
+from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
-from partitioner.plan_cuts import PlanCuts
-from partitioner.planner.plan_mesh import stages_mode
-from partitioner.planner.plan_problem import PlanProblem
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
-from partitioner.progress import Progress
-from partitioner.rows import Inputs, RowParts
+from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
+from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
+from partitioner.options.progress import Progress
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.plan_mesh import stages_mode
 from partitioner.runtime import torchrun
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.embedded import EmbeddedRuntime
-from partitioner.runtime.runtime import Runtime
-from partitioner.simulate import Assumptions
-from partitioner.state import materialize
-from partitioner.tracing.example_inputs import find_example_inputs
+from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
+from partitioner.runtime.state.parameters import materialize
+from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
-from passes.fix_batch import fixed_for
-from passes.garbage import nothing_collected
-from passes.graph_digest import graph_digest
+from passes.graph.fingerprint import graph_digest
+from passes.graph.lazy_graph_module import nothing_collected
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.normalize.specialize_batch import fixed_for
 
 __all__ = ["partition"]
 

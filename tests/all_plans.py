@@ -12,28 +12,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from cost_models.collectives.algorithms import collective_time
 from cost_models.cost_model import Roofline
-from cost_models.group_communication import collective_time
-from cost_models.hardware import Cluster, Device, Level, Link
-from cost_models.memory import optimizer_states
-from partitioner.planner.candidates import Candidate
-from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.mesh_links import LinkTable
-from partitioner.planner.mesh_problem import MeshProblem
-from partitioner.planner.pipeline_problem import PipelineProblems
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.stage_problem import Working
-from partitioner.planner.staged_model import StagedModel
-from partitioner.planner.step_time import simulate_step
-from partitioner.planner.unit_prices import UnitPrices
-from partitioner.planner.unlike_part import unlike_part
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from cost_models.memory.optimizer_state import optimizer_states
+from partitioner.planner.costs.links import LinkTable
+from partitioner.planner.costs.unit_costs import UnitPrices
+from partitioner.planner.pipeline.candidate import StagedModel, simulate_step
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.sharding.stage_submeshes import unlike_part
+from partitioner.planner.solvers.stage_problem import Working
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
+from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.schedule import Action, ActionKind, Schedule
-from passes.recompute import Recompute
 
 SIZES = (2, 2, 3, 4, 4, 6, 8)
 """Numbers of devices."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ir.communication import all_gather, all_reduce, all_to_all, reduce_scatter
+from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 __all__ = ["CASES", "CollectiveCase", "Part"]
 

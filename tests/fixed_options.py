@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints
-from partitioner.meshes import resolve_mode
-from partitioner.planner.plan_problem import PlanProblem
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.options.mode import resolve_mode
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.axis_names import axis_names
+from passes.analysis.axes import find_axes
+from passes.analysis.axis_names import axis_names
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES

@@ -3,7 +3,7 @@
 run = run_cut(cut_axes(graph, axes, cut, "whole"), model, args, kwargs)
 assert_equal_runs(run, run_model(model, args, kwargs))
 
-Collectives and their gradients are carried out as ``passes.ir.collectives`` defines them, on lists with one tensor for each rank: no
+Collectives and their gradients are carried out as ``passes.ir.comm.functional`` defines them, on lists with one tensor for each rank: no
 program, no transport and none of our derivatives take part. Values that must be alike on several ranks are compared.
 """
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from passes.blocks import Block, block_of
-from passes.cut_axes import CutModel
-from passes.extents import Extents
-from passes.inside.normalize import normalize
-from passes.ir import collectives
+from passes.ir.comm import functional as collectives
 from passes.ir.mesh import Mesh
+from passes.spmd.decompose.normalization import normalize
+from passes.spmd.local_shapes import Extents
+from passes.spmd.shard_graph import CutModel
+from passes.spmd.shards import Block, block_of
 from tests.traced import SEED, Run, backward, own_values
 
 __all__ = ["run_cut"]

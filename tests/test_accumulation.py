@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
-from passes.ir import communication
+from passes.ir.comm import primitives as communication
 
 BATCHES = 3
 

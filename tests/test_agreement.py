@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.runtime.agreement import Agreement
-from partitioner.runtime.failure import DisagreementError, Failure, failure_of
+from partitioner.runtime.process.agreement import Agreement
+from partitioner.runtime.process.failure import DisagreementError, Failure, failure_of
 from passes.ir.errors import CommunicationError, ConfigError
 
 

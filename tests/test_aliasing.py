@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from passes.aliasing import aliasing, mutated_arguments
+from passes.graph.aliasing import aliasing, mutated_arguments
 
 
 class Views(nn.Module):

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster, Device, Level, Link
-from cost_models.units import parse_bytes
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from cost_models.hardware.units import parse_bytes
 from partitioner import Constraints, InfeasiblePlanError, Plan, partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from cost_models.cost_model import Roofline
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import InfeasiblePlanError
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.mesh_bounds import MeshBounds
-from partitioner.planner.mesh_problem import MeshProblem
-from partitioner.planner.pace import pace_of
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.staged_model import stage_model
+from partitioner.planner.bounds.mesh_bounds import MeshBounds
+from partitioner.planner.costs.links import pace_of
+from partitioner.planner.pipeline.candidate import stage_model
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.sharding.model import CuttableModel
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.axes import Axes, find_axes
-from passes.axis_names import axes_named, axis_names, batch_axes, shortened
-from passes.blocks import block_of
-from passes.extents import Extents
+from passes.analysis.axes import Axes, find_axes
+from passes.analysis.axis_names import axes_named, axis_names, batch_axes, shortened
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
-from passes.split_randomness import split_randomness
+from passes.normalize.functional_rng import split_randomness
+from passes.spmd.local_shapes import Extents
+from passes.spmd.shards import block_of
 
 BATCH, LENGTH, WIDTH, HEADS = 5, 7, 12, 3
 

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.axis_choice import AxisProblem, axis_groups
-from partitioner.planner.axis_terms import axis_terms, contractions_of
-from partitioner.planner.choices import ChoiceProblem
-from partitioner.planner.pace import Pace
-from partitioner.planner.part_graph import part_graph
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.costs.links import Pace
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.sharding.axis_costs import axis_terms, contractions_of
+from partitioner.planner.sharding.axis_problem import AxisProblem, axis_groups
+from partitioner.planner.sharding.rank_shard import part_graph
+from partitioner.planner.solvers.variable_elimination import ChoiceProblem
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.fold_repeats import fold_repeats
+from passes.analysis.axes import find_axes
+from passes.graph.repeated_subgraphs import fold_repeats
+from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
-from passes.layout_choices import layout_choices
-from passes.split_randomness import split_randomness
-from passes.value_bytes import ValueBytes
+from passes.normalize.functional_rng import split_randomness
+from passes.spmd.enumerate_layouts import layout_choices
 from tests.fixed_options import graph_of, plan_of
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.lower import Differentiation
-from passes.lower_stages import cut_stages, differentiate_stages
-from passes.recompute import Recompute
-from passes.split_backward import DifferentiatedStage
-from passes.stages import StageGraph
+from passes.autograd.partition_joint import DifferentiatedStage
+from passes.autograd.recompute import Recompute
+from passes.autograd.staged_model import Differentiation
+from passes.pipeline import cut_stages, differentiate_stages
+from passes.stages.split import StageGraph
 from tests.programs import even_plan
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

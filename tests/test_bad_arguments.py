@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.devices import Level
-from cost_models.measured.costs import MeasuredCosts
+from cost_models.hardware.devices import Level
+from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import (
     Cluster,
     ConfigError,

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from partitioner import ConfigError, partition
 from partitioner.tracing.trace import trace
-from passes.batch.table import RULES
+from passes.analysis.batch.table import RULES
+from passes.graph.schemas import packet
 from passes.ir.graph import ModelGraph
-from passes.operators import packet
 
 BATCH = 5
 PARTS = (2, 3)

@@ -1,4 +1,4 @@
-"""Operations that have a sharding rule keep rows apart, also where the rules of ``passes.batch`` have none for them."""
+"""Operations that have a sharding rule keep rows apart, also where the rules of ``passes.analysis.batch`` have none for them."""
 
 from __future__ import annotations
 

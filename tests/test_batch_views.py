@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from passes.batch.call import Call, Shape
-from passes.batch.role import Mixed, Role, Rows
-from passes.batch.views import permute, reshape
+from passes.analysis.batch.call import Call, Shape
+from passes.analysis.batch.role import Mixed, Role, Rows
+from passes.analysis.batch.views import permute, reshape
 
 BATCH = sympy.Symbol("batch", positive=True, integer=True)
 SIZES = (5, 7)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cost_models.hardware import Device, Link
-from cost_models.work import Work
+from cost_models.hardware.clusters import Device, Link
+from cost_models.ops.work import Work
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, PartitionWarning, Plan, partition
 from partitioner.schedules.catalog import SCHEDULES
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner.runtime.bindings import BINDINGS
+from partitioner.runtime.executor import BINDINGS
 
 X = torch.rand(2, 3, 4, 4) + 0.5
 M = torch.rand(3, 3)

@@ -13,8 +13,8 @@ import torch
 from torch import Generator, Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.check.compare import compare
-from partitioner.lowering import Lowering
+from partitioner.lowering.lowering import Lowering
+from partitioner.reports.check.compare import compare
 from passes.ir.errors import ConfigError
 from tests.models.case import Case, Inputs, mean_squared_error, real
 from tests.models.zoo import case_named

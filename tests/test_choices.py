@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from partitioner.planner import choices
-from partitioner.planner.choices import ChoiceProblem, Term, choose
-from partitioner.planner.stage_problem import Floats
+from partitioner.planner.solvers import variable_elimination as choices
+from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Term, choose
 
 
 def random_problem(seed: int) -> ChoiceProblem:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.reports.collectives import collective_transfers
+from partitioner.reports.communication.collectives import collective_transfers
+from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.embedded import EmbeddedRuntime, _EmbeddedTransport
-from partitioner.runtime.exchange import Exchange
 from partitioner.runtime.executor import ProgramSet, compile_program
-from passes.ir.communication import all_gather, all_reduce, reduce_scatter, wait
-from passes.ir.microbatch import microbatch_sizes
+from passes.autograd.staged_model import LoweredStages
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.program import Program
-from passes.lower import LoweredStages
 from tests.collective_cases import CASES, CollectiveCase
 from tests.models.zoo import case_named
 from tests.programs import lowered_stages

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.executor import ProgramSet, compile_program
-from passes.ir.communication import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from passes.graph.program_printer import ProgramModule
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
 from passes.ir.errors import CommunicationError
-from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
-from passes.program_module import ProgramModule
 from tests.collective_cases import CASES, CollectiveCase
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from partitioner.command_line import main
-from partitioner.experiments.placement import Placement
-from partitioner.experiments.row import Row, failed_row
-from partitioner.experiments.store import Store
+from partitioner.cli import main
+from partitioner.experiments.results.placement import Placement
+from partitioner.experiments.results.row import Row, failed_row
+from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
 from tests.architecture.source_tree import ROOT
 
@@ -187,7 +187,7 @@ def keep_rows(path: Path) -> None:
 
 def documented() -> list[str]:
     """The command lines of the README and of the module."""
-    texts = [(ROOT / "README.md").read_text(), (ROOT / "partitioner/command_line/__init__.py").read_text()]
+    texts = [(ROOT / "README.md").read_text(), (ROOT / "partitioner/cli/__init__.py").read_text()]
     return [line for text in texts for line in re.findall(r"^    partitioner (.*?)(?:  +#.*)?$", text, re.MULTILINE)]
 
 

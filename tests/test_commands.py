@@ -15,10 +15,10 @@ import pytest
 from torch import nn
 
 from partitioner import partition
-from partitioner.command_line import main
-from partitioner.command_line.completion import SHELLS, completion_script
-from partitioner.command_line.run import EXIT_CODES, command_parser
-from partitioner.experiments.store import Store
+from partitioner.cli import main
+from partitioner.cli.completion import SHELLS, completion_script
+from partitioner.cli.run import EXIT_CODES, command_parser
+from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
 from tests.golden_text import Golden
 
@@ -208,7 +208,7 @@ def test_whatever_happens_is_told_in_words(
     def fails(*_arguments: Any, **_keywords: Any) -> nn.Module:
         raise error
 
-    monkeypatch.setattr("partitioner.command_line.partition_commands.partition", fails)
+    monkeypatch.setattr("partitioner.cli.partition_commands.partition", fails)
     complaint = printed("plan net.py:factory --devices 2", capsys, code=code)
     assert code in EXIT_CODES.values()
     assert "Traceback" not in complaint

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
-from passes.bundle import ALONE_BYTES
-from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
+from passes.emit.coalesce_collectives import ALONE_BYTES
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.models.case import mean_squared_error
 from tests.models.gpt import Block
 

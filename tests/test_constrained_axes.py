@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PartitionedModel, partition
-from passes.ir import communication
+from passes.ir.comm import primitives as communication
 from passes.ir.errors import ConfigError
 from tests.models.gpt import Block
 from tests.models.zoo import case_named

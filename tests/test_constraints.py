@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
-from cost_models.hardware import Cluster
-from partitioner.constraints import Constraints
-from partitioner.planner.make_plan import PlanRequest, make_plan
+from cost_models.hardware.clusters import Cluster
+from partitioner.options.constraints import Constraints
+from partitioner.planner.search.make_plan import PlanRequest, make_plan
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import nn
 
-from cost_models.step_formula import StepFormula
+from cost_models.formulas.step import StepFormula
 from partitioner import PartitionedModel, partition
 
 

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, ModularIndexing
 from torch.utils.flop_counter import FlopCounterMode
 
-from cost_models.communication import all_reduce, all_to_all, broadcast, send_receive
+from cost_models.collectives.alpha_beta import all_reduce, all_to_all, broadcast, send_receive
 from cost_models.cost_model import Roofline
-from cost_models.formulas import Numbers
+from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost, graph_cost
-from cost_models.hardware import Device, Link
-from cost_models.memory import optimizer_states
-from cost_models.work import Work
+from cost_models.hardware.clusters import Device, Link
+from cost_models.memory.optimizer_state import optimizer_states
+from cost_models.ops.work import Work
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from tests.models.case import Instance

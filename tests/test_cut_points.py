@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from partitioner.planner.cut_points import CutPoints, find_cut_points
+from partitioner.planner.costs.cut_points import CutPoints, find_cut_points
 from partitioner.tracing.trace import trace
+from passes.analysis.replicable import replicable_nodes
+from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
-from passes.operators import bound_arguments
-from passes.replicable import replicable_nodes
 from tests.models.zoo import case_named
 
 MOST_CUTS = 12

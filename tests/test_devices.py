@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from partitioner import partition
-from partitioner.devices import DevicesArgument, resolve_devices
-from partitioner.gradient_slots import owners
+from partitioner.options.devices import DevicesArgument, resolve_devices
 from partitioner.runtime import torchrun
-from passes.blocks import Block
+from partitioner.runtime.state.gradient_slots import owners
 from passes.ir.errors import ConfigError
+from passes.spmd.shards import Block
 
 
 @pytest.fixture
@@ -130,6 +130,6 @@ def test_owners_of_blocks_are_found_once_a_parameter(monkeypatch: pytest.MonkeyP
         asked.append(1)
         return owners(holders)
 
-    monkeypatch.setattr("partitioner.state.owners", counted)
+    monkeypatch.setattr("partitioner.runtime.state.parameters.owners", counted)
     partition(nn.Linear(8, 8), 300, "data", example_inputs=(torch.randn(300, 8),))
     assert len(asked) == 2

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner.tracing.trace import trace
-from passes import region_templates
-from passes.aliasing import aliasing
-from passes.differentiate import Joint, differentiate, differentiate_from
-from passes.differentiate_regions import differentiate_regions
-from passes.lower import Differentiation
-from passes.lower_stages import cut_stages, values_requiring_gradient
-from passes.operators import argument_form
-from passes.provenance import module_path
-from passes.region_templates import RegionTemplates
-from passes.regions import Region
-from passes.size_expression import size_of
-from passes.split_randomness import split_randomness
-from passes.stages import StageGraph
+from passes.autograd import region_cache as region_templates
+from passes.autograd.joint_from_regions import differentiate_regions
+from passes.autograd.region_cache import RegionTemplates
+from passes.autograd.regions import Region
+from passes.autograd.staged_model import Differentiation
+from passes.autograd.trace_joint import Joint, differentiate, differentiate_from
+from passes.graph.aliasing import aliasing
+from passes.graph.provenance import module_path
+from passes.graph.schemas import argument_form
+from passes.graph.symbolic_sizes import size_of
+from passes.normalize.functional_rng import split_randomness
+from passes.pipeline import cut_stages, values_requiring_gradient
+from passes.stages.split import StageGraph
 from tests.models.gpt import Block, Gpt
 from tests.programs import even_plan
 

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.units import format_bytes
+from cost_models.hardware.units import format_bytes
 from partitioner import ConfigError, PartitionedModel, diff, draw, draw_weight, partition
-from partitioner.drawing.blocks import block_table
-from partitioner.drawing.diagram import Arrow, Box, Diagram, Lane
-from partitioner.drawing.dot import dot_text
-from partitioner.drawing.layers import arrange
-from partitioner.drawing.modules import module_runs
-from partitioner.drawing.svg import diagram_svg
-from passes.blocks import Block
-from passes.ir.communication import send
+from partitioner.reports.pictures.blocks import block_table
+from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
+from partitioner.reports.pictures.dot import dot_text
+from partitioner.reports.pictures.layers import arrange
+from partitioner.reports.pictures.modules import module_runs
+from partitioner.reports.pictures.svg import diagram_svg
+from passes.ir.comm.primitives import send
+from passes.spmd.shards import Block
 from tests.models.gpt import Gpt
 
 MADE: dict[str, PartitionedModel] = {}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from cost_models.cost_model import Roofline
-from cost_models.efficiency import product_time
-from cost_models.formulas import Numbers
-from cost_models.fusion import Fusion, fused
-from cost_models.hardware import Cluster, Device
-from cost_models.node_work import node_work
-from cost_models.work import Product, Work
+from cost_models.formulas.symbols import Numbers
+from cost_models.hardware.clusters import Cluster, Device
+from cost_models.ops.cost import node_work
+from cost_models.ops.fusion import Fusion, fused
+from cost_models.ops.tile_efficiency import product_time
+from cost_models.ops.work import Product, Work
 from partitioner import partition
 from passes.ir.program import StageCall
 

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from torch import nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import partition
 from partitioner.experiments import RandomSampler, Results, sweep
-from partitioner.experiments.evaluate import Evaluator
-from partitioner.experiments.placement import Grid, Placement, placements
-from partitioner.experiments.row import Row, failed_row
-from partitioner.experiments.sampler import GridSampler
-from partitioner.experiments.store import Store
-from partitioner.experiments.workers import WorkerProcesses
-from partitioner.mode_text import mode_text, parse_mode, without_rest
+from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.row import Row, failed_row
+from partitioner.experiments.results.store import Store
+from partitioner.experiments.run.evaluate import Evaluator
+from partitioner.experiments.run.sampler import GridSampler
+from partitioner.experiments.run.workers import WorkerProcesses
+from partitioner.options.mode import mode_text, parse_mode, without_rest
 from passes.ir.errors import ConfigError, TraceError
 from tests.sweep_models import branches, fails, perceptron, wide
 

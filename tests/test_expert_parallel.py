@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from partitioner import ConfigError, Constraints, PartitionedModel
-from partitioner.reports.collectives import sent_by_kind
-from passes.ir.communication import COLLECTIVES, all_reduce, all_to_all
+from partitioner.reports.communication.collectives import sent_by_kind
+from passes.ir.comm.primitives import COLLECTIVES, all_reduce, all_to_all
 from tests.models.case import BATCH_SIZE
 from tests.models.experts import CAPACITY, EXPERTS, ROUTED, WIDTH
 from tests.test_communication_counts import collectives_of

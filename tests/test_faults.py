@@ -23,13 +23,13 @@ import pytest
 import torch
 
 from benchmarks import fault_injection as faults
-from partitioner.runtime import watch as watching
-from partitioner.runtime.call_order import Call, CallTable, difference, sample_of
-from partitioner.runtime.channel import Channel
-from partitioner.runtime.failure import Failure
-from partitioner.runtime.interruptible import Interruptible
-from partitioner.runtime.local_marks import LocalMarks
-from partitioner.runtime.watch import Watch
+from partitioner.runtime.process import watch as watching
+from partitioner.runtime.process.call_order import Call, CallTable, difference, sample_of
+from partitioner.runtime.process.channel import Channel
+from partitioner.runtime.process.failure import Failure
+from partitioner.runtime.process.interruptible import Interruptible
+from partitioner.runtime.process.local_marks import LocalMarks
+from partitioner.runtime.process.watch import Watch
 from passes.ir.errors import CommunicationError, ConfigError
 from tests import fault_cases as cases
 from tests.processes import Workers

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from partitioner.tracing.trace import trace
-from passes.fix_batch import fix_batch
+from passes.normalize.specialize_batch import fix_batch
 from tests.models.case import Case
 from tests.models.zoo import ZOO
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cost_model import Roofline
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
-from partitioner.planner.model_part import whole_part
-from partitioner.planner.part_graph import part_graph, unfolded
-from partitioner.planner.stage_problem import stages_of
+from partitioner.planner.sharding.rank_shard import part_graph, unfolded, whole_part
+from partitioner.planner.solvers.stage_problem import stages_of
 from partitioner.tracing.trace import trace
-from passes.fold_repeats import fold_repeats
+from passes.graph.repeated_subgraphs import fold_repeats
 from passes.ir.graph import ModelGraph
 
 BLOCKS = 7

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import partition
-from passes.ir.microbatch import add_gradients, add_gradients_in_place
+from passes.ir.comm.microbatch import add_gradients, add_gradients_in_place
 
 ROWS, WIDTH = 8, 4
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.graph_digest import graph_digest
+from passes.graph.fingerprint import graph_digest
 from tests.models.zoo import case_named
 from tests.processes import Workers
 

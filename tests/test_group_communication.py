@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_models.communication import (
+from cost_models.collectives.algorithms import collective_time, message_links, slowest_link
+from cost_models.collectives.alpha_beta import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -25,9 +26,8 @@ from cost_models.communication import (
     send_receive,
     tree_all_reduce,
 )
-from cost_models.group_communication import collective_time, message_links, slowest_link
-from cost_models.hardware import Cluster, Device, Level, Link
-from passes.ir.backends import BACKENDS, BackendOperation, check_backend, default_backend
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from passes.ir.comm.backends import BACKENDS, BackendOperation, check_backend, default_backend
 from passes.ir.errors import ConfigError
 
 NEAR, FAR = Link(1e-6, 200e9), Link(1e-5, 20e9)

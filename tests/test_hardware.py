@@ -9,8 +9,8 @@ import torch
 
 import cost_models
 import partitioner
-from cost_models.hardware import Cluster, Device, Level, Link
-from cost_models.units import format_bytes, format_seconds, parse_bytes
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from cost_models.hardware.units import format_bytes, format_seconds, parse_bytes
 from passes.ir.errors import ConfigError
 
 FAST, SLOW = Link(1e-6, 100e9), Link(1e-5, 10e9)

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.cut_axes import AxisCut, CutModel, cut_axes
-from passes.inside.table import _INSIDE
-from passes.ir import collectives
+from passes.analysis.axes import find_axes
+from passes.graph.schemas import packet
+from passes.ir.comm import functional as collectives
 from passes.ir.mesh import Mesh
-from passes.operators import packet
+from passes.spmd.decompose.registry import _INSIDE
+from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from tests.lockstep import run_cut
 from tests.traced import assert_equal_runs, run_model
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from cost_models.cost_model import Roofline
-from cost_models.devices import Device
-from cost_models.hardware import Cluster
-from cost_models.work import Work
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.devices import Device
+from cost_models.ops.work import Work
 from partitioner import Plan, partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.plan_search import PlanSearch
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.best_first import PlanSearch
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
 from tests.all_plans import instance

@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 
 from partitioner import partition
 from partitioner.tracing.trace import trace
-from passes.aliasing import aliasing, allocations
-from passes.cut_by_plan import cut_by_plan
-from passes.fix_batch import fix_batch
+from passes.graph.aliasing import aliasing, allocations
+from passes.graph.fake_tensors import KnownValues
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
-from passes.known_values import KnownValues
-from passes.size_expression import size_of
+from passes.normalize.specialize_batch import fix_batch
+from passes.pipeline import cut_by_plan
 from tests.models.gpt import Gpt
 
 TOKENS = torch.zeros(4, 6, dtype=torch.int64)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import Plan, partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.tracing.trace import trace
-from passes.axis_names import axis_names
-from passes.cut_by_plan import cut_by_plan
+from passes.analysis.axis_names import axis_names
 from passes.ir.mesh import Mesh
+from passes.pipeline import cut_by_plan
 
 BATCH, WIDTHS = 16, (64, 48)
 TRICK = (("batch", "data"), ("ffn", "data"))

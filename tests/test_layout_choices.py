@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from partitioner.planner.axis_choice import axis_groups
+from partitioner.planner.sharding.axis_problem import axis_groups
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.axis_names import batch_axes
-from passes.layout_choices import LayoutChoices, layout_choices
-from passes.layouts import Layouts, assign_layouts
-from passes.merge_axes import merge_short_axes
-from passes.split_randomness import split_randomness
+from passes.analysis.axes import find_axes
+from passes.analysis.axis_names import batch_axes
+from passes.analysis.merge_axes import merge_short_axes
+from passes.normalize.functional_rng import split_randomness
+from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
+from passes.spmd.propagate import Layouts, assign_layouts
 from tests.models.case import Case
 from tests.models.zoo import ZOO
 

@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 
 from partitioner import partition
 from partitioner.tracing.trace import trace
-from passes.axes import Axes, find_axes
-from passes.axis_names import axes_named, axis_names
+from passes.analysis.axes import Axes, find_axes
+from passes.analysis.axis_names import axes_named, axis_names
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Partial, Shard, Varying
-from passes.layouts import Layouts, assign_layouts
+from passes.spmd.propagate import Layouts, assign_layouts
 
 TENSOR = (("tensor", 2),)
 DATA = (("data", 2),)

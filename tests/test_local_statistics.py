@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Plan, partition
-from passes.ir import communication
+from passes.ir.comm import primitives as communication
 
 
 def model() -> nn.Module:

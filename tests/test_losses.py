@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partitioner import PartitionedModel, partition
-from partitioner.loss_state import loss_key
+from partitioner.model.losses.reachable_state import loss_key
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from partitioner.schedules.clocks.unit_time import simulate
 from partitioner.schedules.forwards_first import forwards_first
-from partitioner.schedules.unit_time import simulate
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import ActionKind
 from tests import loss_cases as cases

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cost_model import Roofline
-from cost_models.hardware import Cluster, Device, Link
-from cost_models.work import Work
-from partitioner.planner.make_plan import PlanRequest, make_plan
-from partitioner.planner.step_time import StageTimes, simulate_step
+from cost_models.hardware.clusters import Cluster, Device, Link
+from cost_models.ops.work import Work
+from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
+from partitioner.planner.search.make_plan import PlanRequest, make_plan
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.unit_time import Durations, simulate
+from partitioner.schedules.clocks.unit_time import Durations, simulate
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, InfeasiblePlanError, VerificationError
 from passes.ir.graph import ModelGraph

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from partitioner.experiments import sweep
-from partitioner.experiments.measure import check_measurable, last_error
+from partitioner.experiments.run.measure import check_measurable, last_error
 from passes.ir.errors import ConfigError
 from tests.sweep_models import perceptron
 

@@ -12,20 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from cost_models.calls import Call
 from cost_models.cost_model import CostModel, Roofline
-from cost_models.devices import Device, Link
-from cost_models.hardware import Cluster
-from cost_models.measured.costs import MeasuredCosts, Sample, fitted
-from cost_models.measured.kernels import kernels_of
-from cost_models.measured.operations import measure_call
-from cost_models.measured.paces import Paces
-from cost_models.measured.store import MeasurementStore, key_of
-from cost_models.measurement import detect as detection
-from cost_models.measurement.machine import STEPS, gloo_link, measure_machine
-from cost_models.node_work import call_work
-from cost_models.sizes import TensorShape
-from cost_models.work import Gradients, Product, Work
+from cost_models.hardware import detect as detection
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.devices import Device, Link
+from cost_models.hardware.measure import STEPS, gloo_link, measure_machine
+from cost_models.ops.call import Call
+from cost_models.ops.cost import call_work
+from cost_models.ops.sizes import TensorShape
+from cost_models.ops.work import Gradients, Product, Work
+from cost_models.profiling.cache import MeasurementStore, key_of
+from cost_models.profiling.drift import Paces
+from cost_models.profiling.kernels import kernels_of
+from cost_models.profiling.op_times import MeasuredCosts, Sample, fitted, measure_call
 from partitioner import partition
 
 aten = torch.ops.aten
@@ -69,7 +68,7 @@ def test_each_call_is_timed_once_on_a_machine(tmp_path: Path, monkeypatch: pytes
         timed.append(key_of(call))
         return 0.5
 
-    monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
+    monkeypatch.setattr("cost_models.profiling.op_times.measure_call", timing)
     file = tmp_path / "times.db"
     for _ in range(2):
         costs: CostModel = MeasuredCosts(file)
@@ -91,7 +90,7 @@ def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.M
         timed.append(rows)
         return rounds[timed.count(rows) - (rows != 32)][rows]
 
-    monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
+    monkeypatch.setattr("cost_models.profiling.op_times.measure_call", timing)
     costs = MeasuredCosts(tmp_path / "times.db")
 
     def found(*rows: int) -> list[float]:
@@ -171,7 +170,7 @@ def test_what_is_no_time_is_refused(seconds: float) -> None:
 
 
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cost_models.measured.costs.measure_call", lambda *_: 2.0)
+    monkeypatch.setattr("cost_models.profiling.op_times.measure_call", lambda *_: 2.0)
     costs, roofline, forward = MeasuredCosts(), Roofline(), call_work(product(8))
     half = Work(forward.flops * 2, forward.bytes, 2, "matrix product", call=forward.call, half="backward_input")
     ratio = roofline.operation_time(half, DEVICE, torch.float32) / roofline.operation_time(forward, DEVICE, torch.float32)
@@ -235,7 +234,7 @@ def test_what_is_timed_for_a_plan_is_what_its_programs_do(monkeypatch: pytest.Mo
         timed.append(key_of(call))
         return 1e-3 * len(timed)
 
-    monkeypatch.setattr("cost_models.measured.costs.measure_call", timing)
+    monkeypatch.setattr("cost_models.profiling.op_times.measure_call", timing)
     layers = (torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 16))
     arguments: dict[str, Any] = {"schedule": "ZB1P", "n_microbatches": 2, "cost_model": MeasuredCosts(), "progress": False}
     cluster = Cluster([DEVICE] * 2, Link(0.0, 1e15))
@@ -246,7 +245,7 @@ def test_what_is_timed_for_a_plan_is_what_its_programs_do(monkeypatch: pytest.Mo
 
 
 def test_a_call_that_cannot_be_differentiated_alone_is_priced_by_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cost_models.measured.costs.measure_call", lambda *_: 2.0)
+    monkeypatch.setattr("cost_models.profiling.op_times.measure_call", lambda *_: 2.0)
     refused = Call(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
     gradients = (("self", "activation"),)
     assert kernels_of(refused, gradients, torch.device("cpu")) is None
@@ -289,10 +288,10 @@ def test_a_link_is_the_line_through_its_times() -> None:
 
 def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("cost_models.measurement.machine._SIZES", (32,))
-    monkeypatch.setattr("cost_models.measurement.machine._COPIED_BYTES", 2**16)
-    monkeypatch.setattr("cost_models.measurement.machine._MESSAGE_BYTES", (2**8, 2**12))
-    monkeypatch.setattr("cost_models.measurement.machine._BYTES_BESIDE_WORK", 2**12)
+    monkeypatch.setattr("cost_models.hardware.measure._SIZES", (32,))
+    monkeypatch.setattr("cost_models.hardware.measure._COPIED_BYTES", 2**16)
+    monkeypatch.setattr("cost_models.hardware.measure._MESSAGE_BYTES", (2**8, 2**12))
+    monkeypatch.setattr("cost_models.hardware.measure._BYTES_BESIDE_WORK", 2**12)
     device, link = measure_machine(torch.device("cpu"), told.append)
     assert len(told) == STEPS
     assert set(device.peak_flops) == {"float32", "float64", "bfloat16", "float16"}

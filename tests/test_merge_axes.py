@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, partition
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.merge_axes import merge_short_axes
+from passes.analysis.axes import find_axes
+from passes.analysis.merge_axes import merge_short_axes
 
 HEADS, GROUP, HEAD = 2, 2, 5
 

@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from cost_models.units import format_bytes, format_flops
+from cost_models.hardware.units import format_bytes, format_flops
 from partitioner import PartitionedModel, partition
-from partitioner.reports.communication import transfers
-from partitioner.reports.explanation import explanation
+from partitioner.reports.communication.summary import transfers
+from partitioner.reports.explain.explanation import explanation
 from tests.models.gpt import Gpt
 
 ROWS, NARROW, WIDE, CLASSES = 8, 16, 64, 4

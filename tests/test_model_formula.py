@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.transformer import VOCABULARY, gpt
+from cost_models.formulas.model import ModelFormula, model_formula
 from cost_models.graph_cost import graph_cost
-from cost_models.model_formula import ModelFormula, model_formula
 from partitioner import partition
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
+from passes.analysis.axes import find_axes
 from passes.ir.graph import ModelGraph
 from tests.models.pretrained import bert, llama, t5
 

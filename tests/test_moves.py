@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from partitioner.moves import Moves, TensorBytes, moves_between
-from passes.blocks import Block, whole_block
+from partitioner.runtime.state.resharding_moves import Moves, TensorBytes, moves_between
+from passes.spmd.shards import Block, whole_block
 
 SHAPE = (12, 5)
 UNFOLDED = ((12, 5), (3, 4, 5), (2, 6, 5))

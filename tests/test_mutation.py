@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from partitioner import ConfigError, TraceError, VerificationError
 from partitioner.tracing.trace import trace
-from passes.aliasing import mutated_arguments
-from passes.buffer_writes import verify_writes
-from passes.functionalize import functionalize
+from passes.graph.aliasing import mutated_arguments
+from passes.graph.buffer_writes import verify_writes
+from passes.normalize.functionalize import functionalize
 from tests.traced import assert_equal_runs, run_model, run_traced
 from tests.writing_models import BUFFERS, IMAGES, VIEWS, Layers, assert_trains_as_original, example, refusal
 

@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, InfeasiblePlanError, partition
-from partitioner.planner import auto
-from partitioner.planner.candidates import Candidate
-from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.mesh_problem import MeshProblem
-from partitioner.planner.pace import pace_of
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.staged_model import stage_model
+from partitioner.planner.costs.links import pace_of
+from partitioner.planner.pipeline.candidate import stage_model
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search import auto
+from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.planner.sharding.model import CuttableModel
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
+from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
-from passes.recompute import Recompute
 from tests.all_plans import Instance, instance, meshes, price, problem_of, shared, unlike_widths
 from tests.models.gpt import Gpt
 from tests.models.unet import UNet

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from cost_models.formulas import Numbers
-from cost_models.node_work import node_work
-from cost_models.work import Work
+from cost_models.formulas.symbols import Numbers
+from cost_models.ops.cost import node_work
+from cost_models.ops.work import Work
 from partitioner import partition
 from passes.ir.program import StageCall
 from tests.models.case import Case, Instance

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.inside.normalize import normalize
+from passes.spmd.decompose.normalization import normalize
 
 EPS = 1e-3
 

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cost_models.operation_table import OPERATIONS
-from cost_models.operations import operation_cost
-from cost_models.sizes import TensorShape
-from passes.operators import bound_arguments, packet
+from cost_models.ops.cost import operation_cost
+from cost_models.ops.sizes import TensorShape
+from cost_models.ops.table import OPERATIONS
+from passes.graph.schemas import bound_arguments, packet
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]

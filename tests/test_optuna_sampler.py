@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from partitioner.experiments import OptunaSampler, sweep
-from partitioner.experiments.placement import Grid, Placement, placements
-from partitioner.experiments.row import Row, failed_row
+from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.row import Row, failed_row
 from passes.ir.errors import ConfigError
 from tests.sweep_models import perceptron
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cost_models.units import format_seconds
+from cost_models.hardware.units import format_seconds
 from partitioner import Constraints, PartitionedModel, Plan, partition
-from partitioner.planner.pinned import Pinned, pinned
-from partitioner.reports.choices import pinned_section
+from partitioner.planner.price_of_pins import Pinned, pinned
+from partitioner.reports.explain.choices import pinned_section
 from tests.models.gpt import Gpt
 
 TOKENS = torch.zeros(8, 6, dtype=torch.long)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.transformer import gpt
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import Constraints, PartitionedModel, partition
 
 TOLERANCE = 0.05

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.precision import check_scaler
+from partitioner.options.precision import check_scaler
 from partitioner.tracing.trace import trace
-from passes.ir.autocast import Autocast
 from passes.ir.errors import ConfigError, TraceError
+from passes.ir.graph import Autocast
 from passes.ir.mesh import Mesh
 from tests.models.case import Instance
 from tests.models.zoo import case_named

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
-from passes.ir.communication import use_transport
+from passes.ir.comm.primitives import use_transport
 from passes.ir.program import Program
 from tests.golden_text import Golden
 from tests.models.case import Case, Inputs, classes, mean_squared_error, real

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner import Constraints, PartitionedModel, partition
-from partitioner.reports.purpose import items_of
-from passes.ir.communication import COLLECTIVES, receive, send
+from partitioner.reports.communication.purpose import items_of
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.comm.primitives import COLLECTIVES, receive, send
 from passes.ir.mesh import Mesh
-from passes.size_expression import size_of
 from tests.models.gpt import Gpt
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.progress import Progress
+from partitioner.options.progress import Progress
 from passes.ir.errors import ConfigError, TraceError
 
 CLEAR = "\r\x1b[2K"

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.axis_names import batch_axes
-from passes.cut_axes import AxisCut, cut_axes
-from passes.ir.collectives import COLLECTIVES
+from passes.analysis.axes import find_axes
+from passes.analysis.axis_names import batch_axes
+from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.mesh import Mesh
+from passes.spmd.shard_graph import AxisCut, cut_axes
 from tests.lockstep import run_cut
 from tests.traced import assert_equal_runs, run_model
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.tracing.trace import trace
-from passes.aliasing import memory_keys
-from passes.dropout_masks import dropout_mask_again
-from passes.ir import communication
-from passes.lower import Differentiation
-from passes.lower_stages import cut_stages, differentiate_stages
+from passes.autograd.staged_model import Differentiation
+from passes.graph.aliasing import memory_keys
+from passes.ir.comm import primitives as communication
+from passes.normalize.functional_rng import dropout_mask_again
+from passes.pipeline import cut_stages, differentiate_stages
 from tests.models.zoo import case_named
 
 CASE = case_named("gpt")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from partitioner.tracing import export
-from partitioner.tracing.rehearsal import Copies, rehearse
-from partitioner.tracing.repeated_blocks import write_copies
+from partitioner.tracing.export import export
+from partitioner.tracing.repeated.find import Copies, rehearse
+from partitioner.tracing.repeated.replay import write_copies
 from partitioner.tracing.trace import trace
-from passes.aliasing import aliasing, allocations
+from passes.graph.aliasing import aliasing, allocations
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
-from passes.size_expression import size_of
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, partition
-from partitioner.replan import Replanned
+from partitioner.model.replan import Replanned
 from tests.models.gpt import Gpt
 from tests.processes import Workers
 from tests.resumed_cases import resumed_difference

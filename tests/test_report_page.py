@@ -11,10 +11,10 @@ import pytest
 import sympy
 import torch
 
-from cost_models.units import format_bytes, format_seconds
+from cost_models.hardware.units import format_bytes, format_seconds
 from partitioner import ConfigError, PartitionedModel, partition
-from partitioner.page.mathml import formulas_html
-from partitioner.reports.communication import transfers
+from partitioner.reports.communication.summary import transfers
+from partitioner.reports.page.mathml import formulas_html
 from tests.models.gpt import Gpt
 
 VOID = {"meta", "input", "br"}

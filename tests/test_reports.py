@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cost_models import units
-from cost_models.units import format_bytes
+from cost_models.hardware import units
+from cost_models.hardware.units import format_bytes
 from partitioner import PartitionedModel, partition
-from partitioner.reports import module_range, table
-from partitioner.reports.communication import transfers
-from partitioner.reports.timetable import timetable
+from partitioner.reports import module_names as module_range
+from partitioner.reports.communication.summary import transfers
+from partitioner.reports.explain.timetable import timetable
+from partitioner.reports.tables import table
 from partitioner.runtime import embedded
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from passes.lower import LoweredStages
+from passes.autograd.staged_model import LoweredStages
 from tests.models.case import Case, Instance
 from tests.models.gpt import Gpt
 from tests.models.zoo import case_named

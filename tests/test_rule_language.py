@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from passes.ir.errors import ConfigError, VerificationError
 from passes.rules.language import Dim, RuleSyntaxError, Term, parse
-from passes.rules.prove import call_node, prove_rule
-from passes.rules.register import register_rule
-from passes.rules.table import loops_of
+from passes.rules.registry import loops_of, register_rule
+from passes.rules.validate import call_node, prove_rule
 
 
 def test_a_line_is_read() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch._ops import OpOverload
 
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops
-from passes.rules.prove import call_node
-from passes.rules.table import loops_of
-from passes.rules.views import refine
+from passes.rules.ops.shape import refine
+from passes.rules.registry import loops_of
+from passes.rules.validate import call_node
 from tests.rule_samples_values import flags, real, whole
 
 aten: Any = torch.ops.aten

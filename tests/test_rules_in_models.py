@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
-from passes.rules.prove import prove_rule
-from passes.rules.table import loops_of
+from passes.rules.registry import loops_of
+from passes.rules.validate import prove_rule
 from tests.models import pretrained
 from tests.models.case import Case, Instance
 from tests.models.zoo import ZOO, case_named

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from passes.operators import packet
-from passes.rules.prove import prove_rule
-from passes.rules.table import RULES
-from passes.rules.table_elementwise import ELEMENTWISE
+from passes.graph.schemas import packet
+from passes.rules.registry import RULES
+from passes.rules.tables import ELEMENTWISE
+from passes.rules.validate import prove_rule
 from tests.rule_samples import automatic_samples, samples
 from tests.rule_samples_values import Sample
 

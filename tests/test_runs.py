@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from partitioner.runtime.exchange import Exchange
-from partitioner.runtime.halo import Halo
-from passes.ir.runs import Run, Runs, forward_runs, from_text, length, put_runs, segments, take_runs, to_text
+from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.halo import Halo
+from passes.ir.comm.index_ranges import Run, Runs, forward_runs, from_text, length, put_runs, segments, take_runs, to_text
 
 FILL = 7.0
 

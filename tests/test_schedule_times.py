@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from partitioner.planner.step_time import StageTimes, simulate_step
+from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.unit_time import Durations, draw, simulate
+from partitioner.schedules.clocks.unit_time import Durations, draw, simulate
 from passes.ir.errors import ConfigError, VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 

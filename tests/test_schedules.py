@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.schedules.catalog import SCHEDULES, find_schedule, make_schedule
-from partitioner.schedules.in_flight import peak_activation, peak_in_flight
+from partitioner.schedules.clocks.unit_time import Timeline, simulate
+from partitioner.schedules.kind import peak_activation, peak_in_flight
 from partitioner.schedules.pattern import on
-from partitioner.schedules.unit_time import Timeline, simulate
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from partitioner import PartitionedModel
-from partitioner.block_tensor import BlockTensor, block_chunks
-from passes.blocks import Block
+from partitioner.runtime.state.sharded_tensor import BlockTensor, block_chunks
 from passes.ir.errors import ConfigError
+from passes.spmd.shards import Block
 from tests.models.zoo import case_named
 from tests.transparency import make_partitioned
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import Constraints, PartitionedModel, partition
-from partitioner.planner.auto_space import allowed_sharing
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.space import allowed_sharing
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
 from tests.small_pipelines import ALIKE, perceptron

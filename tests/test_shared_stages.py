@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PartitionedModel, Plan, partition
-from partitioner.mode_text import mode_text, parse_mode, without_rest
-from partitioner.planner.step_time import StageTimes, simulate_step
+from partitioner.options.mode import mode_text, parse_mode, without_rest
+from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.schedules.catalog import make_schedule
-from partitioner.schedules.in_flight import peak_in_flight
-from partitioner.schedules.order import order_of
-from partitioner.schedules.unit_time import Durations, draw, simulate
+from partitioner.schedules.clocks.order import order_of
+from partitioner.schedules.clocks.unit_time import Durations, draw, simulate
+from partitioner.schedules.kind import peak_in_flight
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.program import StageCall
 from passes.ir.schedule import ActionKind

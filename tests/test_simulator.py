@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.communication import all_reduce, send_receive
+from cost_models.collectives.alpha_beta import all_reduce, send_receive
 from cost_models.cost_model import Roofline
-from cost_models.hardware import Cluster, Device, Level, Link
-from cost_models.simulator import stage_template
-from cost_models.simulator.collected import copied
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from cost_models.ops.work import Work
+from cost_models.simulator import read_stage as stage_template
+from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import run_ranks
-from cost_models.simulator.links import Passages
+from cost_models.simulator.functions import copied
 from cost_models.simulator.read_program import RankWork, _ProgramReader
+from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
-from cost_models.simulator.simulation import Simulation
-from cost_models.simulator.steps import Step, Transfer
-from cost_models.simulator.values import Held, Storage
-from cost_models.work import Work
+from cost_models.simulator.storages import Held, Storage
+from cost_models.simulator.tasks import Step, Transfer
 from partitioner import partition
 from partitioner.schedules.catalog import find_schedule
-from passes.ir import communication
+from passes.ir.comm import primitives as communication
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from tests.models.case import Case, mean_squared_error, real

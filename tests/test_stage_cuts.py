@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from partitioner.planner.borders import Gathered, Parted
-from partitioner.planner.stage_cuts import shortfall, solve
-from partitioner.planner.stage_problem import Shared, StageProblem, Units, Value, Working
-from partitioner.schedules.in_flight import Awaiting
-from partitioner.schedules.order import order_of
+from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.min_max_dp import shortfall, solve
+from partitioner.planner.solvers.stage_problem import Shared, StageProblem, Units, Value, Working
+from partitioner.schedules.clocks.order import order_of
+from partitioner.schedules.kind import Awaiting
 
 Starts = tuple[int, ...]
 MakeProblem = Callable[..., StageProblem]
@@ -359,7 +359,7 @@ def test_a_model_of_thousands_of_units_is_balanced(n_stages: int) -> None:
 
 
 def test_a_search_that_is_cut_short_says_so_and_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partitioner.planner.shared_memory._MOST_VISITS", 1)
+    monkeypatch.setattr("partitioner.planner.solvers.shared_rank_memory._MOST_VISITS", 1)
     unproven = 0
     for seed in range(300):
         problem = random_problem(seed, shared_ranks=True)

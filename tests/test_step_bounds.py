@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from partitioner.planner.borders import Gathered, Parted
-from partitioner.planner.candidates import Candidate
-from partitioner.planner.fastest_cuts import fastest_cuts, promising_cuts
-from partitioner.planner.fill_of_v import least_on_v
-from partitioner.planner.path_costs import PathCosts
-from partitioner.planner.stage_problem import Floats, Shared, StageProblem, Units, Value
-from partitioner.planner.stage_tables import best_bottleneck
-from partitioner.planner.step_bounds import least_load, least_shared_step, least_step
-from partitioner.planner.step_time import StageTimes, simulate_step
-from partitioner.planner.time_shares import Shares
+from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
+from partitioner.planner.bounds.v_schedules import least_on_v
+from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
+from partitioner.planner.solvers.critical_paths import PathCosts
+from partitioner.planner.solvers.stage_problem import Floats, Shared, StageProblem, Units, Value
+from partitioner.planner.solvers.stage_tables import best_bottleneck
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.in_flight import Awaiting, awaiting, peak_activation, peak_in_flight
-from partitioner.schedules.order import Order, order_of
-from partitioner.schedules.step_clock import step_clock
+from partitioner.schedules.clocks.order import Order, order_of
+from partitioner.schedules.clocks.step_clock import step_clock
+from partitioner.schedules.kind import Awaiting, awaiting, peak_activation, peak_in_flight
 from passes.ir.schedule import ActionKind, Schedule
 
 NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.items())

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.live_storages import peak_of
-from cost_models.live_memory import forward_peak, given_bytes
+from cost_models.memory.liveness import forward_peak, given_bytes
 from partitioner import ConfigError, Plan, partition
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
+from passes.analysis.axes import find_axes
 from passes.ir.errors import InfeasiblePlanError
-from passes.streaming.stream_size import stream_size
-from passes.streaming.streamed import grid_over, streamed
+from passes.tiling.peak_memory import stream_size
+from passes.tiling.rewrite import grid_over, streamed
 from tests.test_simulated_memory import measured
 
 IMAGE = torch.randn(2, 3, 24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -11,13 +11,13 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from cost_models.units import format_seconds
+from cost_models.hardware.units import format_seconds
 from partitioner.experiments import Results, write_report
-from partitioner.experiments.placement import Placement
-from partitioner.experiments.plots import PLOTS, family, pareto_front
-from partitioner.experiments.report import report_html
-from partitioner.experiments.row import Row, failed_row
-from partitioner.page.chart import Axis, Series, chart_svg
+from partitioner.experiments.results.placement import Placement
+from partitioner.experiments.results.plots import PLOTS, family, pareto_front
+from partitioner.experiments.results.report import report_html
+from partitioner.experiments.results.row import Row, failed_row
+from partitioner.reports.pictures.chart import Axis, Series, chart_svg
 from passes.ir.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"

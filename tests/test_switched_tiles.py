@@ -13,22 +13,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import ConfigError, Constraints, Plan, partition
-from partitioner.planner.auto import plan_auto
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.reports.collectives import sent_by_kind
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.reports.communication.collectives import sent_by_kind
 from partitioner.tracing.trace import trace
-from passes.axes import find_axes
-from passes.axis_names import axis_names, batch_axes, space_axes
-from passes.cut_by_plan import cut_by_plan
-from passes.fix_batch import fix_batch, fixed_for
-from passes.ir.communication import all_gather, halo_exchange
+from passes.analysis.axes import find_axes
+from passes.analysis.axis_names import axis_names, batch_axes, space_axes
+from passes.ir.comm.primitives import all_gather, halo_exchange
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.layout_choices import layout_choices
-from passes.layouts import assign_layouts
+from passes.normalize.specialize_batch import fix_batch, fixed_for
+from passes.pipeline import cut_by_plan
+from passes.spmd.enumerate_layouts import layout_choices
+from passes.spmd.propagate import assign_layouts
 from tests.models.space import TransposedUNet, UShaped
 from tests.test_layout_choices import expect_equal
 from tests.tiles import first_difference_of_tiles

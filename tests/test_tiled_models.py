@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, partition
-from passes.ir.communication import all_gather, halo_add, halo_exchange
+from passes.ir.comm.primitives import all_gather, halo_add, halo_exchange
 from passes.ir.errors import ConfigError
 from tests.models.case import Case
 from tests.models.space import SPACE, space_case

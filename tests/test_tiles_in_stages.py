@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from cost_models.hardware import Cluster
+from cost_models.hardware.clusters import Cluster
 from partitioner import PartitionedModel, partition
-from partitioner.planner.mesh_shapes import tile_shapes
-from partitioner.planner.plan_mesh import plan_mesh
-from partitioner.planner.plan_request import PlanRequest
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.planner.search.space import tile_shapes
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from partitioner.tracing.example_inputs import find_example_inputs
+from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
 from tests.models.zoo import case_named

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner.tracing.trace import trace
+from passes.graph.schemas import functional
 from passes.ir.graph import ModelGraph
-from passes.name_nodes import name_nodes
-from passes.operators import functional
-from passes.place_getitems import place_getitems
+from passes.normalize.tidy import name_nodes, place_getitems
 from tests.traced import assert_equal_runs, run_model, run_traced
 
 ROWS = 4

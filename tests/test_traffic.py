@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import fx
 
-from partitioner.runtime.traffic import arrivals_shown, message_name, traffic_of
-from passes.ir.communication import COLLECTIVES, halo_add, halo_exchange, receive, send, wait
+from partitioner.runtime.process.traffic import arrivals_shown, message_name, traffic_of
+from passes.ir.comm.primitives import COLLECTIVES, halo_add, halo_exchange, receive, send, wait
 from passes.ir.program import Program
 from tests.models.zoo import case_named
 from tests.programs import programs

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import nn
 
+from cost_models.collectives.algorithms import group_links
 from cost_models.cost_model import Roofline
-from cost_models.group_communication import group_links
-from cost_models.hardware import Cluster, Device, Level, Link
-from partitioner.planner.borders import Gathered, Parted
-from partitioner.planner.candidates import Candidate
-from partitioner.planner.cuttable_model import CuttableModel
-from partitioner.planner.describe import bound_by
-from partitioner.planner.model_part import ModelPart
-from partitioner.planner.pipeline_problem import PipelineProblems
-from partitioner.planner.plan_request import PlanRequest
-from partitioner.planner.stage_cuts import solve
-from partitioner.planner.stage_problem import Integers, Uses, stages_of
-from partitioner.planner.staged_model import StagedModel, describe_stages, stage_model
-from partitioner.planner.unit_prices import Prices, UnitPrices
-from partitioner.planner.unlike_prices import UnlikePrices
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from partitioner.planner.costs.transforms import UnlikePrices
+from partitioner.planner.costs.unit_costs import Prices, UnitPrices
+from partitioner.planner.pipeline.candidate import StagedModel, describe_stages, stage_model
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.describe import bound_by
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.sharding.rank_shard import ModelPart
+from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.min_max_dp import solve
+from partitioner.planner.solvers.stage_problem import Integers, Uses, stages_of
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
 

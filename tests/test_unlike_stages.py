@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_models.hardware import Cluster, Device, Level, Link
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import partition
 
 WIDTH = 512

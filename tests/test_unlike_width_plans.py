@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, partition
-from partitioner.mode_text import mode_text, parse_mode, without_rest
+from partitioner.options.mode import mode_text, parse_mode, without_rest
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from tests.models.zoo import case_named
 from tests.small_pipelines import ALIKE, inputs, perceptron, planned_and_simulated

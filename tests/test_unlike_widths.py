@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, draw, draw_weight, partition
 from partitioner.experiments import sweep
-from partitioner.mode_text import mode_text
-from passes.ir.communication import all_reduce, receive, send
+from partitioner.options.mode import mode_text
+from passes.ir.comm.primitives import all_reduce, receive, send
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, homes, mesh_words, pipelines, receivers
 from tests.models.zoo import case_named

@@ -15,12 +15,12 @@ from _pytest.mark import ParameterSet
 from torch import fx
 
 from partitioner.schedules.catalog import SCHEDULES
-from passes.ir.communication import all_reduce, receive, send, wait
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import all_reduce, receive, send, wait
 from passes.ir.errors import VerificationError
-from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program, StoreGradients
-from passes.value_specs import Pending, describe_values
-from passes.verify import verify
+from passes.verify.abstract_interpreter import Pending, describe_values
+from passes.verify.programs import verify
 from tests.models.case import Case
 from tests.models.zoo import ZOO, case_named
 from tests.programs import programs

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.communication import COLLECTIVES, all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
 from passes.ir.errors import VerificationError
-from passes.ir.microbatch import microbatch_sizes
 from passes.ir.program import Program
-from passes.value_specs import describe_values
-from passes.verify import verify
+from passes.verify.abstract_interpreter import describe_values
+from passes.verify.programs import verify
 from tests.collective_cases import CASES, CollectiveCase
 
 

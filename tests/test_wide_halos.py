@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cost_models.hardware import Cluster, Device, Link
+from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import ConfigError, Constraints, PartitionedModel, Plan, partition
-from passes.ir.communication import halo_add, halo_exchange, wait
-from passes.ir.halo_run import HaloRun
+from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.comm.primitives import halo_add, halo_exchange, wait
 from tests.models.case import Case
 from tests.models.space import SPACE
 from tests.tile_operations import OPERATIONS, drawn

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.ir.runs import Runs
+from passes.ir.comm.index_ranges import Runs
 from passes.rules.loops import Loops
-from passes.rules.prove import call_node
-from passes.rules.table import loops_of
-from passes.rules.windows import STEP, Reach, Window, through
+from passes.rules.registry import loops_of
+from passes.rules.validate import call_node
+from passes.rules.window import STEP, Reach, Window, through
 from tests.rule_samples_values import Sample, real
 
 aten: Any = torch.ops.aten

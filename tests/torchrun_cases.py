@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from cost_models.measured.costs import MeasuredCosts
+from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import PartitionedModel, partition
 from partitioner.runtime import torchrun
-from partitioner.runtime.connection import Connection
-from partitioner.runtime.distributed_transport import DistributedTransport
+from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet, compile_program
-from partitioner.runtime.failure import Failure
-from partitioner.runtime.runtime import Runtime
+from partitioner.runtime.process.failure import Failure
+from partitioner.runtime.process.groups import Connection
+from partitioner.runtime.process.transport import DistributedTransport
 from partitioner.runtime.torchrun import TorchrunRuntime
-from passes.ir.communication import all_reduce, receive, send, wait
+from passes.ir.comm.primitives import all_reduce, receive, send, wait
 from passes.ir.errors import CommunicationError
 from passes.ir.program import Program
 from tests.collective_cases import CASES, Part

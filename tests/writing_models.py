@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionError, partition
-from partitioner.model import PartitionedModel
+from partitioner.model.partitioned_model import PartitionedModel
 
 __all__ = ["BUFFERS", "IMAGES", "VIEWS", "Layers", "assert_trains_as_original", "example", "refusal"]
 

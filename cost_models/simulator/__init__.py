@@ -1,1 +1,1 @@
-"""A training step on a machine that is not there: the emitted programs, run on a clock."""
+"""A discrete-event simulation of emitted programs on a cluster."""

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from cost_models.simulator.links import Passage
+from cost_models.simulator.contention import Passage
 from cost_models.simulator.read_program import RankWork
-from cost_models.simulator.steps import Rise, Step, Transfer
-from cost_models.simulator.values import Storage
+from cost_models.simulator.storages import Storage
+from cost_models.simulator.tasks import Rise, Step, Transfer
 from passes.ir.errors import VerificationError
 
 __all__ = ["Change", "RankRun", "Slice", "run_ranks"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
+from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.events import Slice
 from cost_models.simulator.memory import MemoryCurve
-from cost_models.units import format_bytes, format_seconds
 
 __all__ = ["Drawable", "draw"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.simulator.events import Change, RankRun
-from cost_models.simulator.values import CATEGORIES, Storage
+from cost_models.simulator.storages import CATEGORIES, Storage
 
 __all__ = ["Alive", "DeviceMemory", "MemoryCurve", "memory_of"]
 

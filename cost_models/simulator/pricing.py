@@ -1,7 +1,17 @@
-"""How long each node of an emitted program computes: its work by the operator table, its seconds by the cost model."""
+"""How long each node of an emitted program computes: its work by the operator table, its seconds by the cost model.
+
+Masks of dropout in fused kernels: drawn where they are used, and no more of them than is used.
+
+program                                  what a kernel written by hand draws
+
+mask = dropout_mask((1, 96, s, s))       nothing: every rank of the program draws the mask of one device
+own = take_part(mask, 1, 8, 3)           (1, 12, s, s), its own heads
+y = x * own * (1 / (1 - p))
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,18 +19,21 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from cost_models.calls import Call
 from cost_models.cost_model import CostModel
-from cost_models.fusion import Fusion, fused
-from cost_models.hardware import Device
-from cost_models.node_work import call_work, node_work
-from cost_models.simulator.values import Held, leaves_of
-from cost_models.sizes import TensorShape
-from cost_models.work import Work
-from passes.ir import microbatch
-from passes.operators import bound_arguments
+from cost_models.hardware.clusters import Device
+from cost_models.ops.call import Call
+from cost_models.ops.cost import call_work, node_work
+from cost_models.ops.fusion import Fusion, fused
+from cost_models.ops.sizes import TensorShape
+from cost_models.ops.work import Work
+from cost_models.simulator.storages import Held, leaves_of
+from passes.graph.schemas import bound_arguments
+from passes.ir.comm import microbatch
+from passes.ir.comm.microbatch import take_part
+from passes.ir.comm.primitives import draw_alike
+from passes.normalize.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 
-__all__ = ["NodePrices"]
+__all__ = ["NodePrices", "is_mask", "is_part_of_mask", "share_taken"]
 
 
 class NodePrices:
@@ -58,7 +71,7 @@ class NodePrices:
         return self._known[call]
 
     def function(self, target: Callable[..., Any], arguments: Sequence[Any], result: Any, made_bytes: int) -> float:
-        """Seconds of a function of ``passes.ir.microbatch``, or of any that reads its arguments and writes new memory.
+        """Seconds of a function of ``passes.ir.comm.microbatch``, or of any that reads its arguments and writes new memory.
 
         Args:
             made_bytes: of the storages that it makes.
@@ -108,3 +121,37 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_shapes(part) for part in value)
     return value
+
+
+# -- masks of dropout in fused kernels ---------------------------------------------------------------------------------------------
+
+
+_MASKS = (dropout_mask, dropout_mask_again, dropout_mask_with_state)
+
+
+def is_mask(node: fx.Node) -> bool:
+    """Whether a node draws a mask, alone or with other ranks."""
+    return node.target in _MASKS or (node.target is draw_alike and node.args[0] in _MASKS)
+
+
+def is_part_of_mask(node: fx.Node) -> bool:
+    """Whether a node takes a part of a mask."""
+    source = node.args[0] if node.target is take_part else None
+    while isinstance(source, fx.Node) and source.target in (operator.getitem, take_part):
+        source = source.args[0]
+    return isinstance(source, fx.Node) and is_mask(source)
+
+
+def share_taken(node: fx.Node) -> float:
+    """The part of a mask, or of a part, that is used."""
+    return max((_share(user) for user in node.users if user.op != "output"), default=1.0)
+
+
+def _share(user: fx.Node) -> float:
+    if user.target is operator.getitem:
+        return share_taken(user) if user.args[1] == 0 else 0.0
+    if user.target is not take_part:
+        return 1.0
+    sizes: Any = user.args[2]
+    here = 1 / sizes if isinstance(sizes, int) else sizes[user.args[3]] / sum(sizes)
+    return float(here * share_taken(user))

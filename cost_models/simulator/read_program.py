@@ -11,34 +11,35 @@ sums = wait(pending)                       wait for it
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from cost_models.simulator.collected import collected, copied
-from cost_models.simulator.gradient_nodes import gradient_nodes, passed_on
-from cost_models.simulator.graph_reader import GraphReader
+from cost_models.ops.work import Work
+from cost_models.simulator.functions import FUNCTIONS, collected, copied
 from cost_models.simulator.pricing import NodePrices
-from cost_models.simulator.program_functions import FUNCTIONS
-from cost_models.simulator.stage_template import Group, StageTemplate, read_stage, template_of
-from cost_models.simulator.steps import Step, Transfer
-from cost_models.simulator.values import UNKNOWN, Held, Storage, storages_of
-from cost_models.work import Work
-from passes.bundle import bundle_collectives
-from passes.inline_stages import communicates, written_out
-from passes.ir import communication
+from cost_models.simulator.read_stage import GraphReader, Group, StageTemplate, read_stage, template_of
+from cost_models.simulator.storages import UNKNOWN, Held, Storage, storages_of
+from cost_models.simulator.tasks import Step, Transfer
+from passes.emit.coalesce_collectives import bundle_collectives
+from passes.emit.inline_stages import communicates, written_out
+from passes.emit.overlap_collectives import overlap_communication
+from passes.graph.dependencies import with_ancestors
+from passes.graph.program_printer import ProgramModule
+from passes.ir.comm import microbatch
+from passes.ir.comm import primitives as communication
+from passes.ir.comm.unsummed import AddUnsummed
 from passes.ir.mesh import Mesh
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
-from passes.ir.unsummed import AddUnsummed
-from passes.overlap import overlap_communication
-from passes.program_module import ProgramModule
 
-__all__ = ["RankWork", "Templates", "read_program"]
+__all__ = ["RankWork", "Templates", "gradient_nodes", "passed_on", "read_program"]
+
 
 Templates: TypeAlias = dict[Any, tuple[int, StageTemplate]]
 """Stages that were read, and by which rank."""
@@ -375,3 +376,27 @@ class _CallReader(_ProgramReader):
 
 def _section(node: fx.Node) -> str:
     return str(node.meta.get("section") or "")
+
+
+# -- which nodes of a program compute gradients of parameters ----------------------------------------------------------------------
+
+
+_PASS_GRADIENTS = frozenset(
+    {operator.getitem, operator.add, microbatch.add_gradients, microbatch.add_gradients_in_place, communication.wait}
+    | {communication.all_reduce, communication.reduce_scatter}
+)
+"""What stands between the computation of a gradient and its store."""
+
+
+def gradient_nodes(program: Program) -> set[fx.Node]:
+    """The nodes whose values become gradients of parameters."""
+    stack: list[fx.Node] = []
+    for node in program.module.graph.nodes:
+        if node.op == "call_module" and isinstance(program.module.get_submodule(str(node.target)), StoreGradients | AddUnsummed):
+            stack += node.all_input_nodes
+    return passed_on(stack)
+
+
+def passed_on(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and what they are sums, items or results of communication of."""
+    return with_ancestors(nodes, lambda node: node.all_input_nodes if node.target in _PASS_GRADIENTS else ())

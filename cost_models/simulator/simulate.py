@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cost_models.cost_model import CostModel
-from cost_models.fusion import Fusion
-from cost_models.hardware import Cluster, Device
-from cost_models.memory import training_bytes
+from cost_models.hardware.clusters import Cluster, Device
+from cost_models.memory.optimizer_state import training_bytes
+from cost_models.ops.fusion import Fusion
+from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import RankRun, Slice, run_ranks
-from cost_models.simulator.links import Passages
 from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_program import RankWork, Templates, read_program
-from cost_models.simulator.simulation import Simulation
-from cost_models.simulator.timeline import Timeline
-from passes.garbage import nothing_collected
+from cost_models.simulator.result import Simulation, Timeline
+from passes.graph.lazy_graph_module import nothing_collected
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 

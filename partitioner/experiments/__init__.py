@@ -8,10 +8,10 @@ results.best(by="step_time")
 
 from __future__ import annotations
 
-from partitioner.experiments.optuna_sampler import OptunaSampler
-from partitioner.experiments.report import write_report
-from partitioner.experiments.results import Results
-from partitioner.experiments.sampler import GridSampler, RandomSampler
-from partitioner.experiments.sweep import sweep
+from partitioner.experiments.results.report import write_report
+from partitioner.experiments.results.results import Results
+from partitioner.experiments.run.optuna_sampler import OptunaSampler
+from partitioner.experiments.run.sampler import GridSampler, RandomSampler
+from partitioner.experiments.run.sweep import sweep
 
 __all__ = ["GridSampler", "OptunaSampler", "RandomSampler", "Results", "sweep", "write_report"]

@@ -1,1 +1,1 @@
-"""What a caller may say: the options of ``partition`` and of its relatives, and the checks of their values."""
+"""The options of ``partition`` and of its relatives: their types, checks and meanings."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cost_models.hardware import Cluster
-from cost_models.memory import optimizer_states
-from cost_models.units import parse_bytes
-from partitioner.precision import true_dtype
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import parse_bytes
+from cost_models.memory.optimizer_state import optimizer_states
+from partitioner.options.precision import true_dtype
 from partitioner.schedules.catalog import find_schedule
 from passes.ir.checked_arguments import Rule, at_least, one_of, read_by
 from passes.ir.plan import BATCHNORM, RECOMPUTE

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from partitioner.options.limits import check_shared_stages, check_unlike_widths
 from partitioner.schedules.catalog import find_schedule
-from partitioner.shared_stages import check_shared_stages
-from partitioner.unlike_widths import check_unlike_widths
+from passes.graph.fingerprint import weights_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
-from passes.weights_digest import weights_digest
 
 __all__ = ["check_fits", "plan_on"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from passes.axes import Axes
-from passes.axis_names import space_axes
+from passes.analysis.axes import Axes
+from passes.analysis.axis_names import space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import TILE, TILES, Mesh
 

@@ -1,1 +1,1 @@
-"""What a partitioned model says of itself: tables, explanations, their text and HTML."""
+"""Text, tables, pictures and pages about a partitioned model."""

@@ -1,1 +1,1 @@
-"""Running programs: all ranks in this process, or one rank a process."""
+"""Run programs: all ranks in this process, or one rank a process."""

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from partitioner.runtime.collectives import Collective, CollectiveTransport, writes_in_place
-from partitioner.runtime.exchange import Exchange
+from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
-from passes.ir.communication import Operation
+from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 
 __all__ = ["EmbeddedRuntime"]

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub lacks what it has
 
-from partitioner.runtime.call_order import sample_of
-from partitioner.runtime.connection import Connection
-from partitioner.runtime.distributed_collectives import as_bytes
-from partitioner.runtime.distributed_transport import DistributedTransport, PreparedTraffic, prepare_traffic
+from partitioner.runtime.collectives.torch_distributed import as_bytes
 from partitioner.runtime.executor import ProgramSet, Run
-from partitioner.runtime.failure import Failure, failure_of
-from partitioner.runtime.interruptible import Interruptible, InterruptibleStore
-from partitioner.runtime.local_marks import LocalMarks
-from partitioner.runtime.watch import NO_CONNECTION, Watch, lost_rank
-from passes.ir.backends import check_backend, default_backend
+from partitioner.runtime.process.call_order import sample_of
+from partitioner.runtime.process.failure import Failure, failure_of
+from partitioner.runtime.process.groups import Connection
+from partitioner.runtime.process.interruptible import Interruptible, InterruptibleStore
+from partitioner.runtime.process.local_marks import LocalMarks
+from partitioner.runtime.process.transport import DistributedTransport, PreparedTraffic, prepare_traffic
+from partitioner.runtime.process.watch import NO_CONNECTION, Watch, lost_rank
+from passes.ir.comm.backends import check_backend, default_backend
 from passes.ir.errors import ConfigError
 
 __all__ = ["TorchrunRuntime", "arrive", "is_launched", "local_world_size", "world_size"]

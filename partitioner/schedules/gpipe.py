@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019).
 
-    >>> from partitioner.schedules.unit_time import draw
+    >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(GPIPE.build(3, 4)))
     rank 0 |0F0|0F1|0F2|0F3|.......................|0B0    |0B1    |0B2    |0B3    |
     rank 1 |...|1F0|1F1|1F2|1F3|...........|1B0    |1B1    |1B2    |1B3    |

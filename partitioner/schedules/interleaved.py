@@ -2,7 +2,7 @@
 
 Stage s is on rank s mod R. Microbatches go in groups of R: a group runs through all stages of a rank before the next group enters.
 
-    >>> from partitioner.schedules.unit_time import draw
+    >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(INTERLEAVED.build(2, 4)))
     rank 0 |0F0|0F1|2F0|2F1|0F2|...|2B0    |0F3|2B1    |2F2|0B0    |2F3|0B1    |...|2B2    |...|2B3    |0B2    |0B3    |
     rank 1 |...|1F0|1F1|3F0|3B0    |3F1|3B1    |1F2|1B0    |1F3|1B1    |3F2|3B2    |3F3|3B3    |1B2    |1B3    |

@@ -2,7 +2,7 @@
 
 PipeDream-Flush (Narayanan et al. 2021). Its bubble is GPipe's, its memory does not grow with the microbatches.
 
-    >>> from partitioner.schedules.unit_time import draw
+    >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(ONE_F_ONE_B.build(3, 4)))
     rank 0 |0F0|0F1|0F2|...............|0B0    |0F3|0B1    |...|0B2    |...|0B3    |
     rank 1 |...|1F0|1F1|.......|1B0    |1F2|1B1    |1F3|1B2    |...|1B3    |

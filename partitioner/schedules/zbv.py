@@ -3,7 +3,7 @@
 ZB-V of Qi et al. 2023 (section 6), V-ZB of Qi et al. 2024. Stages r and 2R-1-r are on rank r: in half-size stages, every rank holds 2R
 activations, as much as 1F1B's first rank.
 
-    >>> from partitioner.schedules.unit_time import draw
+    >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(ZBV.build(2, 3)))
     rank 0 |0F0|0F1|0F2|3F0|3I0|3W0|3F1|3I1|3W1|0I0|0W0|3F2|3I2|3W2|0I1|0W1|0I2|0W2|
     rank 1 |...|1F0|2F0|1F1|2F1|2I0|2W0|1F2|1I0|1W0|2F2|2I1|2W1|1I1|2I2|1I2|1W1|2W2|1W2|

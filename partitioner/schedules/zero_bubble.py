@@ -2,7 +2,7 @@
 
 ZB-H1 of Qi et al. 2023. W on rank r stays r microbatches behind I, so that every rank holds as much as the first one.
 
-    >>> from partitioner.schedules.unit_time import draw
+    >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(ZERO_BUBBLE.build(3, 4)))
     rank 0 |0F0|0F1|0F2|.......|0I0|0W0|0F3|0I1|0W1|0I2|0W2|0I3|0W3|
     rank 1 |...|1F0|1F1|...|1I0|1F2|1I1|1W0|1F3|1I2|1W1|1I3|1W2|1W3|

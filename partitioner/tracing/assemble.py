@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
 
-from partitioner.tracing.batch_symbol import Exported
 from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
-from partitioner.tracing.lifted import Lifted, read_signature, refuse_learned_constants
-from partitioner.tracing.normalize import normalize
-from partitioner.tracing.ties import first_names, merged_parameters
+from partitioner.tracing.export.dynamic_batch import Exported
+from partitioner.tracing.inputs.ties import first_names, merged_parameters
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.errors import TraceError
 from passes.ir.graph import Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
-from passes.lazy_graph_module import LazyGraphModule
-from passes.size_expression import size_of
+from passes.normalize.order import normalize
 
-__all__ = ["assemble"]
+__all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
@@ -108,3 +111,67 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str]) -> t
         shape = tuple(size_of(size) for size in value.shape)
         inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, dimensions.get(index)))
     return tuple(inputs)
+
+
+# -- read the signature of an exported program -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """What the placeholders of a graph stand for.
+
+    Attributes:
+        parameters: placeholder -> name in the model.
+        buffers: placeholder -> name in the model.
+        constants: placeholder -> tensor.
+        inputs: for each leaf of the inputs, its placeholder; None when it is no tensor.
+    """
+
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: tuple[str | None, ...]
+
+    @property
+    def without_gradient(self) -> frozenset[str]:
+        """Placeholders that never require a gradient."""
+        return frozenset(self.buffers) | frozenset(self.constants)
+
+
+def read_signature(program: ExportedProgram) -> Lifted:
+    """What each placeholder of an exported program stands for.
+
+    Raises:
+        TraceError: the program holds something that is neither a tensor nor a plain value.
+    """
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: list[str | None] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(None if isinstance(spec.arg, ConstantArgument) else spec.arg.name)
+        elif spec.kind is InputKind.PARAMETER:
+            parameters[spec.arg.name] = str(spec.target)
+        elif spec.kind is InputKind.BUFFER:
+            buffers[spec.arg.name] = str(spec.target)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constant = program.constants[str(spec.target)]
+            assert isinstance(constant, Tensor)
+            constants[spec.arg.name] = constant
+        else:
+            raise TraceError(
+                f"the model uses {spec.target}, an object that is no tensor ({spec.kind.name.lower()})",
+                remedy="compute with tensors; keep other objects out of forward",
+            )
+    return Lifted(parameters, buffers, constants, tuple(inputs))
+
+
+def refuse_learned_constants(lifted: Lifted) -> None:
+    """Raise TraceError when a tensor of the model's code requires a gradient: nobody would give it one."""
+    for name, constant in lifted.constants.items():
+        if constant.requires_grad:
+            raise TraceError(
+                f"the model computes with a tensor of shape {tuple(constant.shape)} ({name}) that requires a gradient but is no parameter",
+                remedy="make it a parameter, self.weight = nn.Parameter(...), or detach it",
+            )

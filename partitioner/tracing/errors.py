@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from partitioner.tracing.autograd_functions import CustomFunctionError
+from passes.graph.provenance import place_of
+from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
-from passes.operators import bound_arguments, packet
-from passes.provenance import place_of
 
 __all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
 

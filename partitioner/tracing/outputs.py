@@ -8,13 +8,13 @@ from typing import TypeGuard
 import torch
 from torch import fx
 
-from partitioner.tracing.trees import output_names
-from passes.batch.values import Values
-from passes.batch_dimension import combination, follow_batch
-from passes.buffer_writes import declared_writes
+from partitioner.tracing.inputs.flatten import output_names
+from passes.analysis.batch.values import Values
+from passes.analysis.batch_semantics import combination, follow_batch
+from passes.analysis.replicable import replicable_nodes
+from passes.graph.buffer_writes import declared_writes
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import Combine, ModelGraph, Output
-from passes.replicable import replicable_nodes
-from passes.size_expression import size_of
 
 __all__ = ["with_outputs"]
 

@@ -10,18 +10,17 @@ import sympy
 from torch import nn
 
 from partitioner.tracing.assemble import assemble
-from partitioner.tracing.batch_symbol import Exported, export_fixed, export_open
 from partitioner.tracing.errors import refuse_unplaceable
-from partitioner.tracing.example_inputs import find_example_inputs
-from partitioner.tracing.export import TRACING
-from partitioner.tracing.inputs import BatchLayout, ModelInputs, flatten_inputs
+from partitioner.tracing.export.dynamic_batch import Exported, export_fixed, export_open
+from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.inputs.example import find_example_inputs
+from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
+from partitioner.tracing.inputs.ties import refuse_overlaps
 from partitioner.tracing.outputs import with_outputs
-from partitioner.tracing.ties import refuse_overlaps
-from passes.batch.values import FittedValues, OpenValues, pair_nodes
-from passes.garbage import nothing_collected
-from passes.ir.autocast import Autocast
+from passes.analysis.batch.values import FittedValues, OpenValues, pair_nodes
+from passes.graph.lazy_graph_module import nothing_collected
 from passes.ir.errors import TraceError
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import Autocast, ModelGraph
 
 __all__ = ["trace"]
 

@@ -1,1 +1,1 @@
-"""The words that every layer shares: errors, graphs, schedules, plans, communication, programs."""
+"""Data types that every phase shares: graph, mesh, layout, plan, schedule, program, errors."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,9 +12,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
-from passes.ir.autocast import Autocast
+__all__ = ["Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
 
-__all__ = ["Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total"]
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches make the value over the whole batch."""
@@ -126,7 +126,7 @@ class ModelGraph:
 
     What ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
     producer; a tied parameter is one placeholder; nested graphs are inlined; operations that do nothing are gone; an in-place
-    operation is functional, and buffers are written by declared writes alone (``passes.buffer_writes``).
+    operation is functional, and buffers are written by declared writes alone (``passes.graph.buffer_writes``).
 
     Attributes:
         module: the graph (it owns no parameters).
@@ -143,11 +143,11 @@ class ModelGraph:
         training: whether dropout and batch normalisation train; frozen.
         notes: what the user should know, one sentence each.
         mixing: where rows of the batch are mixed other than in results (batch normalisation ...).
-        totals: what programs count over the whole batch and give to the graph; see ``passes.loss_totals``.
-        updates: buffer that forward writes (``passes.buffer_writes``) -> what to do with its new values over microbatches. Running
+        totals: what programs count over the whole batch and give to the graph; see ``passes.spmd.mean_to_sum``.
+        updates: buffer that forward writes (``passes.graph.buffer_writes``) -> what to do with its new values over microbatches. Running
             statistics of batch normalisation are none of them.
         autocast: the mixed precision that the loss is computed in; casts inside the graph are operations of it.
-        part: which part of the model this is, for a graph that ``passes.localize`` wrote.
+        part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
     """
 
     module: fx.GraphModule
@@ -195,3 +195,33 @@ class ModelGraph:
     def computing_nodes(self) -> list[fx.Node]:
         """All nodes that compute, in order: neither placeholders nor the output."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+# -- mixed precision as torch.autocast has it --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """One mixed precision.
+
+    Attributes:
+        device_type: whose list of operations.
+        dtype: the lower precision.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+
+    def enabled(self) -> torch.autocast:
+        """The context. Nothing is cached: a cast is a node of a graph, or is done when it is needed."""
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Outside of any autocast that the caller is in."""
+    with contextlib.ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

@@ -38,7 +38,7 @@ class Shard:
     """A part of one axis.
 
     Attributes:
-        axis: the axis (of ``passes.axes``).
+        axis: the axis (of ``passes.analysis.axes``).
         dimension: the dimension of the tensor that holds it; an axis may occur in several.
     """
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.ir.checked_arguments import check_fields
+from passes.ir.comm.halo_strategy import HaloRun
 from passes.ir.errors import ConfigError
-from passes.ir.halo_run import HaloRun
 from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
 from passes.ir.value_checks import conform
 
@@ -90,7 +90,7 @@ class Plan:
         bound_by: what limits the step, in words.
         runner_up: the next best choice and its predicted price, in words; empty when there was no choice.
         notes: what the user should know, one sentence each.
-        axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.axis_names``.
+        axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
             asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
@@ -100,7 +100,7 @@ class Plan:
         searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
         contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
             few that come next.
-        weights: digest of the model's weights (``passes.weights_digest``): a plan is for one model; empty: for any that it fits.
+        weights: digest of the model's weights (``passes.graph.fingerprint``): a plan is for one model; empty: for any that it fits.
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
         halos: where tiles lie over devices, how each run of calls pays for what its windows read of neighbours.

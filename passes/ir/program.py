@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.ir.autocast import Autocast
+from passes.ir.comm.unsummed import AddUnsummed, GradientSlot
 from passes.ir.errors import ConfigError, PartitionError
-from passes.ir.unsummed import AddUnsummed, GradientSlot
+from passes.ir.graph import Autocast
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 

@@ -1,1 +1,1 @@
-"""What every operation does to axes: the rules from which propagation, layouts, costs and halos derive."""
+"""Sharding rules: for each op, the loops over axes from which layouts, costs and halos are derived."""

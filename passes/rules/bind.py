@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -12,9 +12,10 @@ import torch
 from passes.rules.call import Call, Operand, Shape
 from passes.rules.language import ANY_DIMENSION, Dim, Line, Term
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
-from passes.rules.windows import Reach, Window
+from passes.rules.window import Reach, Window
 
-__all__ = ["MisfitError", "bind", "linear_sets", "quotient"]
+__all__ = ["MisfitError", "bind", "dimension", "dimensions", "linear_sets", "numbered", "quotient", "write"]
+
 
 _Key: TypeAlias = "tuple[str, int]"
 """A factor: its name and, for one of several dimensions under a star, its place from the right."""
@@ -281,3 +282,31 @@ def _localizer(line: Line, numbers: Mapping[_Key, int]) -> Callable[[LocalCall],
         return found
 
     return localize
+
+
+# -- how rules that depend on a call write their line of the language --------------------------------------------------------------
+
+
+def numbered(rank: int, marks: Mapping[int, str] | None = None, *, name: str = "dim") -> list[str]:
+    """``dim0 dim1! dim2``: every dimension of a tensor, some with a mark."""
+    return [f"{name}{index}{marks.get(index, '') if marks else ''}" for index in range(rank)]
+
+
+def write(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str]], *clauses: str) -> str:
+    """The line of terms given as lists of dimensions."""
+    left, right = (", ".join(" ".join(term) or "()" for term in terms) for terms in (operands, results))
+    return "; ".join([f"{left} -> {right}", *clauses])
+
+
+def dimension(rank: int, given: Any) -> int:
+    """A dimension counted from the front."""
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise MisfitError(f"{given!r} is no number of a dimension")
+    return given % max(rank, 1)
+
+
+def dimensions(operand: Operand, given: Any) -> list[int]:
+    """Dimensions counted from the front, of one or a list; all of them when none is named."""
+    rank = len(operand.shape)
+    named = given if isinstance(given, tuple) else () if given is None else (given,)
+    return [dimension(rank, each) for each in named] or list(range(rank))

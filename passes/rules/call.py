@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from passes.operators import bound_arguments, tensor_parameters
+from passes.graph.schemas import bound_arguments, tensor_parameters
+from passes.graph.symbolic_sizes import size_of
 from passes.rules.loops import Size
-from passes.size_expression import size_of
 
 __all__ = ["Call", "Operand", "Shape", "call_of"]
 

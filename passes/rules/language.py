@@ -12,7 +12,7 @@ alone describes all results. A term lists dimensions by the factor (the loop) th
     (outer inner)   one dimension made of several factors, outermost first
     1               a dimension of size one
     name!           cannot be cut
-    name~           of an operand: the factor, which the result has, slides over the dimension (``passes.rules.windows``)
+    name~           of an operand: the factor, which the result has, slides over the dimension (``passes.rules.window``)
     name:max        a factor in no result, over which the results of parts are combined by ``sum``, ``max``, ``min`` or ``mean``
     +term           added to the result
     ()              a term without dimensions, where it stands alone

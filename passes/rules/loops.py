@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 
-from passes.rules.windows import Window
+from passes.rules.window import Window
 
 __all__ = ["Dimension", "Factor", "LocalCall", "Loops", "Reduction", "Size"]
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
-from tests.architecture.source_tree import report, sources
+from tests.architecture.source_tree import PACKAGES, ROOT, report, sources
 
 FILE_LINES = 700
 FUNCTION_LINES = 60
+FOLDER_ENTRIES = 12
 
 
 def test_files_are_short() -> None:
     lengths = {source.path: len(source.text.splitlines()) for source in sources()}
     offences = [f"{path}:{FILE_LINES + 1}: {length} lines" for path, length in lengths.items() if length > FILE_LINES]
     assert not offences, report(offences, f"a file is as long as its concept; split it in two: the limit is {FILE_LINES} lines")
+
+
+def test_folders_are_read_at_a_glance() -> None:
+    folders = {ROOT / package for package in PACKAGES} | {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    counts = {folder: sum(is_entry(path) for path in folder.iterdir()) for folder in folders}
+    offences = [f"{folder.relative_to(ROOT)}: {count} entries" for folder, count in counts.items() if count > FOLDER_ENTRIES]
+    assert not offences, report(offences, f"a folder is a phase or a part of one; the limit is {FOLDER_ENTRIES} files and folders")
+
+
+def is_entry(path: Path) -> bool:
+    """Whether a reader of a folder sees it: neither what marks a package nor what Python caches."""
+    return path.name not in {"__init__.py", "__pycache__", "py.typed"}
 
 
 def test_functions_are_short() -> None:

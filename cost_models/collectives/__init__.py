@@ -1,0 +1,1 @@
+"""Times of collectives and point-to-point messages."""

@@ -1,0 +1,164 @@
+"""How long a collective takes on a cluster: which links its group uses, who else uses them, and which algorithm is the fastest.
+
+    node 0              node 1                   groups (0 1) (2 3): each stays in its node
+    0 --NVLink-- 1      2 --NVLink-- 3           group (0 1 2 3): a ring whose slowest step crosses nodes
+         |__ InfiniBand __|                      groups (0 2) (1 3) at once: both cross, and halve a shared adapter
+
+A ring goes as fast as its slowest step. A step leaves its sender through a port: of the device, or of its node where the devices of a node
+share an adapter (``Level.shared``). Steps that leave through one port at the same time divide its bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, TypeAlias
+
+from cost_models.collectives import alpha_beta as communication
+from cost_models.hardware.clusters import Cluster, Level, Link
+
+__all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "port", "slowest_link"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
+"""What a group does together."""
+
+Group: TypeAlias = tuple[int, ...]
+"""Ranks, in the order in which they pass parts on."""
+
+_Port: TypeAlias = tuple[int, int]
+
+
+def collective_time(kind: Collective, size: float, group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> float:
+    """Seconds of a collective, by the fastest algorithm for it.
+
+    Args:
+        kind: what is done.
+        size: bytes of the whole tensor; see ``cost_models.collectives.alpha_beta``.
+        group: who takes part.
+        cluster: where they are.
+        at_once: groups that do the same at the same time; ``group`` may be one of them.
+
+    Raises:
+        ConfigError: no link joins two neighbours of the group.
+    """
+    return group_links(group, cluster, at_once).seconds(kind, size)
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The links of a group: what its collectives take, whatever their sizes.
+
+    Attributes:
+        n_ranks: how many take part.
+        ring: what a ring of them waits for.
+        levels: how many parts each level of a hierarchy joins, and by which link; empty where parts are unequal.
+        memory: B/s of the memory of the slowest rank.
+    """
+
+    n_ranks: int
+    ring: Link
+    levels: tuple[tuple[int, Link], ...] = ()
+    memory: float = math.inf
+
+    def copying(self, size: float) -> float:
+        """Seconds of copying so many bytes into a message, or out of one."""
+        return 2 * size / self.memory if self.ring.copies else 0.0
+
+    def seconds(self, kind: Collective, size: float) -> float:
+        """Of a collective, by the fastest algorithm for it; ``size`` as ``collective_time`` has it."""
+        if self.n_ranks < 2:
+            return 0.0
+        if kind == "all_reduce" and size * self.n_ranks <= self.ring.gathered_bytes:
+            return self.ring.start + float(communication.gathered_all_reduce(size, self.n_ranks, self.ring))
+        formula = getattr(communication, kind)
+        times = [float(formula(size, self.n_ranks, self.ring))]
+        if kind == "all_reduce":
+            times.append(float(communication.tree_all_reduce(size, self.n_ranks, self.ring)))
+            if len(self.levels) > 1:
+                times.append(float(communication.hierarchical_all_reduce(size, self.levels)))
+        return self.ring.start + min(times)
+
+
+def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> GroupLinks:
+    """The links of a group, others using theirs at the same time; arguments and errors as ``collective_time`` has them."""
+    if len(group) < 2:
+        return GroupLinks(len(group), cluster.link(0, 0))
+    group = _sorted(group, cluster)
+    others = [_sorted(other, cluster) for other in at_once if other != group]
+    memory = min(cluster.devices[rank].bandwidth for rank in group)
+    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)), memory)
+
+
+def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:
+    """What a ring of the group waits for: the step with the least bandwidth left, with the longest latency and start of all."""
+    links = message_links([pair for each in (group, *at_once) for pair in _ring(each)], cluster)[: len(_ring(group))]
+    slowest = min(links, key=lambda link: link.bandwidth)
+    return replace(slowest, latency=max(link.latency for link in links), start=max(link.start for link in links))
+
+
+def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list[Link]:
+    """The link of each message, with the bandwidth that is left when all are sent at once.
+
+    Args:
+        messages: sender and receiver.
+        cluster: where they are.
+    """
+    ports = [port(one, other, cluster) for one, other in messages]
+    uses = Counter(ports)
+    pairs = [(cluster.link(*message), uses[leaving]) for message, leaving in zip(messages, ports, strict=True)]
+    shared: dict[tuple[int, int], Link] = {}  # a cluster has few links, thousands of messages go over each
+    for link, number in pairs:
+        if (id(link), number) not in shared:
+            shared[id(link), number] = replace(link, bandwidth=link.bandwidth / number)
+    return [shared[id(link), number] for link, number in pairs]
+
+
+def _ring(group: Group) -> list[tuple[int, int]]:
+    return list(zip(group, (*group[1:], group[0]), strict=True))
+
+
+def _sorted(group: Group, cluster: Cluster) -> Group:
+    """By place: a ring that visits node after node crosses each border once."""
+    return tuple(sorted(group, key=lambda rank: cluster.places[rank]))
+
+
+def port(one: int, other: int, cluster: Cluster) -> _Port:
+    """What a message from one rank to another leaves through: the level of its link, and the device, or the node that shares it."""
+    here, there = cluster.places[one], cluster.places[other]
+    inner = 1
+    for number, level in enumerate(_levels(cluster)):
+        if here // level.size == there // level.size:
+            return number, (here // inner if level.shared else here)
+        inner = level.size
+    return -1, here
+
+
+def _levels(cluster: Cluster) -> tuple[Level, ...]:
+    return tuple(cluster.links) if isinstance(cluster.links, Sequence) else ()
+
+
+def _hierarchy(group: Group, cluster: Cluster, at_once: Sequence[Group]) -> list[tuple[int, Link]]:
+    """For each level on which the group has equal parts, how many parts it joins, and the link; empty when parts are unequal."""
+    found: list[tuple[int, Link]] = []
+    units: list[Group] = [(rank,) for rank in group]
+    for level in _levels(cluster):
+        joined = [tuple(part for part in parts) for _, parts in groupby(units, key=lambda unit: cluster.places[unit[0]] // level.size)]
+        count = len(joined[0])
+        if any(len(parts) != count for parts in joined):
+            return []
+        if count > 1:
+            # Every rank of a unit reduces its part with its counterparts in the other units, all at the same time.
+            rings = [ring for parts in joined for ring in _counterparts(parts)]
+            links = message_links([pair for ring in (*rings, *at_once) for pair in _ring(ring)], cluster)
+            crossing = links[: sum(len(ring) for ring in rings)]
+            found.append((count, min(crossing, key=lambda link: link.bandwidth)))
+        units = [tuple(rank for part in parts for rank in part) for parts in joined]
+    return found
+
+
+def _counterparts(units: Sequence[Group]) -> Iterator[Group]:
+    """The first ranks of all units, the second ones, ..."""
+    yield from zip(*units, strict=True)

@@ -1,0 +1,1 @@
+"""Step time, memory and bytes moved as sympy expressions."""

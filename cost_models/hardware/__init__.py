@@ -1,0 +1,1 @@
+"""Devices, links and clusters: presets, or measured on this machine."""

@@ -1,1 +1,0 @@
-"""Cost models of a machine that is at hand: operations timed, and rates fitted to their times."""

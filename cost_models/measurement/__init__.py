@@ -1,1 +1,0 @@
-"""What this machine reaches: its devices and the links between them, measured."""

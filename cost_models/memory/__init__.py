@@ -1,0 +1,1 @@
+"""Memory of tensors over their lifetimes, and of optimizer state."""

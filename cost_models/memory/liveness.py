@@ -1,0 +1,79 @@
+"""The most memory that a forward or a training step holds at once, by liveness: a value is forgotten behind its last reader.
+
+x = conv(image)       image x
+y = relu(x)           image x y       the most: x and y beside the image
+z = pool(y)           image   y z
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from passes.autograd.partition_joint import DifferentiatedStage
+from passes.graph.aliasing import memory_keys
+from passes.graph.symbolic_sizes import size_at
+from passes.ir.graph import ModelGraph
+
+__all__ = ["forward_peak", "given_bytes", "step_peak"]
+
+
+def given_bytes(graph: ModelGraph) -> int:
+    """Bytes of inputs and parameters, which are held throughout."""
+    return _bytes_of_all([node for node in graph.graph.nodes if node.op == "placeholder"], graph)
+
+
+def forward_peak(graph: ModelGraph) -> int:
+    """Bytes at the worst node, inputs, parameters and results among them, for the batch that was traced."""
+    return _peak(list(graph.graph.nodes), graph)
+
+
+def step_peak(training: DifferentiatedStage, graph: ModelGraph) -> int:
+    """Bytes at the worst node of a forward and its backward: inputs, parameters, and gradients among them; what a loss needs is not.
+
+    Args:
+        training: the whole model as one stage.
+        graph: whose batch it is.
+    """
+    backward = [] if training.backward is None else list(training.backward.graph.nodes)
+    return _peak([*training.forward.graph.nodes, *backward], graph)
+
+
+def _peak(order: Sequence[fx.Node], graph: ModelGraph) -> int:
+    """Of a run of nodes. The placeholders of a backward lie in the memory of what the forward saved."""
+    keys = [memory_keys(node) for node in order]
+    sizes = {key: _bytes(tensor, graph) for pairs in reversed(keys) for tensor, key in pairs}
+    places = {node: place for place, node in enumerate(order)}
+    first: dict[Hashable, int] = {}
+    last: dict[Hashable, int] = {}
+    held: set[Hashable] = set()
+    in_front = True
+    for place, (node, pairs) in enumerate(zip(order, keys, strict=True)):
+        in_front = in_front and node.op == "placeholder"
+        if in_front:
+            held.update(key for _, key in pairs)
+        for source in (node, *node.all_input_nodes):
+            for _, key in keys[places[source]]:
+                first.setdefault(key, place)
+                last[key] = place
+    changes = [0] * (len(order) + 1)
+    for key, place in first.items():
+        if key not in held:
+            changes[place] += sizes[key]
+            changes[last[key] + 1] -= sizes[key]
+    live = most = sum(sizes[key] for key in held)
+    for change in changes:
+        live += change
+        most = max(most, live)
+    return most
+
+
+def _bytes_of_all(nodes: Iterable[fx.Node], graph: ModelGraph) -> int:
+    found = {key: tensor for node in nodes for tensor, key in memory_keys(node)}
+    return sum(_bytes(tensor, graph) for tensor in found.values())
+
+
+def _bytes(tensor: torch.Tensor, graph: ModelGraph) -> int:
+    return size_at(tensor.untyped_storage().nbytes(), graph.batch, graph.batch_size)

@@ -1,0 +1,1 @@
+"""FLOPs, bytes and times of ops."""

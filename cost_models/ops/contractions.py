@@ -1,0 +1,207 @@
+"""The products in an operation, forward and backward, as its rule has them: two operands, and the loops that run over each.
+
+    linear  input batch in, weight out in -> batch out
+
+    loops                  forward            gradient of input      gradient of weight
+    batch  of both         -                  -                      -
+    rows   of the first    batch              batch                  out
+    columns of the second  out                in                     in
+    inner  summed          in                 out                    batch
+
+So the gradient of an operand is the product of the result with the other operand, over the same loops; nothing is said twice. Operations
+that multiply no operands (pointwise, normalisation, pooling) move bytes and count no FLOPs, as in ``torch.utils.flop_counter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from cost_models.ops.call import Call
+from cost_models.ops.sizes import Size, numel
+from cost_models.ops.work import Product
+from passes.rules.loops import Dimension, Loops
+
+__all__ = [
+    "Products",
+    "attention",
+    "attention_gradients",
+    "cell",
+    "contraction",
+    "input_gradient",
+    "layers",
+    "operand_gradients",
+    "weight_gradients",
+]
+
+
+Products: TypeAlias = tuple[Product, ...]
+"""What an operation multiplies, in order."""
+
+Terms: TypeAlias = Sequence[frozenset[int]]
+"""For each operand, and at last for the result, the loops that run over it."""
+
+
+def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Products]:
+    """The operands, contracted from left to right; a loop is summed as soon as neither the result nor a later operand has it.
+
+    Args:
+        names: the parameters that are multiplied.
+        windowed: whether the second is a kernel that slides over the first.
+    """
+
+    def products(call: Call) -> Products:
+        loops = call.loops
+        return () if loops is None else _contracted(*_terms(call, loops, names, windowed=windowed))
+
+    return products
+
+
+def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], dict[str, Products]]:
+    """For each parameter, the products of its gradient: of the result with the other operands."""
+
+    def gradients(call: Call) -> dict[str, Products]:
+        loops = call.loops
+        found: dict[str, Products] = dict.fromkeys(names, ())
+        if loops is None:
+            return found
+        terms, sizes = _terms(call, loops, names, windowed=windowed)
+        owner = [name for name in names for _ in call.operand_indices(name)]
+        for place, name in enumerate(owner):
+            others = [term for index, term in enumerate(terms[:-1]) if index != place]
+            if others:  # the gradient of a single operand is no product
+                found[name] += _contracted([terms[-1], *others, terms[place]], sizes)
+        return found
+
+    return gradients
+
+
+def attention(call: Call) -> Products:
+    """Scores, then their sum over the values."""
+    loops = call.loops
+    if loops is None:
+        return ()
+    query, key, value, scores, result = _attention_terms(call, loops)
+    sizes = _sizes(loops)
+    return (_product(query, key, scores, sizes), _product(scores, value, result, sizes))
+
+
+def attention_gradients(call: Call) -> Products:
+    """The scores again (FlashAttention, arXiv 2205.14135), and the gradients of scores, queries, keys and values: five products."""
+    loops = call.loops
+    if loops is None:
+        return ()
+    query, key, value, scores, result = _attention_terms(call, loops)
+    pairs = [(query, key, scores), (result, value, scores), (scores, key, query), (scores, query, key), (scores, result, value)]
+    return tuple(_product(one, other, kept, _sizes(loops)) for one, other, kept in pairs)
+
+
+def _attention_terms(call: Call, loops: Loops) -> tuple[frozenset[int], ...]:
+    """Loops of queries, keys, values, scores and the result; scores have those of queries and keys that are not summed."""
+    query, key, value = (_factors(loops.operands[call.operand_indices(name)[0]]) for name in ("query", "key", "value"))
+    result = _factors(loops.results[0])
+    return query, key, value, (query & result) | (key & value), result
+
+
+def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:
+    """The loops of operands and result, and how often each runs."""
+    operands = [_factors(loops.operands[index]) for name in names for index in call.operand_indices(name)]
+    terms, sizes = [*operands, _factors(loops.results[0])], _sizes(loops)
+    return _unfolded(call, loops, names[0], *terms) if windowed else (terms, sizes)
+
+
+def _sizes(loops: Loops) -> Sequence[Size]:
+    return [factor.size for factor in loops.factors]
+
+
+def _factors(dimensions: Sequence[Dimension]) -> frozenset[int]:
+    return frozenset(factor for dimension in dimensions for factor in dimension)
+
+
+def _is_transposed(call: Call) -> bool:
+    return bool(call.arguments.get("transposed", "conv_transpose" in call.operator.name()))
+
+
+def _unfolded(
+    call: Call, loops: Loops, name: str, source: frozenset[int], weight: frozenset[int], result: frozenset[int]
+) -> tuple[list[frozenset[int]], Sequence[Size]]:
+    """A convolution's input by windows: the places of the result, and in each the kernel. Transposed: its result, by places of the input.
+
+    No loop runs over the dimensions of the input that the kernel slides over: those of the result do.
+    """
+    kernel, places = weight - source - result, result - source - weight
+    if not _is_transposed(call):
+        return [source | places | kernel, weight, result], _sizes(loops)
+    (operand,) = call.operand_indices(name)
+    slid = {window.factor: call.shape(name)[window.dimension] for window in loops.windows if window.operand == operand}
+    return [source | places, weight, result | kernel], [slid.get(factor, size) for factor, size in enumerate(_sizes(loops))]
+
+
+def _contracted(terms: Terms, sizes: Sequence[Size]) -> Products:
+    """All but the last term make the last one. Of several pairs those that sum nothing are products of elements."""
+    current, found = terms[0], []
+    for place, term in enumerate(terms[1:-1], start=1):
+        later = terms[-1].union(*terms[place + 1 : -1])
+        if len(terms) <= 3 or (current & term) - later:
+            found.append(_product(current, term, later, sizes))
+        current = (current | term) & later
+    return tuple(found)
+
+
+def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], sizes: Sequence[Size]) -> Product:
+    def size(factors: frozenset[int]) -> Size:
+        return numel(sizes[factor] for factor in sorted(factors))
+
+    both = one & other
+    return Product(batch=size(both & kept), rows=size(one - other), columns=size(other - one), inner=size(both - kept))
+
+
+# -- products of recurrent layers. Their rules say that nothing but the batch may be cut, not what is multiplied -------------------
+
+
+def layers(call: Call) -> Products:
+    """Every step multiplies with every weight matrix; the list of parameters holds all layers and directions."""
+    length, batch = _steps(call)
+    return tuple(
+        Product(1, length * batch, gates, width) if place % 2 == 0 else Product(length, batch, gates, width)
+        for place, (gates, width) in enumerate(_matrices(call))
+    )
+
+
+def weight_gradients(call: Call) -> Products:
+    """The gradients of all weights, and those of the states, which flow through all but the first layer's input weights."""
+    length, batch = _steps(call)
+    first = 2 if call.arguments["bidirectional"] else 1
+    states = tuple(
+        Product(1 if place % 2 == 0 else length, length * batch if place % 2 == 0 else batch, width, gates)
+        for place, (gates, width) in enumerate(_matrices(call))
+        if place % 2 or place >= 2 * first
+    )
+    return (*(Product(1, gates, width, length * batch) for gates, width in _matrices(call)), *states)
+
+
+def input_gradient(call: Call) -> Products:
+    """Through the first layer's input weights, in each direction."""
+    length, batch = _steps(call)
+    n_first = 2 if call.arguments["bidirectional"] else 1
+    gates, width = _matrices(call)[0]
+    return (Product(1, length * batch, width, gates),) * n_first
+
+
+def cell(call: Call) -> Products:
+    """One step with both weight matrices."""
+    rows = numel(call.shape("input")[:-1])
+    return tuple(Product(1, rows, *call.shape(name)) for name in ("w_ih", "w_hh"))
+
+
+def _steps(call: Call) -> tuple[Size, Size]:
+    """How many steps, and how many rows each has."""
+    shape = call.shape("input")
+    if len(shape) < 3:
+        return 1, numel(shape[:-1])
+    return (shape[1], shape[0]) if call.arguments.get("batch_first") else (shape[0], shape[1])
+
+
+def _matrices(call: Call) -> list[tuple[Size, Size]]:
+    """Shapes of the weights, layer by layer, direction by direction: input to hidden, hidden to hidden."""
+    return [tensor.shape for tensor in call.arguments["params"] if len(tensor.shape) == 2]

@@ -1,0 +1,285 @@
+"""What one node costs: floating-point operations and bytes moved, as formulas in the batch symbol.
+
+forward           reads its arguments, writes its results
+backward input    reads the results' gradient and what was kept, writes the gradients of activations
+backward weight   the same for the gradients of parameters
+
+What one node of a program does: of a forward or of a backward, which after differentiation are operators alike.
+
+mm(gradient, weight)                    a product as any other: its rule says which
+convolution_backward(gradient, ...)     the gradients of the products of the convolution that it names
+native_layer_norm_backward(...)         reads and writes its tensors
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from cost_models.ops.call import Call, tensors_in
+from cost_models.ops.contractions import Products, attention, attention_gradients, operand_gradients
+from cost_models.ops.sizes import Size, TensorShape
+from cost_models.ops.table import OPERATIONS, Operation
+from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
+from passes.graph.aliasing import shares_memory
+from passes.graph.schemas import bound_arguments, packet, viewed_arguments, written_arguments
+from passes.graph.symbolic_sizes import size_of
+
+__all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
+
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """The price of one node.
+
+    Attributes:
+        dtype: what it computes in.
+        forward: of the forward.
+        backward_input: of the gradients of activations.
+        backward_weight: of the gradients of parameters.
+        saves: parameter names of the schema, or ``"result"`` or ``"results"``: the values that the backward keeps.
+        keeps: bytes that the backward keeps besides.
+        parameters: bytes of the parameters among its arguments.
+        known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
+    """
+
+    dtype: torch.dtype
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+    saves: tuple[str, ...]
+    keeps: Size
+    parameters: Size
+    known: bool
+
+
+def tensor_shapes(value: Any) -> tuple[TensorShape, ...]:
+    """The tensors of a node's value as shapes, sizes as sympy expressions where they are symbolic."""
+    if isinstance(value, torch.Tensor):
+        return (TensorShape(tuple(size_of(size) for size in value.shape), value.dtype),)
+    if isinstance(value, list | tuple):
+        return tuple(shape for item in value for shape in tensor_shapes(item))
+    return ()
+
+
+def operation_cost(
+    node: fx.Node,
+    results: tuple[TensorShape, ...],
+    arguments: Mapping[str, Any],
+    gradients: Mapping[str, str],
+    *,
+    is_view: bool,
+    weights: frozenset[str] = frozenset(),
+) -> OperationCost:
+    """The price of a node.
+
+    Args:
+        node: a ``call_function``.
+        results: its tensors.
+        arguments: its arguments by name: tensors as shapes, nested as the schema nests them.
+        gradients: argument -> ``"activation"`` or ``"weight"``, for those whose gradient the backward computes; empty: no backward.
+        is_view: whether its results lie in the memory of its arguments.
+        weights: the arguments that are parameters.
+    """
+    dtype = results[0].dtype if results else torch.float32
+    if node.target is operator.getitem or not results or not isinstance(node.target, OpOverload):
+        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, known=True)
+    line = line_of(node.target)
+    is_pointwise = torch.Tag.pointwise in node.target.tags
+    known = line is not None or (not gradients and is_pointwise)
+    is_view = is_view or (line is None and bool(viewed_arguments(node)) and not written_arguments(node))
+    line = line or Operation(saves=(*gradients, "results"), family="pointwise" if is_pointwise else "other")
+    call = Call(node.target, tuple(arguments.items()), results)
+    parameters = sum((_bytes(tuple(tensors_in(arguments[name]))) for name in sorted(weights)), start=0)
+    if is_view:
+        backward = _view_backward(call, gradients)
+        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, parameters, known=True)
+    saves = _saves(line, gradients)
+    return OperationCost(
+        dtype=dtype,
+        forward=replace(forward_work(call, line), gradients=tuple(gradients.items())),
+        backward_input=_backward("activation", call, line, gradients, saves),
+        backward_weight=_backward("weight", call, line, gradients, saves),
+        saves=saves,
+        keeps=line.keeps(call) if line.keeps and gradients else 0,
+        parameters=parameters,
+        known=known and (line.products is None or _is_counted(call, line)),
+    )
+
+
+def forward_work(call: Call, line: Operation) -> Work:
+    """What a call itself does: reads its arguments, writes its results."""
+    written = _bytes(call.results)
+    read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
+    return _work(line.products(call) if line.products else (), read + written, line.launches, line.family, call, "forward")
+
+
+def _work(products: Products, size: Size, launches: int, family: Family, call: Call, half: Half) -> Work:
+    return Work(flops_of(products), size, launches, family, products, call, half)
+
+
+def _is_counted(call: Call, line: Operation) -> bool:
+    """Whether the products are known: those of recurrent layers without their rule, others only with it."""
+    return line.family == "recurrent" or call.loops is not None
+
+
+def line_of(target: OpOverload) -> Operation | None:
+    """The line of the overload, of the operator, or of the functional twin of an in-place one."""
+    line = OPERATIONS.get(target) or OPERATIONS.get(packet(target))
+    name = target.overloadpacket.__name__
+    if line is None and target.namespace == "aten" and name.endswith("_") and not name.endswith("__"):
+        line = OPERATIONS.get(getattr(aten, name.removesuffix("_"), None))
+    return line
+
+
+def _saves(line: Operation, gradients: Mapping[str, str]) -> tuple[str, ...]:
+    if not gradients:
+        return ()
+    conditions = [item.partition(":") for item in line.saves]
+    return tuple(dict.fromkeys(name for name, _, needs in conditions if not needs or needs in gradients))
+
+
+def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, str], saves: tuple[str, ...]) -> Work:
+    """The half of the backward that computes the gradients of one kind of arguments."""
+    wanted = [name for name, gradient in gradients.items() if gradient == kind]
+    if not wanted:
+        return NO_WORK
+    known = line.gradients(call) if line.gradients else {}
+    products = tuple(product for name in wanted for product in known.get(name, ()))
+    tensors = _tensors_of(call)
+    kept = sum((_bytes(call.results if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
+    made = sum((_bytes(tensors[name]) for name in wanted), start=0)
+    half: Half = "backward_input" if kind == "activation" else "backward_weight"
+    work = _work(products, kept + _bytes(call.results) + made, len(wanted), line.family, call, half)
+    return replace(work, gradients=tuple(gradients.items()))
+
+
+def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
+    """A view that shows each element once has a view for its backward; any other sums or fills, or puts together what several bring."""
+    if not gradients:
+        return NO_WORK
+    viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call).items() if name in gradients), start=0)
+    written = _bytes(call.results)
+    if viewed == written and len(call.results) == 1:
+        return NO_WORK
+    whole = tuple((name, "activation") for name in gradients)
+    return Work(0, viewed + written, 1, "movement", call=call, half="backward_input", gradients=whole)
+
+
+def _bytes(tensors: tuple[TensorShape, ...]) -> Size:
+    return sum((tensor.bytes for tensor in tensors), start=0)
+
+
+def _tensors_of(call: Call) -> dict[str, tuple[TensorShape, ...]]:
+    return {name: tensors for name, value in call.values if (tensors := tuple(tensors_in(value)))}
+
+
+# -- what one node of a program does -----------------------------------------------------------------------------------------------
+
+
+def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Call:
+    """Return the call of an operator.
+
+    Args:
+        node: a ``call_function`` of an operator.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
+    """
+    assert isinstance(node.target, OpOverload)
+    arguments = tuple((name, described(value, shapes)) for name, value in bound_arguments(node).items())
+    return Call(node.target, arguments, tensor_shapes(node.meta.get("val")) if shapes is None else shapes[node])
+
+
+def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Any:
+    """An argument with its nodes replaced by what a price may depend on; hashable.
+
+    Args:
+        value: the argument.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
+    """
+    if isinstance(value, fx.Node):
+        held = value.meta.get("val")
+        if isinstance(held, int | torch.SymInt):
+            return size_of(held)
+        of_node = tensor_shapes(held) if shapes is None else shapes[value]
+        return of_node[0] if len(of_node) == 1 and not isinstance(held, list | tuple) else of_node
+    if isinstance(value, list | tuple):
+        return tuple(described(item, shapes) for item in value)
+    return value
+
+
+def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Work:
+    """Return the work of a node as a formula in the batch symbol; nothing for views and for nodes that call no operator.
+
+    Args:
+        node: of a model, a stage or a program.
+        shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
+    """
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return NO_WORK
+    call = call_of_node(node, shapes)
+    return NO_WORK if not call.results or shares_memory(node) else call_work(call)
+
+
+def call_work(call: Call) -> Work:
+    """What a call does that is no view, in symbols or in numbers as its sizes are."""
+    return forward_work(call, _line(call.operator))
+
+
+def _line(target: OpOverload) -> Operation:
+    """The line of the table; differentiated graphs hold some operators more."""
+    name = target.overloadpacket.__name__
+    if name.startswith("_scaled_dot_product"):
+        return Operation(_attention_backward if name.endswith("_backward") else _attention_forward, family="attention")
+    if packet(target) is aten.convolution_backward:
+        return Operation(_convolution_backward, family="convolution")
+    return line_of(target) or Operation(family=_family(target))
+
+
+def _family(target: OpOverload) -> Family:
+    """Of a backward that moves bytes alone: that of its forward."""
+    if torch.Tag.pointwise in target.tags:
+        return "pointwise"
+    name = target.overloadpacket.__name__
+    if "norm" in name or "softmax" in name:
+        return "normalisation"
+    if "loss" in name:
+        return "reduction"
+    return "pointwise" if name.endswith("_backward") and "pool" not in name and "embedding" not in name else "movement"
+
+
+def _flash(call: Call) -> Call:
+    """Fused attention as the plain one."""
+    plain = aten.scaled_dot_product_attention.default
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    known = {**call.arguments, "attn_mask": mask, "enable_gqa": call.shape("query")[-3:-2] != call.shape("key")[-3:-2]}
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, value = call.shape("query"), call.shape("value")
+    result = TensorShape((*query[:-1], value[-1]), call.arguments["query"].dtype)
+    return Call(plain, tuple((name, known.get(name)) for name in names), (result,))
+
+
+def _attention_forward(call: Call) -> Products:
+    return attention(_flash(call))
+
+
+def _attention_backward(call: Call) -> Products:
+    return attention_gradients(_flash(call))
+
+
+def _convolution_backward(call: Call) -> Products:
+    """The gradients that the output mask asks for."""
+    gradient = call.arguments["grad_output"]
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    values = tuple((name, None if name == "bias" else call.arguments[name]) for name in names)
+    gradients = operand_gradients("input", "weight", windowed=True)(Call(aten.convolution.default, values, (gradient,)))
+    mask = call.arguments["output_mask"]
+    return tuple(product for name, wanted in zip(("input", "weight"), mask, strict=False) if wanted for product in gradients[name])

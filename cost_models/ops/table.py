@@ -1,0 +1,295 @@
+"""What each operator costs and what its backward keeps: one line an operator.
+
+``saves`` lists what autograd keeps for the backward, by parameter name of the schema:
+
+    self            the argument is kept
+    self:other      the argument is kept if ``other`` needs a gradient
+    result          the (first) result is kept
+    results         all results are kept
+
+An in-place operator (``relu_``) stands on the line of the functional one. The test of this table runs every line and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cost_models.ops import contractions as recurrent
+from cost_models.ops.call import Call
+from cost_models.ops.contractions import Products, attention, attention_gradients, contraction, operand_gradients
+from cost_models.ops.sizes import Size, numel
+from cost_models.ops.work import Family
+
+__all__ = ["OPERATIONS", "Operation"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the table.
+
+    Attributes:
+        products: of the forward; None when it multiplies no operands.
+        gradients: argument -> the products of its gradient.
+        saves: see the module.
+        keeps: bytes that the backward keeps besides arguments and results.
+        sparse_read: reads only as much of its first argument as it writes (a table lookup).
+        launches: kernels of the forward.
+        family: whose kernels are like its own.
+    """
+
+    products: Callable[[Call], Products] | None = None
+    gradients: Callable[[Call], Mapping[str, Products]] | None = None
+    saves: tuple[str, ...] = ()
+    keeps: Callable[[Call], Size] | None = None
+    sparse_read: bool = False
+    launches: int = 1
+    family: Family = "other"
+
+
+def _saving(saves: str = "", **fields: Any) -> Operation:
+    return Operation(saves=tuple(saves.split()), **fields)
+
+
+def _product(*names: str, family: Family = "matrix product") -> Operation:
+    """Operands that are multiplied: the gradient of each needs the others. What is summed, the operator's rule says."""
+    if len(names) == 2:
+        one, other = names
+        saves: tuple[str, ...] = (f"{one}:{other}", f"{other}:{one}")
+    else:
+        saves = names
+    windowed = family == "convolution"
+    return Operation(contraction(*names, windowed=windowed), operand_gradients(*names, windowed=windowed), saves, family=family)
+
+
+def _lines(operation: Operation, *operators: Any) -> dict[Any, Operation]:
+    return dict.fromkeys(operators, operation)
+
+
+def _row_statistics(per_row: int) -> Callable[[Call], Size]:
+    """So many float32 numbers (float64 for float64) for each row that is normalised over its last dimensions."""
+
+    def keeps(call: Call) -> Size:
+        rows = call.shape("input")[: len(call.shape("input")) - len(call.arguments["normalized_shape"])]
+        return per_row * numel(rows) * max(4, call.result.dtype.itemsize)
+
+    return keeps
+
+
+def _group_statistics(call: Call) -> Size:
+    return 2 * call.shape("input")[0] * call.arguments["num_groups"] * max(4, call.result.dtype.itemsize)
+
+
+def _channel_statistics(call: Call) -> Size:
+    return 2 * call.shape("input")[1] * max(4, call.result.dtype.itemsize)
+
+
+def _instance_statistics(call: Call) -> Size:
+    return 2 * numel(call.shape("input")[:2]) * max(4, call.result.dtype.itemsize)
+
+
+def _attention_rows(call: Call) -> Size:
+    """The logarithm of the sum of each row of scores."""
+    return numel(call.shape("query")[:-1]) * max(4, call.result.dtype.itemsize)
+
+
+def _pool_indices(call: Call) -> Size:
+    return call.result.numel * torch.int64.itemsize
+
+
+def _dropout_mask(call: Call) -> Size:
+    return call.result.bytes if call.arguments["train"] and call.arguments["p"] > 0 else 0
+
+
+def _feature_dropout_mask(call: Call) -> Size:
+    kept = numel(call.shape("input")[:2]) * call.result.dtype.itemsize
+    return kept if call.arguments["train"] and call.arguments["p"] > 0 else 0
+
+
+def _log_probabilities(call: Call) -> Size:
+    """Log-softmax of the scores, and one number: the total weight."""
+    return numel(call.shape("self")) * call.result.dtype.itemsize + call.result.dtype.itemsize
+
+
+def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
+    """Each step keeps so many vectors of the hidden size, in each layer and direction; a layer keeps the states of the one before."""
+
+    def keeps(call: Call) -> Size:
+        rows = numel(call.shape("input")[:-1])
+        matrices = [tensor.shape for tensor in call.arguments["params"] if len(tensor.shape) == 2]
+        directions = 2 if call.arguments["bidirectional"] else 1
+        hidden = sum(shape[1] for shape in matrices[1::2])
+        between = sum(shape[1] for shape in matrices[2 * directions :: 2 * directions])
+        return rows * (vectors * hidden + between) * call.result.dtype.itemsize
+
+    return keeps
+
+
+def _cell_step(vectors: int) -> Callable[[Call], Size]:
+    def keeps(call: Call) -> Size:
+        return vectors * call.result.bytes
+
+    return keeps
+
+
+def _difference(call: Call) -> Size:
+    return numel(call.shape("self")) * call.result.dtype.itemsize
+
+
+def _root_mean_square(call: Call) -> Size:
+    """One number a row, and the normalised rows."""
+    return _row_statistics(1)(call) + call.result.bytes
+
+
+def _recurrent(saves: tuple[str, ...], keeps: Callable[[Call], Size]) -> Operation:
+    return Operation(recurrent.layers, _recurrent_gradients, saves, keeps, family="recurrent")
+
+
+def _recurrent_gradients(call: Call) -> Mapping[str, Products]:
+    return {"params": recurrent.weight_gradients(call), "input": recurrent.input_gradient(call)}
+
+
+def _recurrent_cell(vectors: int) -> Operation:
+    return Operation(recurrent.cell, _cell_gradients, ("input", "hx", "w_ih", "w_hh"), _cell_step(vectors), family="recurrent")
+
+
+def _cell_gradients(call: Call) -> Mapping[str, Products]:
+    return dict.fromkeys(("input", "w_ih"), recurrent.cell(call))
+
+
+def _attention_gradients(call: Call) -> Mapping[str, Products]:
+    return {"query": attention_gradients(call)}
+
+
+CONTRACTIONS: Mapping[Any, Operation] = {
+    **_lines(_product("input", "weight"), aten.linear),
+    **_lines(_product("self", "mat2"), aten.mm, aten.bmm),
+    aten.mv: _product("self", "vec"),
+    aten.dot: _product("self", "tensor"),
+    **_lines(_product("self", "other"), aten.matmul, aten.inner, aten.tensordot),
+    aten.addmm: _product("mat1", "mat2"),
+    **_lines(_product("batch1", "batch2"), aten.addbmm, aten.baddbmm),
+    aten.addmv: _product("mat", "vec"),
+    aten.einsum: _product("tensors"),
+    aten.bilinear: _product("input1", "weight", "input2"),
+    **_lines(_product("input", "weight", family="convolution"), aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
+    **_lines(_product("input", "weight", family="convolution"), aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    aten.scaled_dot_product_attention: Operation(
+        attention, _attention_gradients, ("query", "key", "value", "attn_mask", "result"), _attention_rows, family="attention"
+    ),
+    **_lines(_recurrent(("input",), _recurrent_steps(7)), aten.lstm, aten.gru),
+    **_lines(_recurrent(("input", "hx"), _recurrent_steps(1)), aten.rnn_tanh, aten.rnn_relu),
+    aten.lstm_cell: _recurrent_cell(5),
+    aten.gru_cell: _recurrent_cell(6),
+}
+
+NORMALISATIONS: Mapping[Any, Operation] = {
+    aten.layer_norm: _saving("input weight bias", keeps=_row_statistics(2)),
+    aten.rms_norm: _saving("input weight", keeps=_root_mean_square),
+    aten.group_norm: _saving("input weight", keeps=_group_statistics),
+    aten.batch_norm: _saving("input weight running_mean running_var", keeps=_channel_statistics),
+    aten.instance_norm: _saving("input weight", keeps=_instance_statistics),
+    **_lines(_saving("result"), aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax),  # noqa: SLF001
+}
+
+REDUCTIONS: Mapping[Any, Operation] = {
+    **_lines(_saving(), aten.sum, aten.mean, aten.cumsum, aten.diff, aten.all, aten.any, aten.argmax, aten.argmin, aten.histc),
+    **_lines(_saving("self result"), aten.amax, aten.amin, aten.prod, aten.norm, aten.linalg_vector_norm, aten.std),
+    **_lines(_saving("self result"), aten.cumprod, aten.logsumexp, aten.max.default, aten.min.default),
+    **_lines(_saving("self"), aten.var),
+    **_lines(_saving(keeps=_pool_indices), aten.topk, aten.sort, aten.median.dim, aten.max.dim, aten.min.dim),
+    **_lines(_saving("self other"), aten.max.other, aten.min.other),
+}
+
+LOSSES: Mapping[Any, Operation] = {
+    aten.cross_entropy_loss: _saving("target", keeps=_log_probabilities, launches=2),
+    aten.nll_loss: _saving("self target"),
+    aten.nll_loss_nd: _saving("self target"),
+    aten.mse_loss: _saving("self target"),
+    aten.l1_loss: _saving(keeps=_difference),
+    aten.smooth_l1_loss: _saving("self target"),
+    aten.huber_loss: _saving("self target"),
+    aten.binary_cross_entropy: _saving("self target weight"),
+    aten.binary_cross_entropy_with_logits: _saving("self target weight"),
+    aten.kl_div: _saving("self target"),
+}
+
+POOLING: Mapping[Any, Operation] = {
+    **_lines(_saving("self"), aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d),
+    **_lines(_saving("self"), aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d),
+    **_lines(_saving("self", keeps=_pool_indices), aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
+    **_lines(_saving("self", keeps=_pool_indices), aten.adaptive_max_pool1d, aten.adaptive_max_pool2d),
+    **_lines(_saving(), aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_linear1d),
+    **_lines(_saving(), aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d, aten.pad, aten.constant_pad_nd),
+    aten.grid_sampler: _saving("input grid"),
+}
+
+POINTWISE: Mapping[Any, Operation] = {
+    **_lines(_saving(), aten.add, aten.sub, aten.rsub, aten.neg, aten.floor, aten.ceil, aten.round, aten.sign, aten.trunc),
+    **_lines(_saving("self:other other:self"), aten.mul, aten.multiply),
+    aten.outer: _saving("self:vec2 vec2:self"),
+    aten.div: _saving("self:other other"),
+    aten.remainder: _saving("self:other other:other"),
+    aten.fmod: _saving("self:other other:other"),
+    aten.pow: _saving("self exponent result:exponent"),
+    **_lines(_saving("self other"), aten.maximum, aten.minimum, aten.atan2),
+    **_lines(_saving("self"), aten.abs, aten.square, aten.log, aten.log1p, aten.log2, aten.sin, aten.cos, aten.erf, aten.elu, aten.gelu),
+    **_lines(_saving("self"), aten.silu, aten.mish, aten.softplus, aten.leaky_relu, aten.hardtanh, aten.relu6, aten.hardswish),
+    **_lines(_saving("self"), aten.hardsigmoid, aten.clamp, aten.clamp_min, aten.clamp_max, aten.glu, aten.celu),
+    **_lines(_saving("result"), aten.relu, aten.tanh, aten.sigmoid, aten.exp, aten.exp2, aten.expm1, aten.sqrt, aten.rsqrt),
+    aten.reciprocal: _saving("result"),
+    **_lines(_saving("self"), aten.selu, aten.hardshrink, aten.softshrink),
+    aten.log_sigmoid: _saving("self", keeps=_difference),
+    aten.prelu: _saving("self weight"),
+    aten.lerp: _saving("self weight end"),
+    aten.addcmul: _saving("tensor1:tensor2 tensor2:tensor1"),
+    aten.addcdiv: _saving("tensor1:tensor2 tensor2"),
+    aten.where: _saving("condition"),
+    aten.masked_fill: _saving("mask"),
+    **_lines(_saving(keeps=_dropout_mask), aten.dropout),
+    **_lines(_saving(keeps=_feature_dropout_mask), aten.feature_dropout),
+}
+
+MOVEMENT: Mapping[Any, Operation] = {
+    aten.embedding: _saving("indices", sparse_read=True),
+    aten.index: _saving("indices", sparse_read=True),
+    aten.index_select: _saving("index", sparse_read=True),
+    aten.gather: _saving("self index", sparse_read=True),
+    aten.take_along_dim: _saving("self indices", sparse_read=True),
+    **_lines(_saving("index"), aten.scatter, aten.scatter_add),
+    **_lines(_saving("index source"), aten.index_add, aten.index_copy),
+    aten.index_put: _saving("indices"),
+    aten.masked_scatter: _saving("mask"),
+    aten.masked_select: _saving("self mask", sparse_read=True),
+    **_lines(_saving(), aten.cat, aten.stack, aten.clone, aten.contiguous, aten.copy, aten.to, aten.type_as, aten.lift_fresh_copy),
+    **_lines(_saving(), aten.repeat, aten.repeat_interleave, aten.tile, aten.roll, aten.flip, aten.tril, aten.triu),
+    **_lines(_saving(sparse_read=True), aten.slice, aten.select, aten.narrow, aten.slice_scatter, aten.select_scatter),
+    **_lines(_saving(), aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full, aten.full_like, aten.arange, aten.linspace),
+    **_lines(_saving(), aten.new_zeros, aten.new_ones, aten.new_full, aten.eye, aten.one_hot, aten.fill, aten.zero, aten.scalar_tensor),
+    **_lines(_saving(), aten.empty, aten.empty_like, aten.new_empty, aten.rand, aten.randn, aten.rand_like, aten.randn_like),
+    **_lines(_saving(), aten.reshape, aten.flatten, aten.unflatten, aten.unfold, aten.im2col, aten.col2im),
+    **_lines(_saving(), aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle),
+    **_lines(_saving(), aten.detach, aten.alias),
+    **_lines(_saving(), aten.nonzero, aten.bincount, aten.searchsorted, aten.bucketize, aten.item),
+}
+
+
+def _of_family(family: Family, lines: Mapping[Any, Operation]) -> dict[Any, Operation]:
+    return {operator: replace(line, family=family) for operator, line in lines.items()}
+
+
+OPERATIONS: Mapping[Any, Operation] = {
+    **CONTRACTIONS,
+    **_of_family("normalisation", NORMALISATIONS),
+    **_of_family("reduction", REDUCTIONS),
+    **_of_family("reduction", LOSSES),
+    **_of_family("movement", POOLING),
+    **_of_family("pointwise", POINTWISE),
+    **_of_family("movement", MOVEMENT),
+}
+"""Operator (``torch.ops.aten.linear``) -> its line."""

@@ -1,0 +1,104 @@
+"""What a device has to do: products, bytes of memory traffic, kernels. Numbers, or formulas in the batch symbol.
+
+A matrix product, with what its sizes are called:
+
+                inner                columns                     columns
+           +-----------+          +-----------+               +-----------+
+    rows   |           |   @      |           | inner    =    |           | rows          ``batch`` times, independently
+           +-----------+          +-----------+               +-----------+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeAlias
+
+from cost_models.ops.call import Call
+from cost_models.ops.sizes import Size
+
+__all__ = ["NO_WORK", "Family", "Gradients", "Half", "Product", "Values", "Work", "flops_of"]
+
+Family = Literal["matrix product", "convolution", "attention", "recurrent", "normalisation", "reduction", "pointwise", "movement", "other"]
+"""Operations whose kernels are alike: what an efficiency is known for."""
+
+Half = Literal["forward", "backward_input", "backward_weight"]
+"""Which part of an operation's work: its own, or the gradients of its activations or of its parameters."""
+
+
+Gradients: TypeAlias = tuple[tuple[str, str], ...]
+"""Arguments of a call whose gradients the backward computes, each ``"activation"`` or ``"weight"``: which half computes it."""
+
+
+class Values(Protocol):
+    """What gives formulas their numbers: ``cost_models.formulas.symbols.Numbers``."""
+
+    def __getitem__(self, size: Size, /) -> float:
+        """The value of a formula."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A batch of matrix products, as drawn above; a convolution is one over unfolded windows."""
+
+    batch: Size
+    rows: Size
+    columns: Size
+    inner: Size
+
+    @property
+    def flops(self) -> Size:
+        """A multiplication and an addition count as two."""
+        return 2 * self.batch * self.rows * self.columns * self.inner
+
+
+def flops_of(products: tuple[Product, ...]) -> Size:
+    """Of all of them."""
+    return sum((product.flops for product in products), start=0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device has to do.
+
+    Attributes:
+        flops: floating-point operations of products; all other arithmetic counts none.
+        bytes: memory traffic, read and written.
+        launches: kernels.
+        family: what kind of operation it is.
+        products: what the FLOPs are made of, where it is known.
+        call: what is called, for models that measure; None for work of several calls.
+        half: which part of the call's work it is.
+        gradients: that the backward of the call computes, where it is one of a model that trains: each half becomes several calls then.
+    """
+
+    flops: Size
+    bytes: Size
+    launches: int
+    family: Family = "other"
+    products: tuple[Product, ...] = ()
+    call: Call | None = field(default=None, repr=False)
+    half: Half = "forward"
+    gradients: Gradients = ()
+
+    def __add__(self, other: Work) -> Work:
+        family = self.family if other.launches == 0 or self.flops else other.family
+        return Work(
+            self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches, family, self.products + other.products
+        )
+
+    def at(self, values: Values, share: float = 1.0) -> Work:
+        """In numbers.
+
+        Args:
+            values: gives the batch symbol its number.
+            share: the part of the work that is meant, of a graph whose batch is no symbol. Rows of products shrink with it.
+        """
+        products = tuple(
+            Product(values[each.batch], values[each.rows] * share, values[each.columns], values[each.inner]) for each in self.products
+        )
+        call = self.call.at(values) if self.call is not None and share == 1 else None
+        return replace(self, flops=values[self.flops] * share, bytes=values[self.bytes] * share, products=products, call=call)
+
+
+NO_WORK = Work(0, 0, 0)
+"""Of a view, or of a gradient that nobody wants."""

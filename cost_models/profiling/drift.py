@@ -1,0 +1,90 @@
+"""Times that were taken one after the other, on a machine that is not equally fast all the time.
+
+    stretch         0      1      2      so many samples in a row, no call twice, no long pause
+    pace            1      1.5    1      how slow the machine was meanwhile, told by the calls that have samples in several
+    a call         10 ms  15 ms  11 ms   10 ms: the median of 10, 15 / 1.5 and 11
+    another one     -     30 ms   -      20 ms, though it was timed when the machine was slow
+
+A sample is taken to be the call's own time multiplied by the pace of its stretch. Both are medians of what is left when the other is
+divided away, in turn: the median polish of Tukey 1977, Exploratory Data Analysis, of logarithms.
+
+Of a new stretch nothing is known: its pace is the usual one until its calls are timed in others too. A stretch of one sample never says
+more: it takes the pace at which that sample is what the call's others say.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+from cost_models.ops.call import Call
+
+__all__ = ["Paces"]
+
+_LENGTH = 16
+"""Samples of a stretch, at most: a second or two of timing."""
+
+_PAUSE = 10.0
+"""Seconds without a sample that end a stretch: nobody knows what the machine did meanwhile. Timing one call takes a fifth of a second."""
+
+_SWEEPS = 20
+"""Medians of medians settle after a few."""
+
+
+class Paces:
+    """Samples of calls, and how slow the machine was when they were taken.
+
+    Args:
+        clock: seconds, to tell pauses by.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._last = -math.inf
+        self._samples: dict[Call, dict[int, float]] = {}
+        self._stretches: list[dict[Call, float]] = [{}]
+        self._paces = [1.0]
+
+    def in_another_order(self) -> Iterator[Call]:
+        """All calls; in which order depends on how many samples there are, so that stretches are not of the same calls again."""
+        calls = list(self._samples)
+        random.Random(len(self._stretches)).shuffle(calls)
+        return iter(calls)
+
+    def add(self, call: Call, seconds: float) -> None:
+        """A sample, taken behind all others. One of no time at all is less than the clock tells apart, and says nothing of a pace.
+
+        Raises:
+            ValueError: it is no time.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{call.operator} was timed: {seconds} is no number of seconds")
+        samples = self._samples.setdefault(call, {})
+        if seconds == 0:
+            return
+        now, stretch = self._clock(), self._stretches[-1]
+        if stretch and (len(stretch) >= _LENGTH or call in stretch or now - self._last > _PAUSE):
+            self._stretches.append({})
+            self._paces.append(1.0)
+        self._last = now
+        self._stretches[-1][call] = samples[len(self._stretches) - 1] = seconds
+
+    def settle(self) -> None:
+        """Find the paces anew; the median of them is 1, each counted by its samples: those of few are not told well."""
+        for _ in range(_SWEEPS):
+            times = {call: self.time(call) for call in self._samples}
+            found = [self._pace(stretch, times) for stretch in self._stretches]
+            middle = statistics.median([pace for pace, stretch in zip(found, self._stretches, strict=True) for _ in stretch] or [1.0])
+            self._paces = [pace / middle for pace in found]
+
+    def time(self, call: Call) -> float:
+        """Seconds at the usual pace; 0 for a call that never took any."""
+        samples = self._samples[call]
+        return statistics.median(seconds / self._paces[number] for number, seconds in samples.items()) if samples else 0.0
+
+    def _pace(self, stretch: dict[Call, float], times: dict[Call, float]) -> float:
+        compared = [seconds / times[call] for call, seconds in stretch.items() if len(self._samples[call]) > 1]
+        return statistics.median(compared) if compared else 1.0

@@ -1,0 +1,233 @@
+"""Cost models of a machine that is at hand: every operation timed, or the analytic model with rates fitted to some that were.
+
+    Roofline        from data sheets: for machines that are not here
+    MeasuredCosts   each distinct call is timed once and looked up after that
+    fitted(...)     a Calibrated model: rates for each family of operations, from measured calls; prices what was never measured
+
+All three are a ``CostModel``: ``partition(..., cost_model=MeasuredCosts("times.db"))``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware.devices import Device, Link, parse_device
+from cost_models.hardware.timer import median_seconds
+from cost_models.ops.call import Call, tensors_in
+from cost_models.ops.cost import call_work
+from cost_models.ops.sizes import TensorShape
+from cost_models.ops.work import Family, Gradients, Work
+from cost_models.profiling.cache import MeasurementStore
+from cost_models.profiling.drift import Paces
+from cost_models.profiling.kernels import Kernels, kernels_of
+from passes.ir.checked_arguments import checked_arguments, read_by
+
+__all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted", "measure_call"]
+
+
+class MeasuredCosts:
+    """Times of this machine.
+
+    Of a call of a model that trains, which the planner prices, each part takes what the calls take that it becomes in programs. Where it
+    cannot be differentiated by itself, a half of its backward takes as much more or less than the roofline says as its forward does. What
+    cannot be timed is left to the roofline.
+
+    Args:
+        store: file of the times; ``":memory:"`` keeps none.
+        device: where operations are timed.
+    """
+
+    @checked_arguments({"device": read_by(parse_device)})
+    def __init__(self, store: str | Path = ":memory:", device: str | torch.device = "cpu") -> None:
+        self._device = torch.device(device)
+        self._store = MeasurementStore(store, machine_name(self._device))
+        self._roofline = Roofline()
+        self._known_kernels: dict[tuple[Call, Gradients], Kernels | None] = {}
+        self._asked: dict[tuple[Work, torch.dtype], None] = {}
+        self._paces = Paces()
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """Of the calls that it becomes, measured; a roofline for work that is no call."""
+        analytic = self._roofline.operation_time(work, device, dtype)
+        if work.call is None:
+            return analytic
+        kernels = self._kernels(work.call, work.gradients) if work.gradients else None
+        if kernels is not None:
+            return sum(self.operation_time(call_work(kernel), device, kernel.result.dtype) for kernel in kernels[work.half])
+        seconds = self._seconds(work, dtype)
+        if seconds is None:
+            return analytic
+        if work.half == "forward":
+            return seconds
+        return seconds * analytic / self._roofline.operation_time(call_work(work.call), device, dtype)
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        """``latency + bytes / bandwidth``: links are measured by ``Cluster.detect``."""
+        return self._roofline.transfer_time(size, link)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The calls that were asked for, timed."""
+        known = ((work, dtype, self._store[work.call]) for work, dtype in self._asked if work.call is not None)
+        return [Sample(work, dtype, seconds) for work, dtype, seconds in known if seconds is not None]
+
+    def time_again(self) -> None:
+        """Time every call that was timed so far once more, and take medians: for machines that are not equally fast all the time.
+
+        Calls that were timed one after the other in a slow minute and in a fast one do not compare. Those that are timed often do, when
+        each time counts by how slow the machine was just then (``measured.paces``); so do calls that are asked for later.
+        """
+        for call in self._paces.in_another_order():
+            seconds = measure_call(call, self._device)
+            assert seconds is not None  # it could be timed before
+            self._paces.add(call, seconds)
+        self._paces.settle()
+        for call in self._paces.in_another_order():
+            self._store[call] = self._paces.time(call)
+
+    def _kernels(self, call: Call, gradients: Gradients) -> Kernels | None:
+        if (call, gradients) not in self._known_kernels:
+            self._known_kernels[call, gradients] = kernels_of(call, gradients, self._device)
+        return self._known_kernels[call, gradients]
+
+    def _seconds(self, work: Work, dtype: torch.dtype) -> float | None:
+        call = work.call
+        assert call is not None
+        if call not in self._store:
+            seconds = measure_call(call, self._device)
+            if seconds is not None:
+                self._paces.add(call, seconds)
+            self._store[call] = None if seconds is None else self._paces.time(call)
+        if work.half == "forward":
+            self._asked[work, dtype] = None
+        return self._store[call]
+
+
+def machine_name(device: torch.device) -> str:
+    """What times depend on beside the call."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()}"
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured call.
+
+    Attributes:
+        work: what it does, in numbers.
+        dtype: what it computes in.
+        seconds: how long that took.
+    """
+
+    work: Work
+    dtype: torch.dtype
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a family of operations reaches: ``flops * per_flop + bytes * per_byte + launches * per_launch`` seconds."""
+
+    per_flop: float
+    per_byte: float
+    per_launch: float
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The analytic model with measured rates for each family of operations and dtype; a roofline for families that have none.
+
+    Attributes:
+        rates: (family, dtype) -> rates.
+    """
+
+    rates: Mapping[tuple[Family, torch.dtype], Rates] = field(hash=False)
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """By the rates of its family."""
+        rates = self.rates.get((work.family, dtype))
+        if rates is None:
+            return Roofline().operation_time(work, device, dtype)
+        return float(work.flops * rates.per_flop + work.bytes * rates.per_byte + work.launches * rates.per_launch)
+
+    def transfer_time(self, size: float, link: Link) -> float:
+        """``latency + bytes / bandwidth``."""
+        return Roofline().transfer_time(size, link)
+
+
+def fitted(samples: Iterable[Sample]) -> Calibrated:
+    """Fit rates to measured calls: the least squares of relative errors with no rate below zero, for each family and dtype."""
+    groups: defaultdict[tuple[Family, torch.dtype], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.work.family, sample.dtype].append(sample)
+    return Calibrated({key: _fit(group) for key, group in groups.items()})
+
+
+def _fit(samples: list[Sample]) -> Rates:
+    rows = np.array([[each.work.flops, each.work.bytes, each.work.launches] for each in samples], dtype=np.float64)
+    seconds = np.array([each.seconds for each in samples])
+    scale = np.maximum(rows.max(axis=0), 1e-30)
+    found = _nonnegative_least_squares(rows / scale / seconds[:, None], np.ones(len(samples))) / scale
+    return Rates(float(found[0]), float(found[1]), float(found[2]))
+
+
+def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of few unknowns: the best of the least-squares solutions over all subsets of them that has no negative part."""
+    n = matrix.shape[1]
+    best, least = np.zeros(n), float(target @ target)
+    for subset in range(1, 2**n):
+        columns = [column for column in range(n) if subset >> column & 1]
+        part, *_ = np.linalg.lstsq(matrix[:, columns], target, rcond=None)
+        if (part < 0).any():
+            continue
+        rest = matrix[:, columns] @ part - target
+        if (error := float(rest @ rest)) < least * (1 - 1e-12):
+            best, least = np.zeros(n), error
+            best[columns] = part
+    return best
+
+
+# -- time one call of an operator on made-up tensors of its shapes and types -------------------------------------------------------
+
+
+def measure_call(call: Call, device: torch.device) -> float | None:
+    """Seconds of a call; None where made-up arguments will not do: the operator refuses them.
+
+    Args:
+        call: all sizes are numbers.
+        device: where it runs.
+    """
+    for spread in (True, False):
+        try:
+            arguments = call.filled(partial(_made_up, places=_places(call) if spread else 1, device=device), device)
+            with torch.no_grad():
+                return median_seconds(lambda given=arguments: call.operator(**given), device, among_others=True)  # type: ignore[misc]
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+            continue
+    return None
+
+
+def _made_up(_name: str, shape: TensorShape, *, places: int, device: torch.device) -> Tensor:
+    """Random numbers; whole numbers may be places, so they are kept below the sizes of the other tensors, or are all zero."""
+    if shape.dtype == torch.bool:
+        return torch.rand(shape.shape, device=device) < 0.5
+    if shape.dtype.is_floating_point or shape.dtype.is_complex:
+        return torch.rand(shape.shape, device=device, dtype=shape.dtype)
+    return torch.randint(places, shape.shape, device=device, dtype=shape.dtype)
+
+
+def _places(call: Call) -> int:
+    """A number that is a place in every dimension that could be looked up: the least first size of its floating-point tensors."""
+    sizes = [each.shape[0] for _, value in call.values for each in tensors_in(value) if each.dtype.is_floating_point and each.shape]
+    return max(1, min(sizes, default=1))

@@ -1,0 +1,108 @@
+"""Which transfers get into each other's way, and how long each takes alone.
+
+    rank 0 ──out── level 0 ──in── rank 1        a device has a way out and a way in at each level of links
+       └───out─── level 1 ──in──────── rank 8
+
+Transfers that use one way at once share its bandwidth: two take twice as long. Latencies are not shared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cost_models.collectives.algorithms import Collective, Group, GroupLinks, group_links, port
+from cost_models.cost_model import CostModel
+from cost_models.hardware.clusters import Cluster
+from cost_models.simulator.tasks import Transfer
+
+__all__ = ["Passage", "Passages"]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A transfer on its way.
+
+    Attributes:
+        latency: seconds in which it uses no link.
+        seconds: that it uses links, if nothing else does.
+        ports: the ways out of devices and into them that it uses.
+        traffic: (source, destination) -> bytes that go there.
+        host_share: the part of its time that the ranks' own processors are busy with it.
+    """
+
+    latency: float
+    seconds: float
+    ports: tuple[Any, ...]
+    traffic: Mapping[tuple[int, int], float]
+    host_share: float = 0.0
+
+
+class Passages:
+    """How transfers go over the links of a cluster; of equal ones, and of the links of a group, it is worked out once.
+
+    Args:
+        cluster: where ranks are.
+        cost_model: how long a message takes.
+    """
+
+    def __init__(self, cluster: Cluster, cost_model: CostModel) -> None:
+        self._cluster, self._cost_model = cluster, cost_model
+        self._groups: dict[Group, tuple[GroupLinks, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[str, Group, int], Passage] = {}
+
+    def of(self, transfer: Transfer) -> Passage:
+        """How one goes."""
+        key = transfer.kind, transfer.group, transfer.bytes
+        if key not in self._known:
+            self._known[key] = self._passage(transfer)
+        return self._known[key]
+
+    def _passage(self, transfer: Transfer) -> Passage:
+        group, size = transfer.group, transfer.bytes
+        if transfer.kind == "message":
+            link = self._cluster.link(*group)
+            latency = self._cost_model.transfer_time(0, link)
+            seconds = self._cost_model.transfer_time(size, link) - latency
+            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), {(group[0], group[1]): size}, link.host_share)
+        if len(group) == 1:
+            return Passage(0.0, 0.0, (), {})
+        kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
+        links, ports = self._of_group(group)
+        latency = links.seconds(kind, 0)
+        share = max(self._cluster.link(*pair).host_share for pair in itertools.pairwise(group))
+        return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)), share)
+
+    def _of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
+        """Its links, and the ways that a ring of it uses."""
+        if group not in self._groups:
+            pairs = zip(group, (*group[1:], group[0]), strict=True)
+            ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(self._cluster, *pair)))
+            self._groups[group] = group_links(group, self._cluster), ports
+        return self._groups[group]
+
+
+def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
+    """Bytes between the ranks of a collective: around the ring, or from each to each."""
+    group, n_ranks = transfer.group, len(transfer.group)
+    if transfer.kind == "all_to_all":
+        yield from (((one, other), transfer.bytes / n_ranks) for one in group for other in group if one != other)
+        return
+    if transfer.kind in ("halo_exchange", "halo_add"):
+        neighbours = itertools.pairwise(group)
+        yield from ((pair, transfer.bytes) for one, other in neighbours for pair in ((one, other), (other, one)))
+        return
+    rounds = 2 if transfer.kind == "all_reduce" else 1
+    for pair in zip(group, (*group[1:], group[0]), strict=True):
+        yield pair, rounds * transfer.bytes * (n_ranks - 1) / n_ranks
+
+
+def _ports(cluster: Cluster, source: int, destination: int) -> Iterator[Any]:
+    """The way out of one device and into another."""
+    if isinstance(cluster.links, Mapping):
+        yield (source, destination)
+        return
+    yield ("out", *port(source, destination, cluster))
+    yield ("in", *port(destination, source, cluster))

@@ -1,0 +1,149 @@
+"""A rank's program as what a machine has to do, in order: compute for so long, start a transfer, wait for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from cost_models.simulator.storages import CATEGORIES, Storage
+
+__all__ = ["Rise", "Step", "Transfer", "gathered", "merged"]
+
+_INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One rank's part in a message or a collective.
+
+    Attributes:
+        name: of the node that starts it.
+        kind: ``"message"`` or the collective's name.
+        group: the ranks that take part, for a message source and destination.
+        key: what the parts of one transfer have in common, on all its ranks.
+        bytes: of a message; of a collective the size of the whole tensor, as ``cost_models.collectives.alpha_beta`` counts.
+        inputs: what is communicated: it stays alive until the transfer is over.
+        buffers: where it arrives.
+    """
+
+    name: str
+    kind: str
+    group: tuple[int, ...]
+    key: Any
+    bytes: int
+    inputs: tuple[Storage, ...] = ()
+    buffers: tuple[Storage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """The most memory that a merged step needs on its way.
+
+    Attributes:
+        offset: seconds from the step's start.
+        bytes: above what was there before the step, by category.
+        alive: what of the step's own is alive then.
+        gone: what was there before the step and has gone by then.
+    """
+
+    offset: float
+    bytes: tuple[int, ...]
+    alive: tuple[Storage, ...]
+    gone: tuple[Storage, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One thing to do.
+
+    Attributes:
+        kind: compute, start a transfer, or wait for one.
+        name: of the node.
+        section: the action that it belongs to (``"0F1"``), or words.
+        seconds: of computing.
+        made: storages that it makes; at its start, or at its end where ``rise`` tells of its way.
+        dropped: storages that nobody holds behind it.
+        transfer: what is started or waited for.
+        rise: for several steps in one, what they need in between.
+    """
+
+    kind: Literal["compute", "start", "wait"]
+    name: str
+    section: str
+    seconds: float = 0.0
+    made: list[Storage] = field(default_factory=list)
+    dropped: list[Storage] = field(default_factory=list)
+    transfer: Transfer | None = None
+    rise: Rise | None = None
+
+
+def merged(steps: list[Step]) -> list[Step]:
+    """Runs of computing as one step each: what is made and dropped inside a run is told by its rise alone."""
+    result: list[Step] = []
+    run: list[Step] = []
+    for step in [*steps, None]:
+        if step is not None and step.kind == "compute" and (not run or run[-1].section == step.section):
+            run.append(step)
+            continue
+        if run:
+            result.append(_merge(run))
+        run = []
+        if step is not None and step.kind == "compute":
+            run = [step]
+        elif step is not None:
+            result.append(step)
+    return result
+
+
+def _merge(run: list[Step]) -> Step:
+    if len(run) == 1:
+        return run[0]
+    elapsed = 0.0
+    level = [0] * len(CATEGORIES)
+    alive: dict[int, Storage] = {}
+    gone: dict[int, Storage] = {}
+    best = Rise(0.0, tuple(level), (), ())
+    highest = 0
+    for step in run:
+        for storage in step.made:
+            level[_INDEX[storage.category]] += storage.bytes
+            alive[id(storage)] = storage
+        if sum(level) > highest:
+            highest = sum(level)
+            best = Rise(elapsed, tuple(level), tuple(alive.values()), tuple(gone.values()))
+        for storage in step.dropped:
+            level[_INDEX[storage.category]] -= storage.bytes
+            if alive.pop(id(storage), None) is None:
+                gone[id(storage)] = storage
+        elapsed += step.seconds
+    return Step("compute", run[0].name, run[0].section, elapsed, list(alive.values()), list(gone.values()), rise=best)
+
+
+def gathered(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
+    """Storages of one category that are made in one step and dropped in one step, as one.
+
+    Args:
+        apart: storages that somebody else may hold.
+    """
+    alone = {id(storage) for storage in apart}
+    for step in steps:
+        if step.transfer is not None:
+            alone.update(map(id, (*step.transfer.inputs, *step.transfer.buffers)))
+    dropped = {id(storage): place for place, step in enumerate(steps) for storage in step.dropped}
+    one_for: dict[int, Storage] = {}
+    for step in steps:
+        together: dict[tuple[int, str], list[Storage]] = {}
+        for storage in step.made:
+            if id(storage) in dropped and id(storage) not in alone:
+                together.setdefault((dropped[id(storage)], storage.category), []).append(storage)
+        for several in together.values():
+            if len(several) > 1:
+                parts = tuple((storage.name, storage.bytes) for storage in several)
+                one = Storage(several[0].name, sum(storage.bytes for storage in several), several[0].category, parts=parts)
+                one_for.update((id(storage), one) for storage in several)
+
+    def less(storages: list[Storage]) -> list[Storage]:
+        return list({id(one): one for one in (one_for.get(id(storage), storage) for storage in storages)}.values())
+
+    return [replace(step, made=less(step.made), dropped=less(step.dropped)) for step in steps]

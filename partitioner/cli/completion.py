@@ -1,0 +1,114 @@
+"""Completion for shells, written from the parser itself: commands, options, and the values that an option takes.
+
+source <(partitioner completion bash)
+source <(partitioner completion zsh)
+partitioner completion fish | source
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from partitioner.cli.options import CODES, Commands, add_command
+from partitioner.schedules.catalog import SCHEDULES
+from passes.ir.mesh import DIMENSIONS
+
+__all__ = ["add_completion", "completion_script"]
+
+SHELLS = ("bash", "zsh", "fish")
+"""The shells that there are scripts for."""
+
+_VALUES: Mapping[str, Sequence[str]] = {
+    "--mode": ("auto", *DIMENSIONS),
+    "--schedule": tuple(SCHEDULES),
+    "--recompute": ("none", "selective", "full"),
+}
+"""Option -> what it may be given, where the parser itself does not say."""
+
+
+def add_completion(commands: Commands, parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Add the command that prints a script.
+
+    Args:
+        parser: makes the parser whose commands are completed.
+    """
+
+    def run(arguments: argparse.Namespace) -> int:
+        print(completion_script(parser(), arguments.shell))
+        return 0
+
+    text = "print what makes a shell complete commands and options"
+    command = add_command(commands, "completion", run, text, "bash", f"use: source <(partitioner completion bash)\n{CODES}")
+    command.add_argument("shell", choices=SHELLS, help="which shell")
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for one of ``SHELLS``."""
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
+    commands = dict(subparsers.choices)
+    texts = {action.dest: action.help or "" for action in subparsers._choices_actions}  # noqa: SLF001  argparse shows its parts to nobody
+    if shell == "fish":
+        return "\n".join(_fish(commands, texts))
+    cases = "\n".join(line for name, command in commands.items() for line in _case(name, command))
+    script = _BASH.format(commands=" ".join(commands), cases=cases)
+    return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
+
+
+_BASH = """\
+_partitioner() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+        return
+    fi
+    case "${{COMP_WORDS[1]}} $before" in
+{cases}
+    esac
+}}
+complete -o default -F _partitioner partitioner"""
+
+
+def _case(name: str, command: argparse.ArgumentParser) -> list[str]:
+    """Values behind an option that has some; files behind one that takes anything; else the options."""
+    lines = []
+    for option in _options(command):
+        values = _values(option)
+        names = "|".join(f'"{name} {each}"' for each in option.option_strings)
+        if values:
+            lines.append(f'        {names}) COMPREPLY=($(compgen -W "{" ".join(values)}" -- "$word")) ;;')
+        elif option.nargs != 0:
+            lines.append(f"        {names}) ;;")
+    words = " ".join(each for option in _options(command) for each in option.option_strings)
+    choices = " ".join(value for action in _positional(command) for value in _values(action))
+    words = f"{choices} {words}".strip()
+    lines.append(f'        "{name} "*) [[ "$word" == -* || -n "{choices}" ]] && COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;')
+    return lines
+
+
+def _fish(commands: Mapping[str, argparse.ArgumentParser], texts: Mapping[str, str]) -> list[str]:
+    lines = [f"complete -c partitioner -n __fish_use_subcommand -f -a {name} -d {shlex.quote(texts.get(name, ''))}" for name in commands]
+    for name, command in commands.items():
+        here = f"complete -c partitioner -n '__fish_seen_subcommand_from {name}'"
+        lines += [f"{here} -f -a {shlex.quote(' '.join(values))}" for action in _positional(command) if (values := _values(action))]
+        for option in _options(command):
+            long = next(each for each in option.option_strings if each.startswith("--")).removeprefix("--")
+            values = _values(option)
+            takes = "" if option.nargs == 0 else f" -x -a {shlex.quote(' '.join(values))}" if values else " -r"
+            lines.append(f"{here} -l {long}{takes} -d {shlex.quote(' '.join((option.help or '').split()))}")
+    return lines
+
+
+def _options(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in command._actions if action.option_strings]  # noqa: SLF001
+
+
+def _positional(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in command._actions if not action.option_strings]  # noqa: SLF001
+
+
+def _values(action: argparse.Action) -> list[str]:
+    known = [_VALUES[each] for each in action.option_strings if each in _VALUES]
+    return list(known[0]) if known else [str(choice) for choice in action.choices or ()]

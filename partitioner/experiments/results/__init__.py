@@ -1,0 +1,1 @@
+"""Results of a sweep: rows, the store, plots and the report."""

@@ -1,0 +1,206 @@
+"""The rows of a sweep, to be looked at, compared and written out."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cost_models.hardware.units import format_bytes, format_seconds
+from partitioner.experiments.results.plots import PLOTS
+from partitioner.experiments.results.row import NUMBERS, Row
+from partitioner.reports.pictures.chart import Picture
+from partitioner.reports.tables.table import align, html_table
+from passes.ir.checked_arguments import checked_arguments
+from passes.ir.errors import ConfigError
+from passes.ir.plan import Plan
+from passes.ir.text_files import write_text
+
+__all__ = ["FORMATS", "Results", "cell", "columns_of", "heading"]
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "step_time": format_seconds,
+    "planned_step_time": format_seconds,
+    "measured_step_time": format_seconds,
+    "seconds": format_seconds,
+    "bubble_fraction": lambda part: f"{part:.1%}",
+    "peak_memory": format_bytes,
+    "measured_memory": format_bytes,
+    "communication": format_bytes,
+}
+"""How numbers are written for a reader, with their units."""
+
+_FACTS = tuple(field.name for field in fields(Row) if field.name != "plan")
+_SHOWN = (
+    "model",
+    "devices",
+    "mode",
+    "cluster",
+    "schedule",
+    "n_microbatches",
+    "step_time",
+    "bubble_fraction",
+    "peak_memory",
+    "communication",
+)
+_LEFT = frozenset({"model", "mode", "cluster", "schedule"})
+
+
+def cell(row: Row, name: str) -> str:
+    """A value of a row as text for a reader; what is not known is empty, and so is the schedule of a single microbatch."""
+    value = None if name == "schedule" and row.n_microbatches == 1 else getattr(row, name)
+    return "" if value is None else FORMATS[name](value) if name in FORMATS else str(value)
+
+
+def heading(name: str) -> str:
+    """What a reader is told a column is."""
+    return name.removeprefix("n_").replace("_", " ")
+
+
+def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What a table of these rows shows: what was measured too where anything was."""
+    measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
+    return (*_SHOWN[:7], *measured, *_SHOWN[7:])
+
+
+@dataclass(frozen=True)
+class Results:
+    """What became of every placement of a sweep.
+
+    Attributes:
+        table: the rows, those that failed too.
+        left: how many placements were asked for and not evaluated: the sweep was stopped, or is not over.
+    """
+
+    table: tuple[Row, ...]
+    left: int = 0
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every row as a dictionary; times in seconds, sizes in bytes."""
+        return [row.facts() for row in self.table]
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows that failed, each with its reason."""
+        return tuple(row for row in self.table if not row.ok)
+
+    def where(self, **facts: Any) -> Results:
+        """The rows with these values: ``results.where(model="gpt", devices=8)``.
+
+        Raises:
+            ConfigError: rows have no such column.
+        """
+        unknown = [name for name in facts if name not in _FACTS]
+        if unknown:
+            raise ConfigError(f"rows have no {unknown[0]!r}", remedy=f"choose from {', '.join(_FACTS)}")
+        return Results(tuple(row for row in self.table if all(getattr(row, name) == value for name, value in facts.items())))
+
+    @checked_arguments()
+    def best(self, by: str = "step_time", **facts: Any) -> dict[str, Any]:
+        """The row in which a number is least, among those that did not fail.
+
+        Args:
+            by: which number: ``"step_time"``, ``"peak_memory"``, ...
+            facts: compare these alone: ``best(by="step_time", model="gpt", devices=8)``.
+
+        Raises:
+            ConfigError: there is no such number, or no row has one.
+        """
+        if by not in NUMBERS:
+            raise ConfigError(f"placements cannot be compared by {by!r}", remedy=f"choose one of {', '.join(NUMBERS)}")
+        found = [row for row in self.where(**facts).table if row.ok and getattr(row, by) is not None]
+        if not found:
+            reasons = {row.reason.splitlines()[0] for row in self.where(**facts).failures}
+            told = f": {'; '.join(sorted(reasons)[:3])}" if reasons else ""
+            raise ConfigError(f"no placement has a {by}{told}", remedy="look at .failures, or ask for other placements")
+        return min(found, key=lambda row: (getattr(row, by), row.key)).facts()
+
+    @checked_arguments()
+    def plan(self, key: str) -> Plan:
+        """The plan of a row, for ``partition(model, plan=...)``.
+
+        Raises:
+            ConfigError: no row has this key, or it failed.
+        """
+        found = next((row for row in self.table if row.key == key), None)
+        if found is None or not found.plan:
+            raise ConfigError(f"no plan has the key {key!r}", remedy='pass row["key"] of a row whose status is "ok"')
+        return Plan.from_json(found.plan)
+
+    @checked_arguments()
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV, written to a file if one is named; also returned."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, _FACTS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        return _written(text.getvalue(), path)
+
+    @checked_arguments()
+    def to_jsonl(self, path: str | Path | None = None) -> str:
+        """The rows as JSON, one a line, written to a file if one is named; also returned."""
+        return _written("".join(f"{json.dumps(row)}\n" for row in self.rows()), path)
+
+    @checked_arguments()
+    def to_parquet(self, path: str | Path) -> None:
+        """The rows as Parquet; needs ``pip install partitioner[parquet]``.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        try:
+            arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise ConfigError("Parquet needs pyarrow, which is not installed", remedy="pip install 'partitioner[parquet]'") from error
+        columns = {name: [row[name] for row in self.rows()] for name in _FACTS}
+        parquet.write_table(arrow.table(columns), str(path))
+
+    @checked_arguments()
+    def plot(self, name: str, **facts: Any) -> Picture:
+        """A picture as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
+
+        Args:
+            facts: draw these rows alone: ``plot("time", model="gpt", cluster="h100:8x8")``.
+
+        Raises:
+            ConfigError: there is no such picture.
+        """
+        if name not in PLOTS:
+            raise ConfigError(f"there is no plot {name!r}", remedy=f"choose one of {', '.join(PLOTS)}")
+        return Picture(PLOTS[name]([row for row in self.where(**facts).table if row.ok]))
+
+    def __str__(self) -> str:
+        """A table of the placements that did not fail, fastest first, and a line on those that did."""
+        return "\n".join([*align(*self._cells()), "", self.summary()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), caption=self.summary())
+
+    def _cells(self) -> tuple[list[tuple[str, ...]], str]:
+        """The table, its headings first, and how its columns are aligned."""
+        done = sorted((row for row in self.table if row.ok), key=lambda row: (row.model, row.step_time or 0.0, row.key))
+        names = columns_of(done)
+        lines = [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done]
+        return lines, "".join("<" if name in _LEFT else ">" for name in names)
+
+    def summary(self) -> str:
+        """How many placements there are, and how many failed, in a line."""
+        failed = len(self.failures)
+        parts = [f"{len(self.table)} placement{'s' if len(self.table) != 1 else ''}"]
+        parts += [f"{failed} failed"] if failed else []
+        parts += [f"{self.left} left"] if self.left else []
+        return ", ".join(parts)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        write_text(path, text, "the table")
+    return text

@@ -1,0 +1,1 @@
+"""Run a sweep: placements, evaluations, worker processes, measurements."""

@@ -1,0 +1,158 @@
+"""From a placement to its row: plan it, lower it, run its programs on a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware.clusters import Cluster
+from cost_models.simulator.simulate import simulate_programs
+from partitioner.experiments.results.placement import Placement
+from partitioner.experiments.results.row import Row, failed_row
+from partitioner.experiments.run.lower_for_timing import Timed, is_uniform, lower_for_timing
+from partitioner.experiments.run.subject import Subject
+from partitioner.options.constraints import Constraints
+from partitioner.options.mode import ranks_of_stages, resolve_mode
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
+from passes.ir.errors import PartitionError
+from passes.ir.mesh import STAGES
+from passes.ir.plan import Plan
+
+__all__ = ["Assumptions", "Bench", "Evaluator"]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What all placements of a sweep have in common.
+
+    Attributes:
+        memory_limit: of each device.
+        optimizer: whose state the memory counts.
+    """
+
+    memory_limit: int | str | None = None
+    optimizer: str = "adamw"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything that placements are evaluated with.
+
+    Attributes:
+        subjects: the models by name.
+        broken: the models that cannot be traced, by name, and why.
+        clusters: the machines by name.
+        assumptions: what all have in common.
+    """
+
+    subjects: Mapping[str, Subject]
+    broken: Mapping[str, str]
+    clusters: Mapping[str, Cluster]
+    assumptions: Assumptions
+
+    def key(self, placement: Placement) -> str:
+        """Of a placement on this bench: another model, machine or assumption under the same name gives another key."""
+        name, cluster = placement.model, self.clusters[placement.cluster]
+        model = self.broken[name] if name in self.broken else self.subjects[name].fingerprint
+        links = cluster.links if not isinstance(cluster.links, Mapping) else sorted(cluster.links.items())
+        return placement.key(model, [str(device) for device in cluster.devices], str(links), str(self.assumptions))
+
+
+class Evaluator:
+    """Gives the row of a placement. What it lowered last it keeps: the next placement may differ in its machine alone.
+
+    Args:
+        bench: what it evaluates with.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._lowered: dict[Hashable, Timed] = {}
+
+    def __call__(self, placement: Placement) -> Row:
+        """The row of a placement; whatever goes wrong is its reason."""
+        started = time.perf_counter()
+        key = self.bench.key(placement)
+        if placement.model in self.bench.broken:
+            return failed_row(key, placement, self.bench.broken[placement.model])
+        try:
+            row = self._evaluated(placement, key)
+        except PartitionError as error:
+            row = failed_row(key, placement, str(error))
+        except Exception as error:  # noqa: BLE001  one placement that breaks the compiler must not end the sweep: it is a row that says so
+            row = failed_row(key, placement, f"{type(error).__name__}: {error}")
+        return replace(row, seconds=time.perf_counter() - started)
+
+    def _evaluated(self, placement: Placement, key: str) -> Row:
+        bench = self.bench
+        subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
+        plan = _planned(subject, cluster, placement, bench.assumptions)
+        timed = self._lower(subject, plan, cluster)
+        simulation = simulate_programs(
+            timed.programs,
+            cluster,
+            Roofline(),
+            plan.batch_size,
+            optimizer=bench.assumptions.optimizer,
+            n_row_parts=timed.n_row_parts,
+            representatives=timed.representatives,
+        )
+        return Row(
+            key,
+            placement.model,
+            placement.devices,
+            placement.mode,
+            placement.cluster,
+            plan.schedule,
+            plan.n_microbatches,
+            plan.recompute,
+            plan.batch_size,
+            step_time=simulation.step_time,
+            bubble_fraction=simulation.bubble_fraction,
+            peak_memory=max(simulation.peak_memory),
+            communication=sum(simulation.communication.values()),
+            planned_step_time=plan.step_time,
+            bound_by=plan.bound_by,
+            plan_hash=plan.hash,
+            plan=plan.to_json(),
+        )
+
+    def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
+        uniform = is_uniform(plan.grid, cluster)
+        stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
+        in_space, in_time = (plan.grid, plan.axes, plan.halos, stages, plan.batchnorm), (plan.schedule, plan.n_microbatches, plan.recompute)
+        key = (subject.name, uniform, in_space, in_time, plan.batch_size)
+        if key not in self._lowered:
+            while len(self._lowered) >= _KEPT:
+                del self._lowered[next(iter(self._lowered))]
+            self._lowered[key] = lower_for_timing(subject, plan, each_rank=not uniform)
+        return self._lowered[key]
+
+
+_KEPT = 8
+"""How many placements' programs are kept."""
+
+
+def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
+    """The plan that ``partition`` makes for a placement.
+
+    Raises:
+        PartitionError: there is none.
+    """
+    mesh = resolve_mode(placement.mesh, placement.devices)
+    request = PlanRequest(
+        mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
+        devices=("cpu",) * placement.devices,
+        replicas=ranks_of_stages(placement.mesh),
+        n_microbatches=placement.n_microbatches,
+        schedule=placement.schedule,
+        recompute=placement.recompute,
+        memory_limit=assumptions.memory_limit,
+        optimizer=assumptions.optimizer,
+        constraints=Constraints(),
+        modules=subject.modules,
+    )
+    return PlanProblem(subject.graph, cluster, request, None, mesh).solve()

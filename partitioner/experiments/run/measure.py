@@ -1,0 +1,66 @@
+"""Run a planned placement on this machine, one process a rank, and time its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from partitioner.experiments.results.row import Row
+from partitioner.experiments.run.subject import ModelSource
+from passes.ir.errors import ConfigError
+
+__all__ = ["check_measurable", "last_error", "measure_row"]
+
+_LIMIT = 600.0
+"""Seconds that one placement may run: what hangs is a reason, not a sweep without end."""
+
+
+def check_measurable(sources: Mapping[str, ModelSource]) -> None:
+    """Raise ConfigError for a model that other processes cannot make."""
+    for name, source in sources.items():
+        try:
+            text = _packed(source)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(f"the model {name} cannot be made in other processes: {error}", remedy=_HOW) from error
+        if b"__main__" in text:
+            raise ConfigError(f"the model {name} is defined in the script itself, where other processes do not find it", remedy=_HOW)
+
+
+_HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or import the function from a module'
+
+
+def _packed(source: ModelSource) -> bytes:
+    return pickle.dumps(source)
+
+
+def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
+    """The row with the seconds of a step that really ran, or with the reason why none did."""
+    with tempfile.TemporaryDirectory(prefix="partitioner-") as name:
+        folder = Path(name)
+        (folder / "model").write_bytes(_packed(source))
+        (folder / "plan.json").write_text(row.plan, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.devices)]
+        command += ["-m", "partitioner.experiments.run.measured_run", str(folder), "as it is" if training is None else str(training)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+        except subprocess.TimeoutExpired:
+            return dataclasses.replace(row, reason=f"not measured: it ran longer than {_LIMIT:g} s")
+        found = folder / "measured.json"
+        if done.returncode != 0 or not found.exists():
+            return dataclasses.replace(row, reason=f"not measured: {last_error(done.stderr)}")
+        measured = json.loads(found.read_text(encoding="utf-8"))
+    return dataclasses.replace(row, measured_step_time=measured["step_time"], measured_memory=measured["memory"])
+
+
+def last_error(log: str) -> str:
+    """The line of a log that names an error; of a process that was killed, torchrun's summary knows the signal, and of others less."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
+    named = [line for line in lines if "Error" in line.split(":")[0] or "error:" in line.lower()]
+    killed = [line.partition(":")[2].strip() for line in lines if line.startswith("traceback : Signal")]
+    return (named or killed or lines or ["it ended without a word"])[0][:300]

@@ -1,0 +1,84 @@
+"""What every rank of a measured placement runs, started by torchrun: make the model, partition it by the plan, time its steps."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from partitioner.api import partition
+from partitioner.experiments.run.subject import make_model
+from passes.ir.plan import Plan
+
+__all__ = ["main"]
+
+_WARM_UP = 2
+_STEPS = 5
+
+
+def main(folder: Path, training: bool | None) -> None:
+    """Time a placement; the first rank writes what it took to ``measured.json``.
+
+    Args:
+        folder: holds the model and the plan.
+        training: trace in training or evaluation mode; None keeps the model's.
+    """
+    torch.manual_seed(0)
+    made = make_model("model", pickle.loads((folder / "model").read_bytes()))  # noqa: S301  the sweep wrote it
+    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    devices = plan.n_ranks
+    pm = partition(made.model, devices, example_inputs=made.args, example_kwargs=made.kwargs, training=training, plan=plan)
+    step = _step(pm, made.args or (), dict(made.kwargs))
+    for _ in range(_WARM_UP):
+        step()
+    seconds = statistics.median(_timed(step) for _ in range(_STEPS))
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    worst = torch.tensor([seconds, float(memory)], dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        measured = {"step_time": worst[0].item(), "memory": int(worst[1].item()) or None}
+        (folder / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+
+
+def _step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """One step as the simulator counts it: forward and backward where the model trains, else the forward."""
+
+    def train() -> None:
+        pm.train_step(*args, loss_fn=_mean_square, **kwargs)
+        pm.zero_grad()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            pm(*args, **kwargs)
+
+    return train if pm.training else evaluate
+
+
+def _mean_square(output: Any, _target: Any) -> Tensor:
+    """A loss that every result takes part in."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
+    return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Seconds from all ranks ready to this one done."""
+    dist.barrier()
+    started = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), {"True": True, "False": False}.get(sys.argv[2]))

@@ -1,0 +1,248 @@
+"""Plan, simulate and keep every placement that a sweep asks for.
+
+models ── traced once ──┐
+devices, modes, ...  ───┴─> placements ── sampler ──> workers ── rows ──> store
+                                             ^                              │
+                                             └──────────── tell ────────────┘
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.devices import check_count
+from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.results import Results
+from partitioner.experiments.results.row import Row
+from partitioner.experiments.results.store import Store
+from partitioner.experiments.run.evaluate import Assumptions, Bench, Evaluator
+from partitioner.experiments.run.measure import check_measurable, measure_row
+from partitioner.experiments.run.sampler import GridSampler, RandomSampler, Sampler
+from partitioner.experiments.run.subject import Models, ModelSource, Subject, name_models, trace_subject
+from partitioner.experiments.run.workers import InProcess, Pool, WorkerProcesses, can_fork
+from partitioner.options.arguments import EXAMPLES, VALUES
+from partitioner.options.devices import hardware_of, resolve_devices
+from partitioner.options.progress import ProgressBar
+from passes.ir.checked_arguments import at_least, checked_arguments, each_of, more_than
+from passes.ir.errors import ConfigError, PartitionError
+
+__all__ = ["Clusters", "Modes", "sweep"]
+
+Mode = str | Mapping[str, Any]
+Modes = Mode | Sequence[Mode]
+"""Modes as ``partition`` takes them; one size of a mesh may be -1, which takes what the others leave."""
+
+ClusterSource = Cluster | str
+Clusters = Mapping[str, ClusterSource] | Sequence[ClusterSource] | ClusterSource | None
+"""Machines by name, a list of texts like ``"h100:8x8"`` or of TOML files, or one; None: the hardware that is here."""
+
+_VALUES = {
+    "devices": each_of(at_least(1)),
+    "schedules": each_of(VALUES["schedule"]),
+    "microbatches": each_of(VALUES["n_microbatches"]),
+    "recompute": each_of(VALUES["recompute"]),
+    "n_samples": at_least(1),
+    "workers": at_least(0),
+    "timeout": more_than(0),
+    "memory_limit": VALUES["memory_limit"],
+    "optimizer": VALUES["optimizer"],
+}
+
+_EXAMPLES = {
+    **EXAMPLES,
+    "models": '{"net": "net.py:factory"}',
+    "devices": "[2, 4, 8]",
+    "modes": '["data", {"pipeline": 2, "data": -1}]',
+    "clusters": '["h100:1x8"], or leave it out',
+    "schedules": '["1F1B", "ZB1P"], or leave it out',
+    "microbatches": "[4, 8], or leave it out",
+    "store": '"runs.db", or leave it out',
+}
+
+
+@checked_arguments(_VALUES, _EXAMPLES)
+def sweep(
+    models: Models,
+    devices: int | Sequence[int],
+    modes: Modes = "auto",
+    clusters: Clusters = None,
+    *,
+    schedules: str | Sequence[str | None] | None = None,
+    microbatches: int | Sequence[int | None] | None = None,
+    recompute: str | Sequence[str | None] | None = None,
+    store: str | Path | None = None,
+    resume: bool = True,
+    retry_failures: bool = False,
+    sampler: Sampler | None = None,
+    n_samples: int | None = None,
+    seed: int = 0,
+    measure: bool = False,
+    workers: int | None = None,
+    timeout: float | None = None,
+    training: bool | None = None,
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    progress: bool | None = None,
+) -> Results:
+    """Plan and simulate every placement of a grid, each once, and keep what is found as it is found.
+
+    Every model is traced once. Placements are evaluated in worker processes and kept in an SQLite file under their keys, so that a sweep
+    that was stopped, even killed, goes on where it was when it is called again. A placement that cannot be planned is a row with its
+    reason.
+
+    Args:
+        models: by name, ``{"gpt": gpt, "unet": "net.py:unet"}``: functions that return ``(model, args)`` or ``(model, args, kwargs)``,
+            named in a file or passed, or modules whose inputs can be found. Models on the meta device will do.
+        devices: how many ranks; they may be simulated.
+        modes: as for ``partition``; ``{"pipeline": 2, "data": -1}`` takes as many replicas as there are devices for.
+        clusters: machines to plan for, ``"h100:8x8"``; the first ranks' devices are used. None: the hardware that is here.
+        schedules: for modes with a pipeline; None lets the planner choose.
+        microbatches: None lets the planner choose.
+        recompute: None lets the planner choose.
+        store: the file; None keeps the rows in memory.
+        resume: take what the store has of this sweep; False refuses a store that has something of it.
+        retry_failures: ask again for what failed before.
+        sampler: which placements to take of the grid, and in which order; None: all of them, or ``n_samples`` by chance.
+        n_samples: how many placements to take by chance; None: all.
+        seed: of the chance.
+        measure: also run every placement on this machine under torchrun, one at a time, after all are planned.
+        workers: processes that plan; None: one for each core, 0: in this process.
+        timeout: seconds that planning one placement may take; the rest is a failure. It needs worker processes.
+        training: trace in training or evaluation mode; None keeps the model's.
+        memory_limit: per device, bytes or ``"16GiB"``.
+        optimizer: whose state the memory model counts.
+        progress: show progress; None: on a terminal.
+
+    Returns:
+        The rows of all placements that were asked for, see ``Results``.
+
+    Raises:
+        ConfigError: an argument does not fit, or no model can be traced.
+    """
+    sources = name_models(models)
+    counts = [devices] if isinstance(devices, int) else list(devices)
+    for count in counts:
+        check_count(count)
+    machines = _clusters(clusters, counts)
+    asked = (_several(schedules), _several(microbatches), _several(recompute))
+    grid = placements(Grid(tuple(sources), counts, _modes(modes), tuple(machines), *asked))
+    if measure:
+        check_measurable(sources)
+    chosen = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
+    total = chosen.start(grid)
+    bar = ProgressBar("sweep", total, progress)
+    with closing(Store(":memory:" if store is None else store)) as kept, closing(bar):
+        bench = _bench(sources, training, machines, Assumptions(memory_limit, optimizer), bar)
+        keys = {bench.key(placement) for placement in grid}
+        _prepare(kept, keys, resume=resume, retry_failures=retry_failures)
+        with closing(_pool(bench, workers, timeout)) as pool:
+            met = _run(bench, chosen, pool, kept, bar)
+        if measure:
+            _measure(sources, [row for row in kept.rows(met) if row.awaits_measurement], kept, training, progress)
+        return Results(tuple(kept.rows(met)), left=max(0, total - len(met)))
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+def _modes(modes: Modes) -> tuple[Mode, ...]:
+    return (modes,) if isinstance(modes, str | Mapping) else tuple(modes)
+
+
+def _clusters(clusters: Clusters, counts: Sequence[int]) -> dict[str, Cluster]:
+    """The machines by name."""
+    if clusters is None:
+        here = hardware_of(resolve_devices(max(counts, default=1), None).devices)
+        return {here.devices[0].name: here}
+    if isinstance(clusters, Mapping):
+        return {name: _cluster(source) for name, source in clusters.items()}
+    listed = [clusters] if isinstance(clusters, str | Cluster) else list(clusters)
+    return {source if isinstance(source, str) else f"cluster {index}": _cluster(source) for index, source in enumerate(listed)}
+
+
+def _cluster(source: ClusterSource) -> Cluster:
+    if isinstance(source, Cluster):
+        return source
+    return Cluster.from_toml(source) if source.endswith(".toml") else Cluster.parse(source)
+
+
+def _bench(
+    sources: Mapping[str, ModelSource], training: bool | None, machines: Mapping[str, Cluster], assumptions: Assumptions, bar: ProgressBar
+) -> Bench:
+    """Trace every model. One that cannot be traced fails all its placements; where none can, there is no sweep."""
+    subjects: dict[str, Subject] = {}
+    broken: dict[str, PartitionError] = {}
+    for name, source in sources.items():
+        bar.say(f"tracing {name}")
+        try:
+            subjects[name] = trace_subject(name, source, training)
+        except PartitionError as error:
+            broken[name] = error
+    if not subjects:
+        raise next(iter(broken.values()))
+    return Bench(subjects, {name: str(error) for name, error in broken.items()}, machines, assumptions)
+
+
+def _prepare(kept: Store, keys: Iterable[str], *, resume: bool, retry_failures: bool) -> None:
+    found = kept.rows(set(keys))
+    if found and not resume:
+        raise ConfigError(
+            f"{kept.path} has {len(found)} placements of this sweep already", remedy="resume the sweep, or name another file for the store"
+        )
+    if retry_failures:
+        kept.remove(row.key for row in found if not row.ok)
+
+
+def _pool(bench: Bench, workers: int | None, timeout: float | None) -> Pool:
+    count = os.cpu_count() or 1 if workers is None else workers
+    if count == 0 or not can_fork():
+        return InProcess(Evaluator(bench))
+    return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
+
+
+def _run(bench: Bench, sampler: Sampler, pool: Pool, kept: Store, bar: ProgressBar) -> set[str]:
+    """Evaluate what the sampler asks for; the keys of it."""
+    known = {row.key: row for row in kept.rows()}
+    met: set[str] = set()
+    under_way: set[str] = set()
+
+    def next_open(neighbour: Placement | None) -> Placement | None:
+        """The next placement that nobody has evaluated."""
+        while (placement := sampler.ask(neighbour)) is not None:
+            key = bench.key(placement)
+            met.add(key)
+            if key not in known:
+                under_way.add(key)
+                return placement
+            bar.advance(str(placement), failed=not known[key].ok, known=True)
+            sampler.tell(placement, known[key])
+        return None
+
+    while True:
+        for neighbour in list(pool.idle):
+            if (placement := next_open(neighbour)) is not None:
+                pool.submit(placement, neighbour)
+        if not pool.busy:
+            return met
+        for placement, row in pool.answers():
+            kept.add(row)
+            known[row.key] = row
+            under_way.discard(row.key)
+            bar.advance(str(placement), failed=not row.ok)
+            sampler.tell(placement, row)
+
+
+def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], kept: Store, training: bool | None, progress: bool | None) -> None:
+    """Run what was planned, one placement at a time: nothing else then uses the machine."""
+    with closing(ProgressBar("measure", len(rows), progress)) as bar:
+        for row in rows:
+            bar.say(f"{row.model} {row.mode} on {row.devices}")
+            measured = measure_row(row, sources[row.model], training)
+            kept.replace(measured)
+            bar.advance(f"{row.model} {row.mode} on {row.devices}", failed=measured.measured_step_time is None)

@@ -1,0 +1,66 @@
+"""A sweep as a file.
+
+    devices = [2, 4, 8]
+    modes = ["data", "pipeline", { pipeline = 2, data = -1 }]
+    clusters = ["h100:1x8"]
+
+    [models]
+    gpt = "net.py:gpt"
+
+Models and clusters in files are named from the folder of this one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from partitioner.experiments.run.sweep import sweep
+from passes.ir.errors import ConfigError
+
+__all__ = ["read_sweep"]
+
+_BY_CALLER = ("store", "resume", "retry_failures", "sampler", "progress")
+"""What the call says, not the file."""
+
+_NEEDED = ("models", "devices")
+
+
+def read_sweep(path: str | Path) -> dict[str, Any]:
+    """The arguments of ``sweep`` that a file gives.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks something, or says something that ``sweep`` does not take.
+    """
+    example = 'devices = [2, 4], modes = ["data", "pipeline"] and, below [models], net = "net.py:factory"'
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the sweep file {path} cannot be read: {reason}", remedy=f"write TOML: {example}") from error
+    known = [name for name in inspect.signature(sweep).parameters if name not in _BY_CALLER]
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"the sweep file {path} has an unknown {name!r}", remedy=f"{meant}choose from {', '.join(known)}")
+    for name in _NEEDED:
+        if name not in found:
+            raise ConfigError(f"the sweep file {path} has no {name}", remedy=f"write {example}")
+    if not isinstance(found["models"], dict):
+        raise ConfigError(f"the models of the sweep file {path} have no names", remedy='write them below [models]: net = "net.py:factory"')
+    folder = Path(path).parent
+    models = {name: str(folder / text) for name, text in found["models"].items()}
+    return {**found, "models": models, **({"clusters": _clusters(found["clusters"], folder)} if "clusters" in found else {})}
+
+
+def _clusters(clusters: Any, folder: Path) -> Any:
+    """Clusters in files by their paths."""
+    if isinstance(clusters, dict):
+        return {name: _clusters(text, folder) for name, text in clusters.items()}
+    if isinstance(clusters, list):
+        return [_clusters(text, folder) for text in clusters]
+    return str(folder / clusters) if isinstance(clusters, str) and clusters.endswith(".toml") else clusters

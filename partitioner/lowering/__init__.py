@@ -1,0 +1,1 @@
+"""From a plan to the programs of all ranks."""

@@ -1,0 +1,1 @@
+"""``PartitionedModel`` and what its methods do."""

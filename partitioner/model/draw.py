@@ -1,0 +1,165 @@
+"""Looking at what came out: pictures, and differences.
+
+draw(pm).save("model.svg")                      the model over its ranks, coloured by stage; .dot() for Graphviz
+print(draw_weight(pm, "blocks.0.up.weight"))    which rank holds which block
+print(diff(pm.graph(0), pm.graph(1)))           two programs, two plans or two models side by side
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from partitioner.model.partitioned_model import PartitionedModel
+from partitioner.reports.pictures.blocks import BlockTable, blocks_svg, blocks_text
+from partitioner.reports.pictures.diagram import Diagram
+from partitioner.reports.pictures.dot import dot_text
+from partitioner.reports.pictures.held import held_blocks
+from partitioner.reports.pictures.partition_diagram import partition_diagram
+from partitioner.reports.pictures.svg import diagram_svg
+from partitioner.reports.tables.difference import Difference, difference_of, plan_lines
+from passes.ir.checked_arguments import at_least, checked_arguments
+from passes.ir.errors import ConfigError
+from passes.ir.plan import Plan
+from passes.ir.text_files import write_text
+
+__all__ = ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture of a partitioned model; notebooks show it.
+
+    Attributes:
+        diagram: what is drawn.
+    """
+
+    diagram: Diagram
+
+    def svg(self) -> str:
+        """As SVG, light or dark as the page is; nothing needs to be installed."""
+        return diagram_svg(self.diagram)
+
+    def dot(self) -> str:
+        """As text for Graphviz: ``dot -Tpdf model.dot``."""
+        return dot_text(self.diagram)
+
+    @checked_arguments()
+    def save(self, path: str | Path) -> None:
+        """Write a file: ``.svg``, or ``.dot``."""
+        _save(path, {".svg": self.svg, ".dot": self.dot})
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+@checked_arguments({"depth": at_least(1)})
+def draw(pm: PartitionedModel, *, depth: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
+    """Draw the model over its ranks: modules coloured by stage, messages and collectives between devices with their bytes in a step.
+
+    Args:
+        pm: the model.
+        depth: of the modules that become boxes: at 1 ``blocks``, at 2 ``blocks.0``; None: the deepest at which a rank fits a page.
+        ranks: those that are drawn; None: all, or the first eight of more.
+
+    Raises:
+        ConfigError: a rank that is not there, or a depth below 1.
+    """
+    wrong = [rank for rank in ranks or () if not 0 <= rank < pm.plan.n_ranks]
+    if wrong:
+        raise ConfigError(f"there is no rank {wrong[0]}", remedy=f"ranks are 0 to {pm.plan.n_ranks - 1}")
+    return Drawing(partition_diagram(pm.explained(), depth, ranks))
+
+
+@dataclass(frozen=True)
+class WeightDrawing:
+    """A table of which rank holds which block of a tensor; it prints, and notebooks show the picture.
+
+    Attributes:
+        table: the blocks.
+    """
+
+    table: BlockTable
+
+    def svg(self) -> str:
+        """As SVG, in proportion, light or dark as the page is."""
+        return blocks_svg(self.table)
+
+    @checked_arguments()
+    def save(self, path: str | Path) -> None:
+        """Write a file: ``.svg``, or ``.txt``."""
+        _save(path, {".svg": self.svg, ".txt": lambda: f"{self}\n"})
+
+    def __str__(self) -> str:
+        return blocks_text(self.table)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+@checked_arguments()
+def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
+    """Draw which rank holds which block of a parameter or buffer.
+
+    Args:
+        pm: the model.
+        name: as in the original ``state_dict()``.
+
+    Raises:
+        ConfigError: the model has no such tensor.
+    """
+    explained = pm.explained()
+    graph = explained.graph
+    tensors = {**graph.parameters, **graph.buffers}
+    by_name = {original: placeholder for placeholder, original in tensors.items()}
+    placeholder = by_name.get(graph.aliases.get(name, name))
+    if placeholder is None:
+        near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4) or sorted(by_name)[:3]
+        raise ConfigError(f"the model has no parameter or buffer {name!r}", remedy=f"it has {', '.join(near)} ...")
+    return WeightDrawing(held_blocks(explained, placeholder, name))
+
+
+Comparable = PartitionedModel | Plan | fx.GraphModule
+"""What ``diff`` compares."""
+
+
+def diff(left: Comparable, right: Comparable) -> Difference:
+    """Two ranks' programs, two plans or two partitioned models (by their explanations), side by side.
+
+    Args:
+        left, right: ``pm.graph(0)`` and ``pm.graph(1)``, ``pm.plan`` and another's, or two models: of one kind.
+
+    Returns:
+        What prints as two columns; false where nothing differs.
+
+    Raises:
+        ConfigError: they are of unlike kinds.
+    """
+    for kind, lines in _LINES.items():
+        if isinstance(left, kind) and isinstance(right, kind):
+            return difference_of(lines(left), lines(right))
+    raise ConfigError(
+        f"a {type(left).__name__} and a {type(right).__name__} cannot be compared",
+        remedy="pass two programs (pm.graph(0), pm.graph(1)), two plans, or two partitioned models",
+    )
+
+
+_LINES: Mapping[type, Callable[[Any], Sequence[str]]] = {
+    PartitionedModel: lambda pm: pm.explain().splitlines(),
+    Plan: plan_lines,
+    fx.GraphModule: lambda graph: graph.print_readable(print_output=False).strip().splitlines(),
+}
+"""The lines by which each kind is compared."""
+
+
+def _save(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> None:
+    """Write a drawing in the form that a file's name ends with."""
+    form = forms.get(Path(path).suffix)
+    if form is None:
+        raise ConfigError(f"a drawing cannot be saved as {Path(path).name}", remedy=f"name the file {' or '.join(forms)}")
+    write_text(path, form(), "the drawing")

@@ -1,0 +1,433 @@
+"""The result of ``partition``: a module that computes what the original computes, on all its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from partitioner.lowering.lowering import Lowering
+from partitioner.lowering.variants import Lowerings
+from partitioner.model.autograd import PartitionedForward
+from partitioner.model.calls import Calls
+from partitioner.model.cost_formula import cost_formula
+from partitioner.model.explain import explain, save_report
+from partitioner.model.gradient_accumulation import Accumulation
+from partitioner.model.inspected_programs import LastStep, Shown, shown
+from partitioner.model.losses.losses import Losses, check_loss
+from partitioner.model.record import record
+from partitioner.model.replan import replan
+from partitioner.model.simulate import Assumptions, simulate
+from partitioner.options.precision import converted_inputs
+from partitioner.planner.price_of_pins import Pinned
+from partitioner.reports.check.check import Subject, check
+from partitioner.reports.check.report import CheckReport
+from partitioner.reports.communication.comments import comment_programs
+from partitioner.reports.explain.step_memory import warn_of_memory
+from partitioner.reports.sources import Explained
+from partitioner.reports.tables.devices import DeviceTable, device_table
+from partitioner.reports.tables.mesh_devices import mesh_table
+from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
+from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
+from partitioner.runtime.state.load_state import load_state
+from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
+from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
+from partitioner.runtime.state.optimizers.update_check import check_optimizers
+from partitioner.runtime.state.parameters import Freezing, State, check_values
+from passes.autograd.staged_model import LoweredStages
+from passes.emit.programs import LossReduction
+from passes.ir.checked_arguments import at_least, checked_arguments, more_than
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph, Results
+from passes.ir.plan import Plan
+from passes.ir.program import Program
+from passes.verify.programs import verify
+
+__all__ = ["PartitionedModel"]
+
+
+class PartitionedModel(nn.Module):
+    """A model whose layers run on several devices; made by ``partition``.
+
+    Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. Read
+    ``graphs`` to see what every rank does, and ``plan`` for where everything is.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        graph: ModelGraph,
+        plan: Plan,
+        runtime: Runtime,
+        state: State,
+        lowerings: Lowerings,
+        assumed: Assumptions,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.training = graph.training
+        # A tuple, so that the original, kept for comparison alone, is no submodule.
+        self._original = (original,)
+        check_optimizers()
+        self._stand_in: tuple[nn.Parameter, ...] = (nn.Parameter(torch.empty(0)),) if state.parameter_names else ()
+        self._graph = graph
+        self._plan = plan
+        self._runtime = runtime
+        self._state = state
+        self._freezing = Freezing(state.named_parameters())
+        self._accumulation = Accumulation(state.named_parameters())
+        self._calls = Calls(original, graph, runtime, state, lowerings.rows, dtype)
+        self._gathered = GatheredState(state, runtime)
+        self._lowerings = lowerings
+        self._assumed = assumed
+        self._losses = Losses(runtime, graph)
+        self._last_step: LastStep | None = None
+        self._choices: tuple[Pinned, ...] | None = None
+
+    # -- running -------------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns: same structure, same values, on every rank.
+
+        With ``inputs="local"`` of this rank's rows, where results have rows. The loss of ``.backward()`` is then one of these rows, and
+        gradients of parameters are those of the mean over ranks, as DistributedDataParallel has them.
+        """
+        inputs = self._bind(args, kwargs)
+        count, lowering = self.lowering_for(inputs.batch)
+        wanted = inputs.requiring_gradient
+        differentiation = lowering.everything(wanted)
+        if not (torch.is_grad_enabled() and differentiation.outputs):
+            return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
+        self._check_parameters()
+        call = PartitionedForward(self._calls, self._runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return self._calls.result(call.tracked(), inputs.batch)
+
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_reduction: LossReduction = "mean",
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run one forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
+
+        On the first step with a loss function, and whenever shapes change, it is proved from a trace of ``loss_fn`` that the losses of
+        microbatches and of ranks add up to the loss of the batch. A mean that leaves targets out (``ignore_index``) is weighted by the
+        targets that are left.
+
+        Args:
+            args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read none
+                may pass none, and one that computes no loss no target.
+            target: what ``loss_fn`` compares with: tensors, in any structure, whose first dimension is the batch.
+            loss_fn: ``loss_fn(output, target)``, a tensor of one number. None: the model returns its loss (``.loss``, or a scalar).
+            loss_reduction: what ``loss_fn`` is over the rows of the batch. ``"mean"`` or ``"sum"``: it is taken of each microbatch, on each
+                rank that cuts the batch, and put together. ``"batch"``: a function of all rows at once (weighted or masked means,
+                contrastive losses, RMSE). All forwards come first then, every stage holds the activations of all microbatches, and ranks
+                that cut the batch gather the model's outputs; with ``inputs="local"`` such a loss takes no target.
+            kwargs: the model's keyword inputs.
+
+        Returns:
+            The loss of the batch, on every rank.
+
+        Raises:
+            ConfigError: inputs that do not fit what was traced, a loss that is no tensor of one number, or one that is not what
+                ``loss_reduction`` says: nothing is added to ``.grad``.
+            CommunicationError: a rank could not communicate.
+        """
+        refuse_hooks(self, "train_step()")
+        check_loss(loss_fn, loss_reduction)
+        self._check_parameters()
+        inputs = self._bind(args, kwargs)
+        prepared = self._losses.prepare(inputs, target, loss_fn, loss_reduction, self.lowering_for)
+        lowering, form = prepared.lowering, prepared.form
+        differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
+        programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
+        if form.reduction == "batch" and (self._last_step is None or self._last_step[-1] != form):
+            schedule = lowering.schedule(self._plan.n_microbatches, form)
+            warn_of_memory(self._plan, lowering.training(differentiation), schedule, self._assumed.limits)
+        self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
+        loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
+        pairs = zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True)
+        found = [(inputs.tensors[name], gradient) for name, gradient in pairs if gradient is not None and name in inputs.tensors]
+        if found:
+            torch.autograd.backward([tensor for tensor, _ in found], [gradient.to(tensor.device) for tensor, gradient in found])
+        assert isinstance(loss, Tensor)
+        return loss
+
+    @property
+    def _here(self) -> int:
+        """The rank whose results this process returns."""
+        return self._runtime.local_ranks[0]
+
+    def _check_parameters(self) -> None:
+        """Raise ConfigError where the gradient of a parameter would not be what its owner expects."""
+        self._freezing.check()
+        refuse_parameter_hooks(self._state.stored_parameters(), in_no_sync=self._accumulation.holds)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+        check_values(self._state)
+        refuse_global_hooks()
+        self._state.refresh()
+        return self._calls.bind(args, kwargs)
+
+    def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+        """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
+        return self._lowerings.for_batch(batch, in_parts=in_parts, results=results)
+
+    # -- looking at it -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything runs, and when."""
+        return self._plan
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
+        return self._lowerings.rows.count
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of these parts this process has: ``rank`` of a ``DistributedSampler``."""
+        return self._lowerings.rows.place(self._here)
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """For each rank the program that it runs: the training step if the model trains, else the forward."""
+        return comment_programs(self.explained())
+
+    @checked_arguments()
+    def graph(self, rank: int) -> fx.GraphModule:
+        """The program of one rank."""
+        if not 0 <= rank < self._plan.n_ranks:
+            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._plan.n_ranks - 1}")
+        return self.graphs[rank]
+
+    def programs(self) -> tuple[Program, ...]:
+        """The programs behind ``graphs``."""
+        return self._shown()[1]
+
+    def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
+        """The stages and programs that are looked at."""
+        found = self.looked_at()
+        lowering, differentiation, count = found.lowering, found.differentiation, found.n_microbatches
+        if differentiation is None:
+            return lowering.stages, lowering.forward(count).programs
+        return lowering.training(differentiation), lowering.train_step(differentiation, count, found.loss).programs
+
+    def looked_at(self) -> Shown:
+        return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)
+
+    @checked_arguments()
+    def verify(self) -> None:
+        """Prove over all ranks that communication matches and cannot deadlock: of a training step, a forward and its backward.
+
+        Raises:
+            VerificationError: naming nodes and ranks that do not fit; see ``passes.verify.programs``.
+        """
+        count, lowering = self.lowering_for(self._plan.batch_size)
+        differentiation = lowering.everything(frozenset())
+        verify(self.programs())
+        verify(lowering.forward(count).programs)
+        if differentiation.outputs:
+            verify(lowering.training_forward(differentiation, count).programs)
+            verify(lowering.backward(differentiation, count, differentiation.outputs).programs)
+
+    def check(self, *args: Any, **kwargs: Any) -> CheckReport:
+        """Run the original beside this model on one batch, forward and backward, and report the first value that differs.
+
+        The batch is whole on every rank, also with ``inputs="local"``. Gradients, buffers and random numbers are afterwards what they
+        were. ``bool(report)`` says whether all is equal.
+        """
+        subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
+        return check(subject, *converted_inputs((args, kwargs), self._calls.dtype))
+
+    explain, save_report, cost_formula, record, simulate, replan = explain, save_report, cost_formula, record, simulate, replan
+
+    def explained(self) -> Explained:
+        (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
+        schedule = lowering.schedule(self._plan.n_microbatches, self.looked_at().loss) if lowered.training else None
+        name = type(self._original[0]).__name__
+        found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
+        return Explained(*found, self._assumed.limits, self._assumed.planned_for(self._plan))
+
+    def device_table(self) -> DeviceTable:
+        """A line for each rank: what ``print`` shows."""
+        lowering = self.lowering_for(self._plan.batch_size)[1]
+        if len(lowering.pipelines) == 1:
+            return device_table(type(self._original[0]).__name__, self._plan, lowering.stages, self._assumed.planned_for(self._plan))
+        return mesh_table(self.explained())
+
+    def __repr__(self) -> str:
+        return self.device_table().text()
+
+    def _repr_html_(self) -> str:
+        return self.device_table().html()
+
+    def _with_microbatches(self, count: int | None) -> PartitionedModel:
+        """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
+        plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
+        lowerings = self._lowerings.with_microbatches(count)
+        twin = PartitionedModel(
+            self._original[0], self._graph, plan, self._runtime, self._state, lowerings, self._assumed, self._calls.dtype
+        )
+        twin._freezing = self._freezing
+        return twin
+
+    # -- parameters ----------------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under their original names, in the order of the original.
+
+        With all ranks in one process on one device they are those of the model: whole, and each once. With a rank a process each is what
+        the rank holds of it. Parts of one parameter that lie on several devices of one process all have its name.
+        """
+        for name, parameter in self._state.named_parameters():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    @checked_arguments()
+    def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """What a rank of this process computes with: of each parameter its part, under the original name. To look at, not to change."""
+        if rank not in self._runtime.local_ranks:
+            ranks = ", ".join(map(str, self._runtime.local_ranks))
+            raise ConfigError(f"rank {rank} is not in this process", remedy=f"the ranks in this process: {ranks}")
+        return self._state.named_parts(rank)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Where its stages have none, one empty parameter: optimizers refuse to have none."""
+        found = [parameter for _, parameter in self.named_parameters()]
+        return iter(found or self._stand_in)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """This process's buffers under their original names."""
+        for name, buffer in self._state.named_buffers():
+            yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What this process holds, whole, under the original names. What is cut over processes is put together: all ranks must call it."""
+        refuse_hooks(self, "state_dict()")
+        prefix = kwargs.get("prefix", "")
+        return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
+
+    @checked_arguments()
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """What this process holds, in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+
+        ``dcp.save(pm.sharded_state_dict())``; and, for any plan and number of processes, ``state = pm.sharded_state_dict()``,
+        ``dcp.load(state)``, ``pm.load_state_dict(state)``. A model in one piece loads the same checkpoint into its ``state_dict()``.
+        """
+        return dict(self._state.sharded())
+
+    @checked_arguments()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy in tensors under the original names, a full state dict or this process's part.
+
+        Args:
+            state_dict: name -> tensor.
+            strict: refuse names that are missing or unknown.
+            assign: refused: parameters stay the tensors that they are, and take over values.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``nn.Module`` does.
+
+        Raises:
+            ConfigError: an entry does not fit; nothing is loaded then.
+        """
+        refuse_hooks(self, "load_state_dict()")
+        if assign:
+            raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
+        return load_state(self._state, state_dict, strict=strict)
+
+    @checked_arguments()
+    def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
+        """Give a model from the meta device its values, module by module: no process ever holds more than one module whole.
+
+        The values are those of one device: of the model built on the CPU, ``torch.manual_seed(seed)``, and ``model.apply(init_fn)``. Every
+        rank must call it, with the same function.
+
+        Args:
+            init_fn: sets the parameters and buffers of one module. None: calls its ``reset_parameters()``.
+            seed: None goes on from the present random state.
+
+        Raises:
+            ConfigError: something is left without a value, by name.
+        """
+        self._runtime.agree("seed", seed_text(seed))
+        initialize(self._original[0], self._state, self._gathered, init_fn, seed)
+
+    full_optimizer_state_dict = full_optimizer_state_dict
+    sharded_optimizer_state_dict = sharded_optimizer_state_dict
+    load_optimizer_state_dict = load_optimizer_state_dict
+
+    @checked_arguments()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the original ``state_dict()``, on every rank."""
+        return self._gathered.tensors()
+
+    @checked_arguments()
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
+        self._accumulation.check("full_gradients()")
+        return self._gathered.gradients()
+
+    @checked_arguments()
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.
+
+        What is held in parts (``"fsdp"``, ``"zero1"``, ``"zero2"``) is summed in every step: no rank has room for the whole. So are
+        gradients of weights that stages share (tied embeddings), over these stages: each has a part of every row's; and those of stages
+        that several ranks take turns at (``{"pipeline": (2, 1)}``).
+        """
+        return self._accumulation.no_sync()
+
+    @checked_arguments({"max_norm": at_least(0), "norm_type": more_than(0)})
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
+
+        Returns:
+            The norm before.
+        """
+        self._accumulation.check("clip_grad_norm_()")
+        norm = gradient_norm(self._original[0], self._state, self._runtime, norm_type)
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
+
+    @checked_arguments()
+    def train(self, mode: bool = True) -> PartitionedModel:
+        """The mode is frozen when the model is traced; asking for that mode does nothing."""
+        if mode != self._graph.training:
+            raise ConfigError(
+                f"this model was partitioned in {'training' if self._graph.training else 'evaluation'} mode, which is frozen",
+                remedy=f"partition(model, ..., training={mode}) makes another; full_state_dict() carries the weights over",
+            )
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise ConfigError(
+            "a partitioned model cannot be moved or converted: its plan says where every tensor is",
+            remedy="convert the model first, or name other devices: partition(model.double(), devices=[...])",
+        )
+
+    def apply(self, fn: Any) -> Any:
+        """Refused: a partitioned model has no modules of its own that a function could be applied to."""
+        raise ConfigError(
+            "apply() would reach no layer of a partitioned model, which runs programs and has no modules",
+            remedy="model.apply(fn) before partition(model, ...); or pm.initialize(fn) for a model from the meta device",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: copies and pickles would hold programs and connections with other processes, not only values."""
+        raise ConfigError(
+            "a partitioned model can be neither copied nor pickled (copy.deepcopy, torch.save, AveragedModel): it is bound to devices",
+            remedy="save pm.full_state_dict(), or the plan with pm.plan.to_json(); for a second one, partition(model, ..., plan=pm.plan)",
+        )

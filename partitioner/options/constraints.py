@@ -1,0 +1,64 @@
+"""What a user has decided already: the planner decides the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from partitioner.options.mode import dimension_named
+from passes.ir.checked_arguments import check_fields
+from passes.ir.comm.halo_strategy import Payment
+from passes.ir.mesh import TILE
+
+__all__ = ["TENSOR", "Constraints"]
+
+TENSOR = "tensor"
+"""The mesh dimension that patterns of ``tp_plan`` speak of."""
+
+_EXAMPLES = {
+    "device_map": '{"encoder": 0, "decoder": 1}, or leave it out to let the planner place the modules',
+    "tp_plan": '{"layers.*.mlp.up_proj": "colwise"}',
+    "split_spec": '{"layers.6": "beginning"}',
+    "axes": '{"heads": "tensor"}',
+    "pin": '{"layers.6": 1}',
+    "halo": '"exchange", "overlap" or "recompute", or a mapping of modules to these',
+}
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Decisions that a plan must keep to.
+
+    Attributes:
+        device_map: module name -> rank, or device (``"cuda:1"``), as transformers and accelerate write it. A module has the entry of
+            its longest prefix; ``""`` is the entry of all the rest; a module with none is planned.
+        tp_plan: transformers' tensor-parallel patterns -> how a weight is cut: ``{"layers.*.mlp.up_proj": "colwise"}``, over the
+            mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
+        split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
+        axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
+            ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,
+            what is named of space is cut, and other names say what may stand in for the rest of it: ``{"batch": "tile"}``.
+        pin: module or node name -> stage.
+        halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer;
+            ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
+            compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
+    """
+
+    device_map: Mapping[str, int | str | torch.device] | None = None
+    tp_plan: Mapping[str, str] | None = None
+    split_spec: Mapping[str, Any] | None = None
+    axes: Mapping[str, str] | None = None
+    pin: Mapping[str, int] | None = None
+    halo: Payment | Mapping[str, Payment] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, examples=_EXAMPLES)
+
+    def without_dimensions(self, names: Collection[str]) -> Constraints:
+        """What is left where some mesh dimensions have one rank, which holds all of everything that they would cut."""
+        axes = {axis: where for axis, where in (self.axes or {}).items() if dimension_named(where) not in names}
+        halo = None if TILE in names else self.halo
+        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo)

@@ -1,0 +1,98 @@
+"""What ``precision=`` means, in Lightning's names.
+
+                parameters    computed in                           gradients
+"32-true"       float32       float32                               float32
+"bf16-true"     bfloat16      bfloat16                              bfloat16
+"bf16-mixed"    as they are   bfloat16 where torch.autocast does    as the parameters
+"16-mixed"      as they are   float16 where torch.autocast does     as the parameters; scale the loss (torch.amp.GradScaler)
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from passes.ir.errors import ConfigError
+from passes.ir.graph import Autocast
+from passes.ir.mesh import STAGES, Mesh
+
+__all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "true_dtype"]
+
+TRUE = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+"""Precisions that parameters and all floating-point inputs are converted to."""
+
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Precisions that ``torch.autocast`` computes in, beside that of the parameters."""
+
+
+def true_dtype(precision: str | None) -> torch.dtype | None:
+    """The dtype of everything; None where a precision converts nothing.
+
+    Raises:
+        ConfigError: there is no such precision.
+    """
+    if precision not in (None, *TRUE, *MIXED):
+        raise ConfigError(f"there is no precision={precision!r}", remedy=f"choose one of {', '.join((*TRUE, *MIXED))}, or None")
+    return TRUE.get(precision or "")
+
+
+def converted_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of the model in another precision; the model itself where it is in that one.
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    if dtype is None or all(tensor.dtype == dtype for tensor in tensors if tensor.is_floating_point()):
+        return model
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be copied to be converted: {error}", remedy="convert it yourself, model.to(dtype), and leave precision=None"
+        ) from error
+    return copied.to(dtype)
+
+
+def converted_inputs(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same nested values with floating-point tensors in a precision."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
+
+
+def autocast_of(precision: str | None, model: nn.Module) -> Autocast | None:
+    """The mixed precision that a model is traced in: by the list of operations of the device where it is.
+
+    Raises:
+        ConfigError: the model is on the meta device, of which torch.autocast knows nothing.
+    """
+    if precision not in MIXED:
+        return None
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}
+    if "meta" in devices:
+        raise ConfigError(
+            f"precision={precision!r} follows torch.autocast, which knows nothing of the meta device, where the model is",
+            remedy='build the model on the CPU, or choose "bf16-true"',
+        )
+    return Autocast(min(devices), MIXED[precision])
+
+
+def check_scaler(precision: str | None, mesh: Mesh, world_size: int | None) -> None:
+    """Raise ConfigError where processes that scale gradients would disagree on which step to leave out.
+
+    A ``GradScaler`` leaves out a step when it finds an infinite gradient. With parameters in parts, one process finds it and another not.
+    """
+    alone = world_size is None or all(name == "data" for name, _ in mesh.dimensions)
+    if precision == "16-mixed" and not alone:
+        kinds = ", ".join(name for name, _ in mesh.dimensions if name != "data")
+        stages = "stages" if any(name in STAGES for name in mesh.names) else "parts"
+        raise ConfigError(
+            f'precision="16-mixed" under torchrun is for mode="data": with {stages} of the model in each process ({kinds}), '
+            "a GradScaler in each would leave out different steps",
+            remedy='choose precision="bf16-mixed", which needs no scaler',
+        )

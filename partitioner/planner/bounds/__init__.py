@@ -1,0 +1,1 @@
+"""Lower bounds of step times, by which a search discards candidates."""

@@ -1,0 +1,231 @@
+"""How fast a mesh can be at best, before any axis of it is cut: what prices need no layout for.
+
+A rank of a mesh with R parts of the rows, T parts of everything else and P stages does at least one in R T P of the arithmetic and of the
+memory traffic of the whole model, and starts all kernels of its stages: cutting an axis makes kernels smaller, not fewer. Its stages wait
+for each other as in any schedule with as many microbatches (``step_bounds``). Replicas sum the gradients of all parameters that they read
+whole, once, or gather every one that they hold in parts, in each microbatch. What stages exchange is told of all of them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from cost_models.collectives.algorithms import Collective, GroupLinks
+from cost_models.cost_model import CostModel
+from cost_models.formulas.symbols import Numbers
+from cost_models.hardware.clusters import Cluster
+from partitioner.planner.bounds.schedule_bounds import least_shared_step, least_step
+from partitioner.planner.costs.collectives import part_of_message
+from partitioner.planner.costs.links import LinkTable, stages_length
+from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, microbatch_size, schedules
+from partitioner.planner.pipeline.problem import memory_limits
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.solvers.stage_problem import Floats
+from passes.analysis.axes import Axes, find_axes
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import ROWS, TILES, Mesh
+
+__all__ = ["MeshBounds"]
+
+
+class MeshBounds:
+    """Bounds of meshes on one cluster.
+
+    Args:
+        model: the model.
+        cluster: the hardware.
+        request: what was asked for.
+        cost_model: prices work. A part of some work may take no less than its share of the time beyond what it costs to start it.
+        links: of the cluster, where they are known already.
+    """
+
+    def __init__(
+        self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel, links: LinkTable | None = None
+    ) -> None:
+        whole = model.whole
+        self._cluster, self._whole, self._model = cluster, whole, model
+        self._links = links or LinkTable(cluster)
+        kinds = tuple(dict.fromkeys(cluster.devices))
+        # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
+        prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
+        self._prices, self._request = prices, request
+        self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
+        self._numbers: dict[int, Numbers] = {}
+        self._n_units = len(whole.points.units)
+        self._starts = prices.starting().min(axis=1)
+        self._fixed = prices.fixed_bytes + prices.gradient_bytes
+        self._limit = sum(memory_limits(cluster, request))
+        axes = find_axes(whole.of.graph.graph)
+        trained = [name for name in whole.of.graph.parameters if name in whole.cost.gradients]
+        every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
+        self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
+        self._longest = dict(every)
+        self._in_parts: dict[tuple[Collective, int, int], tuple[float, float]] = {}
+        self._read_whole: dict[int, frozenset[str]] = {}
+
+    def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
+        """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
+
+        What ranks exchange is told by two of them that cut the same axes: the sizes are those of whole values, and more ranks take longer.
+        Microbatches send no less in more messages.
+
+        Args:
+            beside: whether the sequence, or tiles' other axes, may be cut beside.
+            replicas: how many ranks of the pipeline each stage is on; empty where each is on one.
+            limit: bytes of parameters that all ranks of a pipeline may hold together (``CuttableModel.cut``).
+
+        Raises:
+            ConfigError: the mesh cannot cut the model.
+        """
+        places, parts = stages_length(mesh), mesh.cutting.size
+        stages = len(replicas) or places
+        kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
+        if mesh.widths:
+            return self._of_unlike(mesh, replicas)
+        in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
+        if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
+            return float("inf")
+        if in_parts:
+            seconds = self._prices.times(self._whole.batch_size).min(axis=1)
+            return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
+        inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
+        own_rows = -(-self._whole.batch_size // rows)
+        exchanging = self._exchanging(inner, mesh, own_rows, beside, limit) if inner.dimensions else (0.0, 0.0)
+        sending, summing = (0.0, 0.0), 0.0
+        if rows > 1 and self._whole.graph.training:
+            links = self._links.of(mesh)[kind]
+            if kind == "data":
+                summing = self._summing(links, rows, stages * parts // rows)
+            else:
+                sending = self._sending(links, rows, parts // rows)
+        part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
+        request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
+        steps = []
+        for count in microbatch_choices(part, request, places):
+            if count >= max(replicas, default=1):
+                waiting = exchanging[0] / count + sending[0], exchanging[1] / count + sending[1]
+                steps.append(self._working(count, microbatch_size(own_rows, count), places, parts // rows, request, waiting))
+        return (min(steps, default=math.inf) + summing) * (1 - _ROUNDING)
+
+    def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
+        """The same for stages of unlike width: what ranks exchange is left out, for it depends on which stage has what.
+
+        A rank has an equal share of all work at least, and a microbatch passes all stages, none of them wider than the widest.
+        """
+        rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
+        own_rows, n_ranks, widest = -(-self._whole.batch_size // rows), sum(mesh.widths), max(mesh.widths)
+        n_stages = len(replicas) or len(mesh.widths)
+        if self._fixed * (rows if "data" in mesh.names else 1) > self._limit or n_stages > self._n_units:
+            return math.inf
+        part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
+        steps = []
+        for count in microbatch_choices(part, self._request, len(mesh.widths)):
+            whole, _, shares, seconds = self._seconds_of(microbatch_size(own_rows, count))
+            through = float(np.maximum(seconds / widest, self._starts).sum()) * shares.through
+            steps.append(max(count * whole / n_ranks, through))
+        return min(steps) * (1 - _ROUNDING)
+
+    def _seconds_of(self, rows: int) -> tuple[float, float, Shares, Floats]:
+        """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
+        if rows not in self._known:
+            seconds = self._prices.times(rows).min(axis=1)
+            self._known[rows] = float(seconds.sum()), float(seconds.max()), self._prices.least_shares(rows), seconds
+        return self._known[rows]
+
+    def _working(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
+        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches.
+
+        Args:
+            rows: of a microbatch.
+            exchanged: seconds that all stages wait for the ranks beside them, for one microbatch, forward and backward.
+        """
+        whole, longest, shares, seconds = self._seconds_of(rows)
+        started = count * (float(np.maximum(seconds / parts, self._starts).sum()) + sum(exchanged)) / places
+        steps = []
+        for name, each in schedules(request):
+            if request.replicas:
+                candidate = Candidate(name, 1, count, request.replicas)
+                steps.append(least_shared_step(candidate, whole / parts, longest / parts, shares, exchanged))
+                continue
+            load, slowest = (max(whole / (places * runs), longest) / parts for runs in (1, each))
+            if places * each <= self._n_units:
+                steps.append(least_step(Candidate(name, each, count), places, whole / parts, load, slowest, shares, exchanged))
+        return max(started, min(steps, default=math.inf))
+
+    def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
+        """Seconds that the ranks of all stages exchange for so many rows, forward and backward.
+
+        Not what ranks hold in parts: more ranks may give so little of it each that many go in a message, which two ranks do not tell.
+        """
+        cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
+        alone = self._model.axes_cut(inner, beside=beside, limit=limit)
+        if any(cut[name] != alone[name] for name in inner.names):
+            return 0.0, 0.0
+        part = self._model.cut_among_few(inner, beside=beside, limit=limit)
+        links = self._links.of(mesh)
+        numbers, totals = self._numbers.setdefault(rows, Numbers(rows)), (0.0, 0.0)
+        for exchange, count in part.exchange_counts:
+            if exchange.held:
+                continue
+            share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
+            # Of microbatches of one row the parts may be runs of memory, which nobody copies.
+            forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
+            totals = totals[0] + forward * count, totals[1] + backward * count
+        return totals
+
+    def _summing(self, links: GroupLinks, rows: int, others: int) -> float:
+        """Seconds in which replicas sum the gradients of a stage at least, when so many other ranks share the parameters equally."""
+        size = sum(self._sizes[name] for name in self._whole_on(rows))
+        return links.seconds("all_reduce", size / others) if size else 0.0
+
+    def _sending(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
+        """Seconds that the ranks of all stages gather parameters and scatter gradients, of each microbatch.
+
+        Args:
+            rows: ranks that hold the parameters in parts.
+            others: ranks of each stage that share what they hold equally.
+        """
+        ways: Sequence[Collective] = ("all_gather", "reduce_scatter")
+        totals = []
+        for way in ways:
+            messages, size = self._gathered(way, rows, others)
+            totals.append(messages * links.seconds(way, 0.0) + size / others * links.seconds(way, _LARGE) / _LARGE)
+        return totals[0], totals[1]
+
+    def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
+        """How many messages the parameters take that so many ranks surely hold in parts, whatever others cut of them, and their bytes."""
+        key = (way, rows, others)
+        if key not in self._in_parts:
+            sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows * others]
+            self._in_parts[key] = sum(part_of_message(way, size / others, rows) for size in sizes), sum(sizes)
+        return self._in_parts[key]
+
+    def _whole_on(self, rows: int) -> frozenset[str]:
+        """The parameters that so many replicas read whole, each with its rows: not what they read a piece of, nor experts of their own."""
+        if rows not in self._read_whole:
+            try:
+                summed = self._model.cut(Mesh((("data", rows),))).part.sums
+            except ConfigError:
+                summed = ()
+            self._read_whole[rows] = frozenset(each.parameter for each in summed) & self._sizes.keys()
+        return self._read_whole[rows]
+
+
+def _longest_axis(axes: Axes, parameter: str) -> int:
+    """The longest axis that a parameter could be stored by; 0 where nobody reads it."""
+    if parameter not in axes.tensors:
+        return 0
+    return max((size for each in axes.of(parameter) for axis in each if isinstance(size := axes.sizes[axis], int)), default=0)
+
+
+_LARGE = 1e18
+"""Bytes of a message whose latency is nothing beside them."""
+
+_ROUNDING = 1e-6
+"""Relative margin for the rounding of sums."""

@@ -1,0 +1,207 @@
+"""How long a step takes at least, whatever the cuts are: closed forms in the times of the units.
+
+With W the time of all units for one microbatch, M microbatches, R ranks, and L the load of the fullest rank, at least:
+
+    any schedule     M L                               the fullest rank works all the time
+                     W                                 a microbatch goes through all stages and back; less the weight halves, if split
+    GPipe            W + (M - 1) L                     its first microbatch comes, its last one goes on
+    1F1B             2 W + (M - R - 1) L    M > R      path D of ``path_costs`` through the slowest stage: what is in front of it takes no
+                                                       longer than as many such stages would
+                     W / (1 - (1 - 1/M)^R)             path A, at its shortest where it is equally long through all stages
+    backward whole   W + (M - 1) b L'                  path C; b: the least share that a backward has of its unit, L' the slowest stage
+    ZB1P             f W / (1 - (1 - f/M)^R)           only forwards precede; f: the least share that a forward has
+    in a loop        about (M + (R - 1) / 4) W / R     of two rounds: see ``_fill_of_loop``
+    on a V           about (M + f (R - 1) / 4) W / R   ranks begin one after the other; more where M < 2 R: see ``fill_of_v``
+
+``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks.
+
+What ranks of a stage exchange is part of the stage's time, and W has it, but which stages exchange how much is not known: that of a split
+backward counts as often as it does where it counts least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from partitioner.planner.bounds.v_schedules import least_on_v
+from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.solvers.stage_problem import Floats
+
+__all__ = ["least_load", "least_shared_step", "least_step"]
+
+_ALIKE = 1e-9
+"""Relative differences up to which sums of units are the same."""
+
+_MOST_SUMS = 600
+"""Distinct sums of runs up to which those of several runs are told apart."""
+
+
+def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:
+    """What the fullest of so many parts holds at least, when units are dealt out whole.
+
+    Units that are as long as no fewer than ``n_parts`` others are common, c seconds of them together. What a part of length T holds of
+    them is a sum of as many runs as it has, no more than F(T), the largest such sum; the part that holds the longest other unit, x, has no
+    more than F(T - x). So T is the least with ``(n_parts - 1) F(T) + F(T - x) >= c``.
+
+    Args:
+        seconds: (N,) of each unit.
+        n_parts: ranks, or stages.
+        n_runs: runs of units in each part, at most.
+    """
+    longest = float(seconds.max(initial=0.0))
+    evenly = max(float(seconds.sum()) / n_parts, longest)
+    unit = longest * _ALIKE
+    if unit <= 0 or n_parts == 1:
+        return evenly
+    rounded = np.round(seconds / unit)
+    _, place, counts = np.unique(rounded, return_inverse=True, return_counts=True)
+    common = counts[place] >= n_parts
+    most = 2 * evenly / unit
+    sums = _sums_of_runs(rounded[common], most)  # whatever other units lie between
+    if len(sums) > _MOST_SUMS:
+        return evenly
+    several = sums
+    for _ in range(n_runs - 1):
+        several = np.unique(np.add.outer(several, sums))
+    other = float(rounded[~common].max(initial=0.0))
+    lengths = np.unique(np.concatenate([[evenly / unit], several, several + other]))
+    lengths = lengths[(lengths >= evenly / unit) & (lengths < most)]  # within which all sums are known
+    held = _largest(several, lengths) * (n_parts - 1) + _largest(several, lengths - other)
+    enough = lengths[held >= rounded[common].sum() - 2 * len(seconds)]
+    return max(evenly, float(enough[0]) * unit * (1 - 1e3 * _ALIKE)) if len(enough) else evenly
+
+
+def _largest(sums: Floats, within: Floats) -> Floats:
+    """The largest sum within each length; less than nothing where there is none."""
+    places = np.searchsorted(sums, within + 0.5, side="right") - 1
+    return np.where(places >= 0, sums[places], -np.inf)
+
+
+def _sums_of_runs(lengths: Floats, most: float) -> Floats:
+    """The distinct sums of consecutive units, none of them among it."""
+    ends = np.concatenate([[0.0], np.cumsum(lengths)])
+    between = np.subtract.outer(ends, ends)
+    return np.unique(between[(between >= 0) & (between <= most)])
+
+
+def least_step(
+    candidate: Candidate,
+    n_ranks: int,
+    whole: float,
+    load: float,
+    slowest: float,
+    shares: Shares,
+    exchanged: tuple[float, float] = (0.0, 0.0),
+) -> float:
+    """Seconds of a step.
+
+    Args:
+        whole: seconds of all units, for one microbatch.
+        load: of the fullest rank.
+        slowest: of the slowest stage.
+        shares: of forward and backward.
+        exchanged: seconds that all stages together wait for the ranks beside them, for one microbatch, forward and backward.
+    """
+    count, alone, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
+    is_whole = candidate.schedule == "GPipe" or candidate.schedule in _WHOLE_BACKWARDS
+    every = whole + sum(exchanged)
+    load = max(load, every / n_ranks)
+    step = max(every if is_whole else whole * shares.through + sum(exchanged), count * load)
+    if candidate.schedule == "GPipe":
+        return max(step, every + (count - 1) * load)
+    if candidate.schedule in _WHOLE_BACKWARDS:
+        step = max(step, every + (count - 1) * shares.backward * slowest)
+    if alone and candidate.schedule in _WHOLE_BACKWARDS:
+        step = max(step, every / (1 - (1 - 1 / count) ** n_ranks))
+        return max(step, 2 * every + (count - n_ranks - 1) * load) if count > n_ranks else step
+    if alone and forward > 0:
+        left = 1 - forward / count
+        counting = whole + exchanged[0] + exchanged[1] * left ** (n_ranks - 1)  # where it counts least: on the first rank
+        return max(step, counting * forward / (1 - left**n_ranks))
+    if candidate.schedule in _ON_A_V and whole > 0:
+        relative = exchanged[0] / whole, exchanged[1] / whole
+        return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves, relative))
+    return max(step, every * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
+
+
+def least_shared_step(
+    candidate: Candidate, whole: float, longest: float, shares: Shares, exchanged: tuple[float, float] = (0.0, 0.0)
+) -> float:
+    """Seconds of a step whose stages are on so many ranks each as ``candidate.replicas`` says.
+
+    The last stage, of k ranks that take x seconds for a microbatch, begins when the others have made the first, and what it has done last
+    goes back through them; the other R - k ranks share the rest of the work. With p what of a microbatch's time comes in front and behind
+    (all of it; only forwards where backwards are split),
+
+        step >= p (W - x) + ceil(M / k) x        and        step >= M (W - x) / (R - k)
+
+    of which the first grows with x and the second falls: no x makes both less than they are where they are equal.
+
+    Args:
+        candidate: whose stages ranks share.
+        whole: seconds of all units, for one microbatch.
+        longest: of the longest of them.
+        shares: of forward and backward.
+        exchanged: as ``least_step`` has it; what a split backward exchanges is not in front.
+    """
+    count, n_ranks, last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]
+    is_split = candidate.schedule not in ("GPipe", *_WHOLE_BACKWARDS)
+    every = whole + sum(exchanged)
+    beside, rounds, rest = (shares.forward[0] if is_split else 1.0), -(-count // last), count / (n_ranks - last)
+    at_last = max(rest - beside, 0.0) / (rounds - beside + rest)
+    fill = (whole + exchanged[0] if is_split else every) * (beside * (1 - at_last) + rounds * at_last)
+    through = whole * shares.through + sum(exchanged) if is_split else every
+    return max(fill, count * every / n_ranks, count * longest / max(candidate.replicas), through)
+
+
+@lru_cache(maxsize=1024)
+def _fill_of_loop(n_ranks: int, count: int) -> float:
+    """The same for two stages on each rank in a loop and whole backwards: rank r runs stages r and R+r, microbatches in groups of R.
+
+    It is not done before what is above it in the first round, forward and backward, and all that it computes; nor before all of the first
+    round and what is above it in the second, and what it computes but for K = R forwards of its first stage that come in front of the first
+    one of its second, and as many backwards behind the last one.
+    """
+    ahead = min(n_ranks, count)
+
+    def counts(weights: Floats, second: Floats) -> Floats:
+        first = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
+        return count * weights + np.minimum(first, second * _behind(weights))
+
+    return _best_mean(counts, n_ranks, count)
+
+
+def _behind(weights: Floats) -> Floats:
+    return 1 - np.cumsum(weights, axis=1)
+
+
+def _best_mean(counts: Callable[[Floats, Floats], Floats], n_ranks: int, count: int) -> float:
+    """The most that a second can be made to count at least.
+
+    Args:
+        counts: (T, R) what a second counts on each rank, by the weights of the ranks and (T, 1) the weight of the second kind of path.
+    """
+    best, weights = 0.0, np.full((len(_SECONDS), n_ranks), 1 / n_ranks)
+    for _ in range(_ROUNDS):
+        each = counts(weights, _SECONDS)
+        best = max(best, float(each.min(axis=1).max()))
+        weights = np.maximum(weights + (each.sum(axis=1, keepdims=True) / n_ranks - each) / count / 2, 0.0)
+        weights /= weights.sum(axis=1, keepdims=True)
+    return best
+
+
+_SECONDS = np.array([[0.3], [0.5], [0.7], [0.9]])
+"""Weights of the second kind of path that are tried, all at once."""
+
+_ROUNDS = 20
+"""How often weights are mended."""
+
+_WHOLE_BACKWARDS = ("1F1B", "Interleaved1F1B")
+"""Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
+
+_ON_A_V = ("ZBV", "DualPipeV")
+"""Schedules whose ranks run one stage on the way down and one on the way up."""

@@ -1,0 +1,1 @@
+"""Constraints of the user as conditions on axes, stages and halos."""

@@ -1,0 +1,255 @@
+"""The axes that a user has tied to mesh dimensions: by their names, or by transformers' tensor-parallel patterns.
+
+axes={"heads": "tensor"}                       every axis of that name; "ffn[3]" one of them
+axes={"batch": "tile"}                         what tiles may cut besides space: where that is cheaper, and somewhere
+axes={"height[2]": "tile"}                     of space, these for sure; the rest is planned
+tp_plan={"layers.*.mlp.up_proj": "colwise"}    what the weight makes, the axis that its calls keep
+tp_plan={"layers.*.mlp.down_proj": "rowwise"}  what the weight contracts, or looks up
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import fx
+
+from partitioner.options.constraints import TENSOR, Constraints
+from partitioner.options.mode import dimension_named
+from partitioner.planner.tile_grid import tile_axes
+from passes.analysis.axes import Axes
+from passes.analysis.axis_names import axes_named, batch_axes, space_axes
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.layout import SPACE, Shard
+from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
+from passes.spmd.propagate import Layouts
+
+__all__ = ["NAMED_FIRST", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
+
+SEQUENCE = "sequence"
+"""The axes that ``"sequence_parallel"`` speaks of, and the mesh dimension that cuts them by itself."""
+
+_KEPT = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise")
+_SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_packed_rowwise", "local_rowwise", "embedding_rowwise")
+_STYLES = {**dict.fromkeys(_KEPT, "kept"), **dict.fromkeys(_SUMMED, "summed"), "sequence_parallel": SEQUENCE}
+"""transformers' words -> which dimension of a weight is cut. How inputs arrive and outputs leave (``_rep``, ``local_``) the layouts say."""
+
+EXPERTS = "experts"
+"""The axes that a mesh dimension of replicas may cut beside the batch: tokens then travel to the rank that holds their expert."""
+
+NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
+"""Where a dimension holds several axes (three, heads, head width), the axis that is meant."""
+
+
+def named_dimensions(constraints: Constraints) -> frozenset[str]:
+    """The mesh dimensions that axes and patterns are tied to."""
+    named = {dimension_named(where) for where in (constraints.axes or {}).values()}
+    return frozenset(named | ({TENSOR} if constraints.tp_plan else set()))
+
+
+def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
+    """Raise ConfigError for a mesh dimension that the mesh has not, or that cuts no axes."""
+    named = [(f"axes={{{axis!r}: {where!r}}}", dimension_named(where)) for axis, where in (constraints.axes or {}).items()]
+    if constraints.tp_plan:
+        named.append(("tp_plan", TENSOR))
+    for said, dimension in named:
+        if dimension not in mesh.names and not _over(dimension, mesh):
+            raise ConfigError(
+                f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",
+                remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}',
+            )
+        if dimension in STAGES:
+            raise ConfigError(f"{said}: {dimension!r} cuts the graph, not axes", remedy="use device_map, split_spec or pin for stages")
+
+
+def constrained_axes(
+    graph: ModelGraph, axes: Axes, names: tuple[str, ...], mesh: Mesh, constraints: Constraints
+) -> dict[str, tuple[int, ...]]:
+    """Mesh dimension -> the axes that it must cut.
+
+    Args:
+        names: of the axes.
+        mesh: the dimensions that cut axes.
+
+    Raises:
+        ConfigError: an axis is unknown, too short, or of the wrong kind; a pattern matches nothing or says what is unknown.
+    """
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
+    batch = batch_axes(graph, axes)
+    for name, dimension in _named(constraints, mesh):
+        where = dimension_named((constraints.axes or {})[name])
+        wanted = _of_dimension(axes, mesh, dimension, axes_named(name, names))
+        if not wanted:
+            continue
+        is_routed = dimension in ROWS and all(names[axis].startswith(f"{EXPERTS}[") for axis in wanted)
+        of_rows = set(wanted) <= batch and dimension not in TILES
+        if (dimension in ROWS) != of_rows and not is_routed:
+            kind = "the batch, and experts beside it" if dimension in ROWS else "any axis but the batch"
+            raise ConfigError(
+                f"axes={{{name!r}: {where!r}}}: {dimension!r} cuts {kind}",
+                remedy=f"choose another of {', '.join(mesh.names)}, or leave it out",
+            )
+        fitting = tuple(axis for axis in wanted if _fits(axes, axis, mesh.length(dimension)) or axis in batch)
+        if not fitting:
+            sizes = ", ".join(sorted({str(axes.sizes[axis]) for axis in wanted}))
+            raise ConfigError(
+                f"axes={{{name!r}: {where!r}}}: {name} has size {sizes} and cannot be cut into {mesh.length(dimension)} parts",
+                remedy="cut an axis that is long enough, over fewer devices",
+            )
+        found[dimension] += tuple(axis for axis in fitting if axis not in found[dimension])
+    for pattern, style in (constraints.tp_plan or {}).items():
+        for axis in _axes_of_pattern(graph, axes, names, pattern, style, mesh.length(TENSOR)):
+            if axis not in found[TENSOR]:
+                found[TENSOR] += (axis,)
+    return found
+
+
+def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
+    """Raise ConfigError for an axis name that nothing could be cut by, after all; of several that may stand in for space, for all."""
+    may_stand_in = _standing_in(names, mesh, constraints, layouts)
+    for name, where in (constraints.axes or {}).items():
+        over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
+        wanted = set(axes_named(name, names))
+        cut = any(cuts[index] is not None and cuts[index].axis in wanted for cuts in layouts.cuts.values() for index in over)  # type: ignore[union-attr]
+        places = (layout[index] for layout in layouts.stored.values() for index in over)
+        held = any(isinstance(place, Shard) and place.axis in wanted for place in places)
+        if not cut and not held and not wanted & may_stand_in:
+            raise ConfigError(
+                f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
+            )
+
+
+def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
+    """The axes that may be cut over tiles instead of space, if any of them is."""
+    tiles = [index for index, name in enumerate(mesh.names) if name in TILES]
+    said = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
+    others = frozenset(axis for name in said for axis in axes_named(name, names) if not names[axis].startswith((*SPACE, "length")))
+    cut = any(cuts[index] is not None and cuts[index].axis in others for cuts in layouts.cuts.values() for index in tiles)  # type: ignore[union-attr]
+    return others if cut else frozenset()
+
+
+def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:
+    """The dimensions of a mesh that a name means: of tiles, those of their grid."""
+    if dimension == TILE:
+        return tuple(name for name in mesh.names if name in (TILE, *TILES))
+    return (dimension,) if dimension in mesh.names else ()
+
+
+def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Without space that another dimension of a grid of tiles cuts."""
+    if dimension not in TILES:
+        return wanted
+    own = tile_axes(axes, mesh, dimension)
+    others = {axis for each in space_axes(axes).values() for axis in each}.difference(own)
+    return tuple(axis for axis in wanted if axis not in others)
+
+
+def _named(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Every axis that is named, with each mesh dimension that it is named for."""
+    for name, where in (constraints.axes or {}).items():
+        yield from ((name, dimension) for dimension in _over(dimension_named(where), mesh))
+
+
+def _fits(axes: Axes, axis: int, count: int) -> bool:
+    size = axes.sizes[axis]
+    return isinstance(size, int) and size >= count
+
+
+# -- patterns ------------------------------------------------------------------------------------------------------------------------
+
+
+def _axes_of_pattern(graph: ModelGraph, axes: Axes, names: tuple[str, ...], pattern: str, style: str, count: int) -> Iterator[int]:
+    kind = _STYLES.get(style)
+    if kind is None:
+        raise ConfigError(f"tp_plan[{pattern!r}]: there is no style {style!r}", remedy=f"choose one of {', '.join(_STYLES)}")
+    if kind == SEQUENCE:
+        _parameters_matching(graph, pattern)
+        yield from axes_named(SEQUENCE, names)
+        return
+    several: list[int] = []
+    for name in _parameters_matching(graph, pattern):
+        several += _axes_of_weight(graph, axes, names, name, kind, count)
+    if not several:
+        raise ConfigError(
+            f"tp_plan[{pattern!r}]: no weight of it can be cut {style} into {count} parts",
+            remedy="leave the pattern out, or cut over fewer devices",
+        )
+    yield from several
+
+
+def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
+    """The parameters that a pattern names, or that the modules have that it names; its beginning may be left out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    expression = r"\.".join(r"[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("."))
+    own = rf"{expression}(\.[^.]+)?"
+    by_name = {name: placeholder for placeholder, name in graph.parameters.items()}
+    by_name |= {alias: by_name[name] for alias, name in graph.aliases.items() if name in by_name}
+    for whole in (own, rf"(.+\.)?{own}"):
+        found = [placeholder for name, placeholder in by_name.items() if re.fullmatch(whole, name)]
+        if found:
+            return list(dict.fromkeys(found))
+    modules = sorted({re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in by_name})
+    raise ConfigError(
+        f"tp_plan: the pattern {pattern!r} matches no module with parameters",
+        remedy=f"the model has {', '.join(modules[:12])}{', ...' if len(modules) > 12 else ''}",
+    )
+
+
+def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name: str, kind: str, count: int) -> Iterator[int]:
+    """The axis of a weight that its calls keep, or sum over; a vector (a bias) has none of its own."""
+    if name not in axes.tensors or len(axes.of(name)) < 2:
+        return
+    for dimension, each in enumerate(axes.of(name)):
+        if _kind_of(graph, axes, name, dimension) != kind:
+            continue
+        fitting = [axis for axis in each if _fits(axes, axis, count)]
+        if fitting:
+            yield min(fitting, key=lambda axis: _rank(names[axis]))
+            return
+
+
+def _rank(name: str) -> int:
+    base = name.partition("[")[0]
+    return NAMED_FIRST.index(base) if base in NAMED_FIRST else len(NAMED_FIRST)
+
+
+def _kind_of(graph: ModelGraph, axes: Axes, name: str, dimension: int) -> str | None:
+    """Whether the calls that read a weight keep a dimension of it in their result or sum over it."""
+    for node in _readers(graph, name):
+        loops = axes.loops.get(node.name)
+        if loops is None:
+            continue
+        place = next(place for place, operand in enumerate(axes.operands[node.name]) if _source(operand) == name)
+        factors = {axis: factor for factor, each in enumerate(axes.factors[node.name]) for axis in each}
+        of_dimension = {factors[axis] for axis in axes.of(name)[dimension] if axis in factors}
+        kept = {factor for result in loops.results for each in result for factor in each}
+        if len(loops.operands) > 1 and of_dimension & {factor for each in loops.operands[place] for factor in each}:
+            return "kept" if of_dimension <= kept else "summed"
+    return None
+
+
+def _readers(graph: ModelGraph, name: str) -> Iterator[fx.Node]:
+    """The calls that read a parameter, itself or transposed."""
+    waiting = [next(node for node in graph.graph.nodes if node.name == name)]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "call_function" and _source(user) == name:
+                waiting.append(user)
+            elif user.op == "call_function":
+                yield user
+
+
+def _source(node: fx.Node) -> str:
+    """The node whose value this is, but for the order of its dimensions and its type."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and _only_turns(node):
+        node = node.all_input_nodes[0]
+    return node.name
+
+
+def _only_turns(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name in ("t", "transpose", "permute", "to", "_to_copy", "numpy_T", "mT")

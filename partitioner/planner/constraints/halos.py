@@ -1,0 +1,78 @@
+"""How the calls of a model must pay for their halos, as the user said it by names of modules.
+
+halo="recompute"                                        all of them
+halo={"": "exchange", "encoder.0": "recompute"}         those of one block, and all others
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import get_args
+
+from partitioner.options.constraints import Constraints
+from passes.graph.provenance import module_path
+from passes.ir.comm.halo_strategy import Payment
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import TILE, TILES, Mesh
+
+__all__ = ["asked_payments", "check_halos"]
+
+
+def check_halos(constraints: Constraints, mesh: Mesh | None) -> None:
+    """Raise ConfigError where nothing exchanges halos, or for a word that says nothing.
+
+    Args:
+        mesh: that was asked for; None: of one device, or open.
+    """
+    if constraints.halo is None:
+        return
+    if mesh is None or not any(name in (TILE, *TILES) for name in mesh.names):
+        has = f"the mesh has {', '.join(mesh.names)}" if mesh is not None and mesh.names else "none were asked for"
+        raise ConfigError(
+            f"halo={constraints.halo!r} is about tiles over devices, and {has}",
+            remedy='use mode "tile" on several devices, or leave it out',
+        )
+    for said in _entries(constraints).values():
+        if said not in get_args(Payment):
+            raise ConfigError(
+                f"halo={constraints.halo!r}: nothing is paid for by {said!r}", remedy=f"choose one of {', '.join(get_args(Payment))}"
+            )
+
+
+def asked_payments(constraints: Constraints, graph: ModelGraph, modules: Collection[str]) -> dict[str, Payment]:
+    """Call -> how it must pay; absent where nothing was said.
+
+    Args:
+        modules: names of the model's modules, also of those that no call comes from.
+
+    Raises:
+        ConfigError: a module is unknown.
+    """
+    paths = {node.name: module_path(node) for node in graph.computing_nodes()}
+    known = {prefix for path in (*paths.values(), *modules) for prefix in _prefixes(path)} | {""}
+    entries = _entries(constraints)
+    for name in entries:
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=3)
+            raise ConfigError(
+                f"halo names {name!r}, which is no module of the model",
+                remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "write names as model.named_modules() gives them",
+            )
+    found: dict[str, Payment] = {}
+    for node, path in paths.items():
+        entry = max((name for name in entries if name in ("", *_prefixes(path))), key=len, default=None)
+        if entry is not None:
+            found[node] = entries[entry]
+    return found
+
+
+def _entries(constraints: Constraints) -> Mapping[str, Payment]:
+    return {"": constraints.halo} if isinstance(constraints.halo, str) else constraints.halo or {}
+
+
+def _prefixes(path: str) -> list[str]:
+    """Of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

@@ -1,0 +1,202 @@
+"""From what the user decided to what the stage cutter understands: forced boundaries, and stages that a unit may be in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from partitioner.options.constraints import Constraints
+from partitioner.planner.costs.cut_points import CutPoints, module_path
+from passes.ir.errors import ConfigError, Place
+from passes.ir.graph import ModelGraph
+
+__all__ = ["Restrictions", "restrict"]
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """What ``StageProblem`` takes.
+
+    Attributes:
+        forced: boundaries that must be cuts.
+        allowed: (N, S) whether a unit may be in a stage; None: all may.
+    """
+
+    forced: frozenset[int]
+    allowed: NDArray[np.bool_] | None
+
+
+def restrict(
+    constraints: Constraints,
+    graph: ModelGraph,
+    points: CutPoints,
+    devices: Sequence[str],
+    stage_ranks: Sequence[tuple[int, ...]],
+    modules: Collection[str] = (),
+) -> Restrictions:
+    """Translate constraints for a number of stages.
+
+    Args:
+        constraints: what the user decided.
+        graph: the model.
+        points: its units.
+        devices: for each rank, its device.
+        stage_ranks: for each stage, its ranks.
+        modules: names of the model's modules, also of those that no node comes from (a dropout in evaluation).
+
+    Raises:
+        ConfigError: a name is unknown, a rank or stage does not exist, a module cannot be cut off, or a device_map goes back to an
+            earlier rank where each rank has one stage.
+    """
+    if not constraints.split_spec and constraints.device_map is None and constraints.pin is None:
+        return Restrictions(frozenset(), None)
+    names = _Names(graph, points, modules)
+    forced = frozenset(
+        names.boundary(name, _split_point(name, where)) for name, where in (constraints.split_spec or {}).items() if names.check(name)
+    )
+    if len(forced) > len(stage_ranks) - 1:
+        raise ConfigError(
+            f"split_spec makes {len(forced) + 1} stages, the plan has {len(stage_ranks)}",
+            remedy="pass as many devices (or stages on each) as there are stages, or fewer split points",
+        )
+    if constraints.device_map is None and constraints.pin is None:
+        return Restrictions(forced, None)
+    allowed = np.ones((len(points.units), len(stage_ranks)), dtype=bool)
+    if constraints.device_map is not None:
+        ranks = _unit_ranks(constraints.device_map, names, points, devices)
+        if len(set(stage_ranks)) == len(stage_ranks):
+            _check_order(ranks, names, points)
+        for unit, rank in ranks.items():
+            allowed[unit] &= np.array([rank in each for each in stage_ranks])
+    for name, stage in (constraints.pin or {}).items():
+        if not 0 <= stage < len(stage_ranks):
+            raise ConfigError(
+                f"pin puts {name!r} in stage {stage}, the plan has stages 0 to {len(stage_ranks) - 1}", remedy="pin it to one of them"
+            )
+        for unit in names.units(name):
+            allowed[unit] &= np.arange(len(stage_ranks)) == stage
+    return Restrictions(forced, allowed)
+
+
+class _Names:
+    """The modules and nodes that constraints may name."""
+
+    def __init__(self, graph: ModelGraph, points: CutPoints, modules: Collection[str]) -> None:
+        self._points = points
+        self._unit_of = points.unit_of
+        self.module_of = {node.name: module_path(node) for node in graph.computing_nodes()}
+        owners = [name.rpartition(".")[0] for name in (*graph.parameters.values(), *graph.buffers.values(), *graph.aliases)]
+        paths = {*self.module_of.values(), *owners, *modules}
+        self._modules = {prefix for path in paths for prefix in _prefixes(path)} | {""}
+        self._parameters = {*graph.parameters.values(), *graph.buffers.values(), *graph.aliases}
+
+    def check(self, name: str) -> bool:
+        """True; raises ConfigError when no module, parameter or node has the name."""
+        known = self._modules | self._parameters | self.module_of.keys()
+        if name in known:
+            return True
+        close = difflib.get_close_matches(name, sorted(known), n=3)
+        raise ConfigError(
+            f"the constraints name {name!r}, which is no module of the model",
+            remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "write names as model.named_modules() gives them",
+        )
+
+    def units(self, name: str) -> list[int]:
+        """The units of a module or node, in order; empty for a module that computes nothing of its own."""
+        self.check(name)
+        nodes = [node for node, module in self.module_of.items() if node == name or _is_inside(module, name)]
+        return sorted({self._unit_of[node] for node in nodes if node in self._unit_of})
+
+    def boundary(self, name: str, at_end: bool) -> int:
+        """The boundary at the beginning or behind the end of a module."""
+        units = self.units(name)
+        where = "behind" if at_end else "in front of"
+        if not units:
+            raise ConfigError(
+                f"split_spec cuts {where} {name!r}, which computes nothing", place=Place(module=name), remedy="cut at another module"
+            )
+        edge = self._points.units[units[-1] if at_end else units[0]]
+        outside = edge[-1] if at_end else edge[0]
+        boundary = units[-1] + 1 if at_end else units[0]
+        if not _is_inside(self.module_of[outside], name) and outside != name:
+            raise ConfigError(
+                f"split_spec cuts {where} {name!r}, where something crosses that cannot be sent: {', '.join(edge)} stay together",
+                place=Place(module=name),
+                remedy="cut at another module",
+            )
+        if not 0 < boundary < len(self._points.units):
+            raise ConfigError(
+                f"split_spec cuts {where} {name!r}, where the model has nothing more", place=Place(module=name), remedy="leave it out"
+            )
+        return boundary
+
+
+def _is_inside(module: str, name: str) -> bool:
+    return name in ("", module) or module.startswith(f"{name}.")
+
+
+def _prefixes(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def _split_point(name: str, where: Any) -> bool:
+    """Whether the cut is at the end of the module."""
+    text = str(getattr(where, "name", where)).lower()
+    if text not in ("beginning", "end"):
+        raise ConfigError(f"split_spec[{name!r}] is {where!r}", remedy='write "beginning" or "end", or a SplitPoint')
+    return text == "end"
+
+
+def _unit_ranks(
+    device_map: Mapping[str, int | str | torch.device], names: _Names, points: CutPoints, devices: Sequence[str]
+) -> dict[int, int]:
+    """Unit -> the rank that the device_map gives it; absent where it says nothing."""
+    entries = {name: _rank(name, device, devices) for name, device in device_map.items() if names.check(name)}
+    ranks: dict[int, int] = {}
+    for index, unit in enumerate(points.units):
+        for node in unit:
+            path = names.module_of[node]
+            entry = max((name for name in entries if _is_inside(path, name)), key=len, default=None)
+            if entry is None:
+                continue
+            if ranks.setdefault(index, entries[entry]) != entries[entry]:
+                raise ConfigError(
+                    f"device_map puts {', '.join(unit)} on ranks {ranks[index]} and {entries[entry]}, but they cannot be parted",
+                    place=Place(module=path),
+                    remedy="give both modules the same rank",
+                )
+    return ranks
+
+
+def _rank(name: str, device: int | str | torch.device, devices: Sequence[str]) -> int:
+    if isinstance(device, int):
+        if 0 <= device < len(devices):
+            return device
+        raise ConfigError(f"device_map puts {name!r} on rank {device}, there are ranks 0 to {len(devices) - 1}", remedy="use one of these")
+    found = [rank for rank, text in enumerate(devices) if text == str(device)]
+    if len(found) == 1:
+        return found[0]
+    problem = f"{len(found)} ranks run there" if found else f"no rank runs there: they run on {', '.join(devices)}"
+    raise ConfigError(f"device_map puts {name!r} on {str(device)!r}, but {problem}", remedy="write the number of the rank")
+
+
+def _check_order(ranks: Mapping[int, int], names: _Names, points: CutPoints) -> None:
+    """With one stage on each rank, data can only go on to later ranks."""
+    highest, before = -1, ""
+    for unit in sorted(ranks):
+        module = names.module_of[points.units[unit][0]]
+        if ranks[unit] < highest:
+            raise ConfigError(
+                f"device_map goes back: {module!r} is on rank {ranks[unit]}, but {before!r}, computed before it, is on rank {highest}",
+                place=Place(module=module),
+                remedy="map modules to ranks in the order in which they compute, or use a schedule with several stages on each device",
+            )
+        if ranks[unit] > highest:
+            highest, before = ranks[unit], module

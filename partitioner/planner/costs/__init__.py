@@ -1,0 +1,1 @@
+"""Time and memory of units of a model, by layout and stage."""

@@ -1,0 +1,128 @@
+"""What the units of a model hold: all the time, from their first backward on, and for each microbatch in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from cost_models.formulas.symbols import Numbers
+from cost_models.graph_cost import GraphCost
+from cost_models.memory.optimizer_state import optimizer_states
+from partitioner.planner.costs.checkpoint_selection import Keeping
+from partitioner.planner.costs.cut_points import CutPoints
+from partitioner.planner.costs.transient_memory import WorkingMemory
+from partitioner.planner.solvers.stage_problem import Shared, Working
+from passes.autograd.recompute import Recompute
+from passes.ir.graph import ModelGraph
+
+__all__ = ["UnitMemory"]
+
+
+class UnitMemory:
+    """The memory of units, whatever the microbatch size.
+
+    Args:
+        graph: the model.
+        cost: its formulas.
+        points: its units.
+        optimizer: whose state is held for every parameter that trains.
+        policy: what the backward computes again instead of keeping it.
+
+    Attributes:
+        again: the nodes that it computes again.
+        fixed: what stages hold all the time, whatever the batch: parameters, buffers, optimizer state.
+        gradients: what they hold from their first backward on.
+    """
+
+    def __init__(self, graph: ModelGraph, cost: GraphCost, points: CutPoints, optimizer: str, policy: Recompute) -> None:
+        self._graph, self._cost, self._points, self._policy = graph, cost, points, policy
+        self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._unit_of = points.unit_of
+        lasting = {*graph.parameters, *graph.buffers, *graph.constants}
+        self._inputs = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder" and node.name not in lasting)
+        given = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
+        keeping = Keeping(graph, cost, frozenset(self._unit_of), policy)
+        self.again = keeping.again
+        self.fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
+        self.gradients = tuple(self._find_gradients())
+        savers = {key: readers for key, readers in keeping.savers.items() if key not in given}
+        self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in savers.items()}
+        self._working = WorkingMemory(graph.parameters, given, cost, points.units, keeping, policy)
+
+    def users(self, placeholder: str) -> tuple[int, ...]:
+        """The units that read a placeholder, in order."""
+        return tuple(sorted({self._unit_of[user.name] for user in self._nodes[placeholder].users if user.name in self._unit_of}))
+
+    def held_bytes(self, placeholder: str) -> int:
+        """Bytes that a rank holds of a parameter, buffer or constant."""
+        return int(self._cost.bytes[placeholder])
+
+    def given(self, numbers: Numbers) -> tuple[Shared, ...]:
+        """The inputs of a step, which the stages that read them hold all the time.
+
+        Args:
+            numbers: sizes at the rows of the whole step.
+        """
+        sizes = ((round(numbers[self._cost.bytes[name]]), self._holders(name)) for name in self._inputs)
+        return tuple(Shared(size, units) for size, units in sizes if size and units)
+
+    def kept(self, numbers: Numbers, share: float) -> tuple[Shared, ...]:
+        """What is kept for a microbatch.
+
+        Args:
+            numbers: sizes at its rows.
+            share: what they are multiplied with.
+        """
+        cost = self._cost
+        kept = [Shared(round(numbers[cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]
+        besides: dict[int, float] = {}
+        for name, each in cost.nodes.items():
+            if name in self._unit_of and name not in self.again:
+                besides[self._unit_of[name]] = besides.get(self._unit_of[name], 0.0) + numbers[each.keeps] * share
+        # From the loss of a microbatch to its backward, the gradients of what the model returned.
+        returned = sum(float(numbers[cost.allocation_bytes[key]]) for key in cost.returned if cost.maker[key] in cost.gradients)
+        besides[len(self._points.units) - 1] = besides.get(len(self._points.units) - 1, 0.0) + returned * share
+        if self._policy != "none":
+            # What a stage receives is kept whether or not some operation of its own would keep it: everything starts from it.
+            sizes = ((value, round(numbers[cost.bytes[value.node]] * share)) for value in self._points.values)
+            kept += [Shared(size, value.readers, value.producer) for value, size in sizes]
+        return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(besides.items()) if amount))
+
+    def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool, called: bool) -> Working:
+        """What units hold while they compute.
+
+        Args:
+            numbers, share: as above.
+            kept: what is.
+            alone: whether there is but one microbatch.
+            called: whether backwards are calls of their programs.
+        """
+        made, trained = np.zeros((2, len(self._points.units)))
+        for item in kept:
+            if item.producer < 0:  # what a stage receives is there before
+                made[item.units[0]] += item.most
+        for item in self.gradients:
+            trained[item.units[-1]] += item.most
+        return self._working.at(numbers, share, made, trained, alone=alone, called=called)
+
+    def _find_fixed(self, states: int) -> Iterable[Shared]:
+        for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
+            size, units = self.held_bytes(name), self._holders(name)
+            if units and size:
+                yield Shared(size * (1 + states if self._trains(name) else 1), units)
+
+    def _find_gradients(self) -> Iterable[Shared]:
+        for name in self._graph.parameters:
+            size, units = self.held_bytes(name), self._holders(name)
+            if units and size and self._trains(name):
+                yield Shared(size, units)
+
+    def _trains(self, placeholder: str) -> bool:
+        return placeholder in self._graph.parameters and placeholder in self._cost.gradients
+
+    def _holders(self, placeholder: str) -> tuple[int, ...]:
+        """The units that need a placeholder, directly or through replicated nodes."""
+        again = [user.name for user in self._nodes[placeholder].users if user.name in self._points.replicated]
+        through = {unit for name in again for unit in self._points.replicated[name]}
+        return tuple(sorted({*self.users(placeholder), *through}))

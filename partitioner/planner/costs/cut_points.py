@@ -1,0 +1,185 @@
+"""Where the graph may be cut: its nodes in order, gathered into units that stay whole.
+
+    embedding | add | layer_norm | linear | split getitem getitem getitem | scaled_dot_product_attention | ...
+                                            `-- a list crosses: one unit --'
+
+A boundary between two nodes is a place to cut unless something that may not travel crosses it: a list of tensors, an integer, a tensor of
+a size that is no function of the batch, memory that is written later, or a buffer that somebody writes and both sides use. Replicable
+nodes (``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.analysis.replicable import replicable_nodes
+from passes.graph.aliasing import aliasing
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import ModelGraph
+
+__all__ = ["CrossingValue", "CutPoints", "find_cut_points", "module_path"]
+
+
+@dataclass(frozen=True)
+class CrossingValue:
+    """A tensor that later units read.
+
+    Attributes:
+        node: its node.
+        producer: the unit that computes it.
+        readers: the later units that read it, in order. A returned value is read by the last unit, where results are collected.
+    """
+
+    node: str
+    producer: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CutPoints:
+    """The units of a graph, in order; a cut is in front of a unit.
+
+    Attributes:
+        units: the nodes of each.
+        values: what crosses between them.
+        replicated: replicable node -> the units that need it.
+        depth: for each unit, through how many modules a cut in front of it goes.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+    values: tuple[CrossingValue, ...]
+    replicated: Mapping[str, tuple[int, ...]]
+    depth: tuple[int, ...]
+
+    @property
+    def unit_of(self) -> dict[str, int]:
+        """Node -> its unit."""
+        return {node: index for index, unit in enumerate(self.units) for node in unit}
+
+
+def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> CutPoints:
+    """Gather the nodes into units; none for a graph that computes nothing.
+
+    Args:
+        at: the nodes that a unit may begin with, for a graph that is written anew before it is cut; None: all.
+    """
+    replicable = replicable_nodes(graph)
+    if replicable.issuperset(node.name for node in graph.computing_nodes()):
+        replicable = frozenset()
+    nodes = [node for node in graph.computing_nodes() if node.name not in replicable]
+    position = {node.name: index for index, node in enumerate(nodes)}
+    blocked = [False] * len(nodes)
+    for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position)):
+        blocked[first + 1 : last + 1] = [True] * (last - first)
+    if at is not None:
+        blocked = [is_blocked or node.name not in at for node, is_blocked in zip(nodes, blocked, strict=True)]
+    units: list[list[str]] = []
+    for node, is_blocked in zip(nodes, blocked, strict=True):
+        if not is_blocked or not units:
+            units.append([])
+        units[-1].append(node.name)
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit}
+    stacks = {node.name: _module_stack(node) for node in nodes}
+    depth = [0, *(_common(stacks[before[-1]], stacks[after[0]]) for before, after in itertools.pairwise(units))]
+    return CutPoints(
+        units=tuple(tuple(unit) for unit in units),
+        values=tuple(_values(graph, nodes, unit_of)),
+        replicated=_replicated(graph, replicable, unit_of),
+        depth=tuple(depth[: len(units)]),
+    )
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that a node belongs to: ``"transformer.h.0.mlp"``; the model itself is ``""``."""
+    stack = _module_stack(node)
+    return stack[-1] if stack else ""
+
+
+def _module_stack(node: fx.Node) -> tuple[str, ...]:
+    """The paths of the modules around a node, the model itself first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(re.sub(r"@\d+", "", path) for path, _ in stack.values())
+
+
+def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many modules, the model itself aside, are around both."""
+    shared = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        shared += 1
+    return max(shared - 1, 0)
+
+
+def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(first, last): the nodes between which a value that may not travel is alive."""
+    symbols = set() if graph.batch is None else {graph.batch}
+    returned = set(graph.returned)
+    for node in nodes:
+        if not _travels(node, symbols):
+            readers = [position[user.name] for user in node.users if user.name in position]
+            last = len(position) - 1 if node.name in returned else max(readers, default=0)
+            if last > position[node.name]:
+                yield position[node.name], last
+
+
+def _travels(node: fx.Node, symbols: set[object]) -> bool:
+    """Whether a node's value is one tensor of a size that every rank knows beforehand."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes = (size_of(size) for size in value.shape)
+    return all(isinstance(size, int) or size.free_symbols <= symbols for size in sizes)
+
+
+def _written_memory(graph: ModelGraph, position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(first, last): the nodes between which memory may not be parted, because somebody writes in it.
+
+    What a node computed stays in one stage until its last write. A buffer, parameter or input that is written stays with all its users.
+    """
+    memory = aliasing(graph.graph)
+    members: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        for storage in memory.storages.get(node.name, ()):
+            if storage in memory.writers:
+                members.setdefault(storage, []).append(node)
+    for storage, nodes in members.items():
+        places = [position[node.name] for node in nodes if node.name in position]
+        places += [position[name] for name in memory.writers[storage]]
+        last = max(position[name] for name in memory.writers[storage])
+        if nodes[0].op == "placeholder":
+            places += [position[user.name] for node in nodes for user in node.users if user.name in position]
+            last = max(places)
+        yield min(places), last
+
+
+def _values(graph: ModelGraph, nodes: Iterable[fx.Node], unit_of: Mapping[str, int]) -> Iterator[CrossingValue]:
+    returned = set(graph.returned)
+    for node in nodes:
+        producer = unit_of[node.name]
+        readers = {unit_of[user.name] for user in node.users if user.name in unit_of}
+        if node.name in returned:
+            readers.add(max(unit_of.values()))
+        later = sorted(reader for reader in readers if reader > producer)
+        if later:
+            yield CrossingValue(node.name, producer, tuple(later))
+
+
+def _replicated(graph: ModelGraph, replicable: frozenset[str], unit_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """For each replicable node, the units that need it: directly, or through other replicable nodes."""
+    needed: dict[str, set[int]] = {}
+    returned = set(graph.returned)
+    for node in reversed(graph.computing_nodes()):
+        if node.name in replicable:
+            units = {unit_of[user.name] for user in node.users if user.name in unit_of}
+            units.update(*(needed[user.name] for user in node.users if user.name in needed))
+            if node.name in returned and unit_of:
+                units.add(max(unit_of.values()))
+            needed[node.name] = units
+    return {name: tuple(sorted(units)) for name, units in needed.items()}

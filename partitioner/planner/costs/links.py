@@ -1,0 +1,194 @@
+"""Which hardware the places of a mesh have: the slowest device of each stage, the slowest link along each dimension.
+
+{"pipeline": 2, "tensor": 2} on two nodes of two devices       tensor    the link inside a node
+                                                               pipeline  the link between nodes
+
+place 0 of the pipeline: ranks 0 and 1      place 1: ranks 2 and 3
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cost_models.collectives.algorithms import GroupLinks, group_links
+from cost_models.hardware.clusters import Cluster, Device, Link
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import STAGES, Mesh, pipelines
+
+__all__ = ["LinkTable", "Pace", "pace_of", "places_of", "stages_length"]
+
+
+_WORST = Link(0.0, float("inf"))
+
+
+class LinkTable:
+    """The links and places of mesh dimensions on one cluster, each worked out once.
+
+    Args:
+        cluster: of all ranks.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[int, int], GroupLinks] = {}
+        self._places: dict[tuple[int, int, int, bool], Cluster] = {}
+
+    def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
+        """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once.
+
+        Where stages are of unlike width, of the widest.
+        """
+        if mesh.widths:
+            return self.at(mesh, mesh.widths.index(max(mesh.widths)))
+        strides = _strides(mesh)
+        return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
+
+    def at(self, mesh: Mesh, place: int) -> dict[str, GroupLinks]:
+        """The same for the stages as wide as the one at a place along the pipeline."""
+        alike = [each for each, width in enumerate(mesh.widths) if width == mesh.widths[place]]
+        ranks = sorted({pipeline[each] for pipeline in pipelines(mesh) for each in alike})
+        return {
+            name: self._slowest(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
+            for name in mesh.cutting_at(place).names
+        }
+
+    def places(self, mesh: Mesh, *, all_talk: bool = False) -> Cluster:
+        """The cluster of one pipeline (``places_of``): what lies beside the stages and outside of them does not matter."""
+        if mesh.widths:
+            return places_of(mesh, self._cluster, all_talk=all_talk)
+        key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1), all_talk)
+        if key not in self._places:
+            self._places[key] = places_of(mesh, self._cluster, all_talk=all_talk)
+        return self._places[key]
+
+    def _along(self, size: int, stride: int, count: int) -> GroupLinks:
+        if (stride, count) not in self._known:
+            self._known[stride, count] = self._slowest(_groups(size, stride, count), size)
+        return self._known[stride, count]
+
+    def _slowest(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
+        """The links of the group that is slowest, all of them talking at once, and the slowest memory of so many ranks."""
+        cluster = self._cluster
+        slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
+        memory = min(device.bandwidth for device in cluster.devices[:size])
+        return dataclasses.replace(group_links(slowest, cluster, groups if _shares_ports(cluster) else ()), memory=memory)
+
+
+def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:
+    """The ranks that stand in a row along one dimension, of all rows."""
+    firsts = (rank for rank in range(size) if rank // stride % count == 0)
+    return [tuple(range(first, first + stride * count, stride)) for first in firsts]
+
+
+def _shares_ports(cluster: Cluster) -> bool:
+    return not isinstance(cluster.links, Link | Mapping) and any(level.shared for level in cluster.links)
+
+
+def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluster:
+    """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places.
+
+    Where stages are of unlike width, devices are told apart by how many share a stage: its work is another for each.
+
+    Args:
+        mesh: all dimensions.
+        cluster: of all ranks.
+        all_talk: whether any two places may, not only neighbours.
+    """
+    ranks = pipelines(mesh)
+    n_places = len(ranks[0])
+    devices = [_slowest_device([cluster.devices[pipeline[place]] for pipeline in ranks]) for place in range(n_places)]
+    if mesh.widths:
+        devices = [_sharing(device, width) for device, width in zip(devices, mesh.widths, strict=True)]
+    if n_places == 1:
+        return Cluster(devices, _WORST)
+    pairs = {(place, place + 1) for place in range(n_places - 1)} | {(0, n_places - 1)}
+    pairs = set(itertools.combinations(range(n_places), 2)) if all_talk else pairs
+    links = {(one, other): _slowest(cluster.link(pipeline[one], pipeline[other]) for pipeline in ranks) for one, other in sorted(pairs)}
+    return Cluster(devices, links)
+
+
+def _sharing(device: Device, width: int) -> Device:
+    """A device that shares a stage with others."""
+    return device if width == 1 else dataclasses.replace(device, name=f"{width} x {device.name}")
+
+
+def stages_length(mesh: Mesh) -> int:
+    """How many places the pipeline has."""
+    return next((length for name, length in mesh.dimensions if name in STAGES), 1)
+
+
+def _strides(mesh: Mesh) -> Mapping[str, int]:
+    strides, stride = {}, 1
+    for name, size in reversed(mesh.dimensions):
+        strides[name] = stride
+        stride *= size
+    return strides
+
+
+def _slowest(links: Iterable[Link]) -> Link:
+    return min({id(link): link for link in links}.values(), key=_key)  # thousands of ranks, a few links
+
+
+def _key(link: Link) -> tuple[float, float]:
+    return link.bandwidth, -link.latency
+
+
+def _slowest_device(devices: Sequence[Device]) -> Device:
+    """The device itself where all are alike; of unlike ones, the least of each number: the ranks of a stage wait for each other."""
+    kinds = list(dict.fromkeys(devices))
+    if len(kinds) == 1:
+        return kinds[0]
+    types = sorted({name for device in kinds for name in device.peak_flops})
+    return dataclasses.replace(
+        max(kinds, key=lambda device: device.launch_overhead),
+        name=" or ".join(device.name for device in kinds),
+        peak_flops={name: min(_peak(device, name) * device.compute_efficiency for device in kinds) for name in types},
+        memory_bytes=min(device.memory_bytes for device in kinds),
+        memory_bandwidth=min(device.bandwidth for device in kinds),
+        launch_overhead=max(device.launch_overhead for device in kinds),
+        compute_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
+
+
+def _peak(device: Device, dtype: str) -> float:
+    return device.peak_flops.get(dtype, min(device.peak_flops.values()))
+
+
+# -- how fast ranks compute and talk -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast ranks compute and talk.
+
+    Attributes:
+        flops: FLOP/s of a rank.
+        bandwidth: B/s between ranks.
+        latency: s of a message.
+        copying: s a byte that is copied into a message, or out of one.
+        asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves, as they do for small
+            models; else nothing counts but time.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float
+    copying: float = 0.0
+    asked: bool = False
+
+
+def pace_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> Pace | None:
+    """That of neighbours in a cluster; None for a device alone."""
+    if len(cluster.devices) == 1:
+        return None
+    held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
+    dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
+    link = cluster.link(0, 1)
+    copying = 2 / min(device.bandwidth for device in cluster.devices) if link.copies else 0.0
+    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, copying, asked)

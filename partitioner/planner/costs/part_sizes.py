@@ -1,0 +1,186 @@
+"""The shapes that one rank has of a graph whose axes are cut: from layouts alone, no graph is written.
+
+Sizes are said in the rank's own rows, and those of the largest part where parts are uneven: the slowest rank sets the pace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import sympy
+from torch import fx
+
+from cost_models.graph_cost import Fetched
+from cost_models.ops.cost import tensor_shapes
+from cost_models.ops.sizes import TensorShape
+from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
+from passes.ir.comm.index_ranges import from_text, length
+from passes.ir.graph import ModelGraph
+from passes.ir.layout import Layout, Replicate, Shard
+from passes.rules.loops import Size
+from passes.spmd.halo.overlap import interior_of
+from passes.spmd.halo.regions import Holding, Slide, fetch_of, held_for, slides_of
+from passes.spmd.local_shapes import Extents
+from passes.spmd.propagate import Layouts
+
+__all__ = ["PartSizes"]
+
+
+class PartSizes:
+    """Shapes under layouts (``cost_models.graph_cost.Parts``).
+
+    Args:
+        graph: the whole model.
+        axes: of the graph.
+        layouts: how every value lies.
+        rows: the mesh dimensions that cut the batch.
+        stored_again: the mesh dimensions over which the backward gathers parameters once more.
+    """
+
+    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
+        self._graph, self._axes, self._layouts = graph, axes, layouts
+        self._counts = tuple(count for _, count in layouts.mesh)
+        self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
+        again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
+        self._again = frozenset(name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again))
+        self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
+        self._extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
+        self._known_slides: dict[str, tuple[Slide, ...]] = {}
+
+    @property
+    def n_row_parts(self) -> int:
+        """Into how many parts the batch is cut."""
+        return self._n_row_parts
+
+    @property
+    def gathered_again(self) -> frozenset[str]:
+        """Parameters that the backward gathers once more instead of keeping them whole."""
+        return self._again
+
+    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+        """The part of what a node gives."""
+        shapes = tensor_shapes(node.meta.get("val"))
+        layouts = self._layouts.results.get(node.name)
+        if layouts is None or len(layouts) != len(shapes):
+            return tuple(self._own_rows(shape) for shape in shapes)
+        tensors = self._axes.tensors[node.name]
+        parts = tuple(self.part(shape, axes, layout) for shape, axes, layout in zip(shapes, tensors, layouts, strict=True))
+        return tuple(self._wide(part, node.name) for part in parts)
+
+    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+        """The parts that a call reads, by what gives them."""
+        found = {}
+        for place, (operand, need) in enumerate(self._read(call)):
+            part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
+            is_wide = operand.name in self._layouts.wide and call.op != "output" and self._holding(call, place) == "computed"
+            found[operand] = (self._wide(part, operand.name) if is_wide else part,)
+        return found
+
+    def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        """What a call makes of these parts before it computes: with halos, along one mesh dimension after the other, and with padding."""
+        if call.op == "output" or not (self._layouts.fetched or self._layouts.wide or self._slides(call)):
+            return {}
+        interior = interior_of(self._axes.loops[call.name], self._slides(call)) if call.name in self._layouts.overlapped else None
+        parts, found = self.operands(call), {}
+        for place, (operand, _) in enumerate(self._read(call)):
+            shape = parts[operand][0]
+            is_fetched = operand.name in self._layouts.fetched and self._holding(call, place) == "fetched"
+            slides = [*fetch_of(operand.name, self._layouts, self._extents)] if is_fetched else []
+            copies: list[Fetched] = []
+            for slide in (*slides, *(each for each in self._slides(call) if each.window.operand == place)):
+                if interior is not None and slide is interior.slide:
+                    borders = interior.of_borders
+                    copies.append(Fetched(_along(shape, borders), borders.wanted, is_sent=True, is_beside=True))
+                elif not slide.is_as_it_lies:
+                    shape = _along(shape, slide)
+                    copies.append(Fetched(shape, slide.wanted, is_sent=not slide.is_local))
+            if copies:
+                found[operand] = tuple(sorted(copies, key=lambda copy: copy.is_beside))
+        return found
+
+    def _read(self, call: fx.Node) -> Sequence[tuple[fx.Node, Layout]]:
+        """What a call reads, and how it needs it to lie."""
+        needs = self._layouts.needs.get(call.name, ())
+        if is_item(call) or not needs:
+            return ()
+        operands = returned_values(call) if call.op == "output" else self._axes.operands[call.name]
+        return list(zip(operands, needs, strict=True))
+
+    def _slides(self, call: fx.Node) -> tuple[Slide, ...]:
+        if call.name not in self._known_slides:
+            is_call = call.name in self._axes.loops and call.name in self._layouts.cuts
+            self._known_slides[call.name] = slides_of(call.name, self._axes, self._layouts, self._extents) if is_call else ()
+        return self._known_slides[call.name]
+
+    def _holding(self, call: fx.Node, place: int) -> Holding:
+        return held_for(call.name, place, self._axes, self._layouts, self._extents)[0]
+
+    def _wide(self, part: TensorShape, name: str) -> TensorShape:
+        """A part with what ranks compute besides: as much as the rank that computes most."""
+        if name not in self._layouts.wide:
+            return part
+        shape = list(part.shape)
+        for place, intervals in zip(self._layouts.results[name][0], self._layouts.wide[name], strict=False):
+            if intervals is not None:
+                assert isinstance(place, Shard)
+                shape[place.dimension] = max(stop - start for start, stop in intervals)
+        return replace(part, shape=tuple(shape))
+
+    def part(self, shape: TensorShape, axes: TensorAxes, layout: Layout) -> TensorShape:
+        """The part of a tensor in a layout."""
+        return TensorShape(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
+
+    def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
+        """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
+        return self._whole_along(node, layout, index).bytes
+
+    def runs(self, node: fx.Node, layout: Layout, index: int, dimension: int) -> Size:
+        """In how many runs of memory a part along a dimension lies in such a value."""
+        runs: Size = 1
+        for size in self._whole_along(node, layout, index).shape[:dimension]:
+            runs = runs * size
+        return runs
+
+    def _whole_along(self, node: fx.Node, layout: Layout, index: int) -> TensorShape:
+        whole = (*layout[:index], Replicate(), *layout[index + 1 :])
+        return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole)
+
+    def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
+        """The size of an axis cut into so many parts, again and again."""
+        key = (axis, counts)
+        if key not in self._known:
+            size = self._in_own_rows(self._axes.sizes[axis])
+            for count in counts:
+                size = -(-size // count) if isinstance(size, int) else size / count
+            self._known[key] = int(size) if not isinstance(size, int) and size.is_Integer else size
+        return self._known[key]
+
+    def _dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
+        here = [
+            (place.axis, count)
+            for place, count in zip(layout, self._counts, strict=True)
+            if isinstance(place, Shard) and place.dimension == dimension
+        ]
+        size: Size = 1
+        for axis in axes:
+            size = size * self.axis(axis, tuple(count for cut, count in here if cut == axis))
+        return size
+
+    def _own_rows(self, shape: TensorShape) -> TensorShape:
+        return replace(shape, shape=tuple(self._in_own_rows(size) for size in shape.shape))
+
+    def _in_own_rows(self, size: Size) -> Size:
+        batch = self._graph.batch
+        if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
+            return size
+        return size.subs(batch, self._n_row_parts * batch)
+
+
+def _along(part: TensorShape, slide: Slide) -> TensorShape:
+    """A part with what is read along one dimension in its place: as much as the rank that reads most."""
+    shape, most = list(part.shape), max(map(length, from_text(slide.wanted)))
+    own = slide.window.reach.size if slide.owned is None else max(slide.owned)
+    shape[slide.window.dimension] = shape[slide.window.dimension] * most // own if slide.window.part is not None else most
+    return replace(part, shape=tuple(shape))

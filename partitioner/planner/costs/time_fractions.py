@@ -1,0 +1,37 @@
+"""What parts of the time of units their forwards and backwards have: what bounds ask that hold whatever the cuts are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partitioner.planner.solvers.stage_problem import Floats
+
+__all__ = ["Shares"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What parts of the units' time forwards have, and backwards have at least.
+
+    Attributes:
+        forward: least and most.
+        backward: least.
+        through: of all units together, what the forward and the input half of the backward have at least.
+        halves: (3, A, K) of the same, what the forward and both halves of the backward of each unit have, or of units alike together.
+    """
+
+    forward: tuple[float, float]
+    backward: float
+    through: float
+    halves: Floats
+
+    @staticmethod
+    def of(halves: Floats) -> Shares:
+        """Those of units that take (3, N, K) seconds."""
+        whole = halves.sum(axis=0)
+        shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
+        least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
+        through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
+        return Shares((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))

@@ -1,0 +1,168 @@
+"""Plan tiles that are computed in turn on one device: how much of the model is computed whole, so that its memory is kept.
+
+What is at most as large as the budget is computed whole; the rest by tiles, again for every sweep that reads it. A larger budget computes
+less and holds more. The largest is chosen that, by liveness over the graphs that run, holds no more than the limit; without a limit, the
+parameters and inputs (gradients, the optimizer's state) and twice an equal share of what else the whole model holds: an eighth, for 16
+tiles. A model in training mode is planned for a training step, one in evaluation mode for a forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from torch import Tensor, fx
+
+from cost_models.cost_model import CostModel
+from cost_models.formulas.symbols import Numbers
+from cost_models.graph_cost import graph_cost
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import format_bytes, parse_bytes
+from cost_models.memory.liveness import forward_peak, given_bytes, step_peak
+from cost_models.memory.optimizer_state import training_bytes
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.make_plan import make_plan
+from partitioner.planner.tile_grid import best_grid
+from passes.analysis.axes import Axes, find_axes
+from passes.autograd.recompute import Recompute
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.errors import ConfigError, InfeasiblePlanError
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import Plan
+from passes.spmd.halo.boxes import TileGrid
+from passes.stages.split import split_stages
+from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
+from passes.tiling.peak_memory import stream_size
+from passes.tiling.rewrite import grid_over, streamed
+
+__all__ = ["plan_stream"]
+
+
+def plan_stream(
+    graph: ModelGraph, tiles: int | Sequence[int], cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None
+) -> Plan:
+    """Plan tiles in turn.
+
+    Args:
+        graph: the model.
+        tiles: how many, or a grid, one number for each dimension of space.
+        cluster: the hardware; its first device computes.
+        request: what the user said.
+        cost_model: prices; None: an analytic roofline.
+
+    Raises:
+        ConfigError: the model has no space that the grid could cut, or the schedule does not fit.
+        InfeasiblePlanError: no budget keeps the memory under the limit that was given.
+    """
+    _check_schedule(request)
+    axes = find_axes(graph.graph)
+    counts = best_grid(axes, tiles) if isinstance(tiles, int) else tuple(tiles)
+    grid = grid_over(axes, counts)
+    base = make_plan(graph, cluster, dataclasses.replace(request, memory_limit=None), cost_model)
+    whole = base.memory[0] if graph.training else forward_peak(graph)
+    n_tiles = math.prod(counts)
+    limit = None if request.memory_limit is None else parse_bytes(request.memory_limit)
+    given = _held_throughout(graph, request.optimizer)
+    wanted = given + min(whole - given, 2 * (whole - given) // n_tiles) if limit is None else limit
+    recompute = cast(Recompute, base.recompute)
+    budget, peak = 0, 0
+    for budget in _candidates(graph, axes, grid, wanted - given):
+        peak = _peak(graph, counts, budget, recompute, request.optimizer)
+        if peak <= wanted:
+            break
+    if limit is not None and peak > limit:
+        raise InfeasiblePlanError(
+            f"{n_tiles} tiles in turn hold {format_bytes(peak)} at least, {format_bytes(peak - limit)} more than the limit",
+            remedy="use more tiles, or a larger limit",
+        )
+    by_tiles = streamed(graph, counts, budget)
+    times = _flops(by_tiles) / max(_flops(graph), 1.0)
+    first = by_tiles.computing_nodes()[0].name
+    stage = dataclasses.replace(base.stages[0], first_node=first, flops=base.stages[0].flops * times)
+    what = "in a training step " if graph.training else ""
+    note = (
+        f"{' x '.join(map(str, counts))} tiles in turn hold {format_bytes(peak)} {what}instead of {format_bytes(whole)}, and compute "
+        f"{times:.2g} times as much; values of up to {format_bytes(budget)} are computed whole."
+    )
+    # A backward computes every tile again: of a step's forward and backward, 1 and 2, it makes 2 and 2.
+    slower = (2 * times + 2 * times) / 3 if graph.training else times
+    return dataclasses.replace(
+        base,
+        stages=(stage,),
+        step_time=base.step_time * slower,
+        memory=(peak,),
+        notes=(*base.notes, note),
+        tiles=counts,
+        tile_budget=budget,
+        gap=None,
+        searched="",
+    )
+
+
+def _check_schedule(request: PlanRequest) -> None:
+    if request.schedule is not None and request.schedule not in ("GPipe", "1F1B"):
+        raise ConfigError(
+            f"schedule {request.schedule!r} cuts a backward in two, and that of tiles in turn is one",
+            remedy="leave schedule=None",
+        )
+
+
+def _held_throughout(graph: ModelGraph, optimizer: str) -> int:
+    """Bytes that no tile changes: inputs and parameters; of what trains, gradients and the optimizer's state, too."""
+    return given_bytes(graph) + (sum(value.nbytes for value in _parameters(graph)) + _state(graph, optimizer) if graph.training else 0)
+
+
+def _state(graph: ModelGraph, optimizer: str) -> int:
+    return sum(training_bytes(value.nbytes, value.dtype, optimizer) for value in _parameters(graph))
+
+
+def _parameters(graph: ModelGraph) -> list[Tensor]:
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder" and node.name in graph.parameters]
+
+
+def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
+    """Bytes that a step holds at most, of the graphs that run: a forward, or a forward and its backward."""
+    by_tiles = streamed(graph, counts, budget)
+    if not graph.training:
+        return forward_peak(by_tiles)
+    (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_parameters(graph)[0].device])
+    wanted = frozenset(name for name in stage.parameters)
+    training = differentiate_tiles(stage, wanted, tiles_requiring_gradient(stage, wanted), recompute)
+    return step_peak(training, by_tiles) + _state(graph, optimizer)
+
+
+def _candidates(graph: ModelGraph, axes: Axes, grid: TileGrid, wanted: int) -> Iterator[int]:
+    """Budgets, the largest first whose estimate keeps to a number of bytes; the one that holds least in the end."""
+    sizes = sorted({_largest(node, graph) for node in graph.computing_nodes()}, reverse=True)
+    measured: list[tuple[int, int]] = []
+    tried = 0
+    for budget in sizes:
+        size = stream_size(graph, axes, grid, budget)
+        if size.calls > _MOST_CALLS and measured:
+            break
+        measured.append((size.peak, budget))
+        if size.peak <= wanted:
+            tried += 1
+            yield budget
+        if tried == _MOST_TRIED:
+            break
+    yield min(measured)[1]
+
+
+_MOST_CALLS = 20_000
+"""Beyond that, what is computed again and again takes longer than anybody would wait."""
+
+_MOST_TRIED = 3
+"""How many budgets are looked at closely that keep to the memory by their estimate."""
+
+
+def _largest(node: fx.Node, graph: ModelGraph) -> int:
+    value = node.meta.get("val")
+    return bytes_of(value, graph.batch, graph.batch_size) if isinstance(value, Tensor) else 0
+
+
+def _flops(graph: ModelGraph) -> float:
+    numbers = Numbers(graph.batch_size)
+    return float(sum(numbers[cost.forward.flops] for cost in graph_cost(graph, differentiate=False).nodes.values()))

@@ -1,0 +1,273 @@
+"""A model with its cuts: what each stage holds and takes, and how long the step is."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
+from partitioner.planner.costs.cut_points import module_path
+from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
+from partitioner.schedules.clocks.clock import Timing, run_on_clock
+from passes.ir.plan import Stage
+from passes.ir.schedule import ActionKind, Schedule
+
+__all__ = ["StageSums", "StageTimes", "StagedModel", "describe_stages", "simulate_step", "stage_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedModel:
+    """One candidate with its cuts. What it holds is worked out when it is asked for: of many cuts, few are fast enough.
+
+    Attributes:
+        problems: what was cut.
+        candidate: what was chosen.
+        schedule: its schedule.
+        runs: the units of each stage.
+        times: for each stage, what the clock was told.
+        makespan: seconds of a step, what is summed at its end aside.
+    """
+
+    problems: PipelineProblems
+    candidate: Candidate
+    schedule: Schedule
+    runs: tuple[range, ...]
+    times: tuple[StageTimes, ...]
+    makespan: float
+
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time that they wait: what ``step.bubble_fraction`` is, without the clock."""
+        busy = sum(each.forward + each.backward_input + each.backward_weight for each in self.times) * self.schedule.n_microbatches
+        return 1 - busy / (self.schedule.n_ranks * self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def step(self) -> Timing:
+        """When every action runs."""
+        return simulate_step(self.schedule, self.times)
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """For each stage, bytes kept for one microbatch."""
+        return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """For each rank, peak bytes."""
+        units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
+        fixed = np.zeros(schedule.n_ranks)
+        for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages, kinds), strict=True):
+            fixed[list(ranks)] += held
+        gradients = units.gradient_uses.held(stage_of, schedule.n_stages, kinds).tolist()
+        working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
+        entering, leaving = units.entering.held(stage_of, schedule.n_stages), units.leaving.left(stage_of, schedule.n_stages)
+        sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
+        peaks = self.problems.clock(self.candidate).peak_memory(*sizes)
+        return tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
+
+    @property
+    def _units(self) -> Units:
+        return self.problems.units(self.candidate)
+
+    @property
+    def _kinds(self) -> tuple[int, ...]:
+        return self.problems.kinds(self.candidate)
+
+    @property
+    def _stage_of(self) -> Integers:
+        return stages_of([run.start for run in self.runs], len(self._units))
+
+
+def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> StagedModel:
+    """Work a solution out.
+
+    Args:
+        starts: the first unit of each stage.
+    """
+    n_units, clock = len(problems.points.units), problems.clock(candidate)
+    columns = _times(problems, candidate, starts, stages_of(starts, n_units))
+    times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
+    return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.makespan(*columns))
+
+
+def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:
+    """What the plan says of the stages."""
+    prices = problems.prices.at(problems.rows(staged.candidate))
+    kinds = problems.kinds(staged.candidate)
+    parameters = _parameters(problems, staged.runs, kinds)
+    stage_of = stages_of([run.start for run in staged.runs], len(prices.units))
+    leaving = [int(sent) for sent in prices.units.leaving.left(stage_of, len(staged.runs)).tolist()]
+    stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
+    return tuple(
+        Stage(
+            ranks=staged.schedule.stage_ranks[stage],
+            first_node=problems.points.units[run.start][0],
+            modules=modules,
+            parameter_count=count,
+            parameter_bytes=size,
+            flops=prices.flops_of(run, kinds[stage]),
+            forward_time=times.forward,
+            backward_time=times.backward_input + times.backward_weight,
+            activation_bytes=kept,
+            send_bytes=sent,
+        )
+        for stage, (run, times, modules, (count, size), sent, kept) in enumerate(stages)
+    )
+
+
+def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], stage_of: Integers) -> tuple[list[float], ...]:
+    """The columns of ``StageTimes``: seconds of each stage."""
+    prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
+    halves = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
+    units = prices.units
+    if len(units.replicated_uses.unit):
+        halves[0] += units.replicated_uses.held(stage_of, n_stages, kinds)
+    if units.gathered:
+        halves[0] += units.gathered_uses.left(stage_of, n_stages, kinds)
+    if units.parted:
+        halves[1] += units.parted_uses.held(stage_of, n_stages, kinds)
+    messages = problems.messages(candidate)
+    return tuple(column.tolist() for column in (*halves, *messages.of(stage_of), messages.shares))
+
+
+def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:
+    """For each stage, how many parameters its rank holds, and their bytes."""
+    held_by = [(0, 0) for _ in runs]
+    for node in problems.graph.graph.nodes:
+        if node.name in problems.graph.parameters:
+            for stage in _stages_reading(problems, node.name, runs):
+                size = problems.prices.held_bytes(node.name, kinds[stage])
+                count = size // node.meta["val"].dtype.itemsize
+                held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
+    return held_by
+
+
+def _stages_reading(problems: PipelineProblems, parameter: str, runs: Sequence[range]) -> set[int]:
+    starts = [run.start for run in runs]
+    return {bisect_right(starts, unit) - 1 for unit in problems.prices.users(parameter)}
+
+
+class StageSums:
+    """The gradients that the ranks of stages sum at the end of a step.
+
+    Args:
+        prices: of the units.
+        sums: each gradient with its mesh dimension.
+    """
+
+    def __init__(self, prices: Prices, sums: Iterable[GradientSum]) -> None:
+        self._read_once: dict[str, tuple[list[int], Floats]] = {}
+        self._read_often: list[tuple[str, tuple[int, ...], Floats]] = []
+        once: dict[str, list[tuple[int, float]]] = {}
+        for each in sums:
+            units = prices.users(each.parameter)
+            if len(units) == 1:
+                once.setdefault(each.dimension, []).append((units[0], each.size))
+            else:
+                self._read_often.append((each.dimension, units, _amounts([each.size])[0]))
+        for dimension, found in once.items():
+            self._read_once[dimension] = [unit for unit, _ in found], _amounts([size for _, size in found])
+
+    def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
+        """Mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and how many buckets they fill.
+
+        What two of its stages read counts once.
+        Of ranks that share a stage, the first counts: the others sum as much.
+        """
+        stage_rank = [ranks[0] for ranks in stage_ranks]
+        ranks, n_ranks = np.array(stage_rank), max(stage_rank) + 1
+        found: dict[str, Floats] = {}
+        for dimension, (units, sizes) in self._read_once.items():
+            stages = np.searchsorted(starts, units, side="right") - 1
+            found[dimension] = np.stack([np.bincount(ranks[stages], each, n_ranks) for each in sizes.T], axis=1)
+        for dimension, readers, size in self._read_often:
+            total = found.setdefault(dimension, np.zeros((n_ranks, 2)))
+            total[list({stage_rank[bisect_right(starts, unit) - 1] for unit in readers})] += size
+        return found
+
+
+def _amounts(sizes: Sequence[float]) -> Floats:
+    """(N, 2) bytes, and shares of a bucket."""
+    bytes_of_each = np.array(sizes, dtype=float)
+    return np.stack([bytes_of_each, shares_of_bucket(bytes_of_each)], axis=1)
+
+
+def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:
+    """For each stage, the largest modules that lie in it whole, in order; what computes outside of any goes unnamed."""
+    stage_of = {unit: stage for stage, run in enumerate(runs) for unit in run}
+    nodes = {node.name: node for node in problems.graph.computing_nodes()}
+    paths = [
+        (module_path(nodes[name]), stage_of[index])
+        for index, unit in enumerate(problems.points.units)
+        for name in unit
+        if name in nodes  # not what only cut graphs have: masks that are drawn apart
+    ]
+    stages: dict[str, set[int]] = {}
+    for path, stage in paths:
+        for prefix in _prefixes(path):
+            stages.setdefault(prefix, set()).add(stage)
+    covered: list[dict[str, None]] = [{} for _ in runs]
+    for path, stage in paths:
+        whole = next((prefix for prefix in _prefixes(path) if stages[prefix] == {stage}), path)
+        covered[stage][whole] = None
+    return [tuple(name for name in names if name or len(names) == 1) for names in covered]
+
+
+def _prefixes(path: str) -> list[str]:
+    """The modules around a node, outermost first, the model itself left out unless it is all there is."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+# -- how long a step takes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage for one microbatch.
+
+    Attributes:
+        forward: compute.
+        backward_input: compute of the input half.
+        backward_weight: compute of the weight half.
+        send: until what it sends forward has arrived.
+        send_gradient: until the gradients that it sends back have arrived.
+        share: the part of the time of messages between it and the next stage in which who receives computes nothing.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    send: float
+    send_gradient: float
+    share: float = 0.0
+
+    def of(self, kind: ActionKind) -> float:
+        """Seconds of an action."""
+        return {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward_input + self.backward_weight,
+            ActionKind.BACKWARD_INPUT: self.backward_input,
+            ActionKind.BACKWARD_WEIGHT: self.backward_weight,
+        }[kind]
+
+
+def simulate_step(schedule: Schedule, stages: Sequence[StageTimes]) -> Timing:
+    """Run a schedule on the clock; raises VerificationError when it cannot run."""
+
+    def on_its_way(stage: int, kind: ActionKind) -> float:
+        return stages[stage].send if kind is ActionKind.FORWARD else stages[stage].send_gradient
+
+    def share(stage: int, kind: ActionKind) -> float:
+        return stages[stage if kind is ActionKind.FORWARD else stage - 1].share
+
+    seconds = {kind: [times.of(kind) for times in stages] for kind in ActionKind}
+    return run_on_clock(schedule, lambda action: seconds[action.kind][action.stage], on_its_way, share)

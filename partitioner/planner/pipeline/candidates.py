@@ -1,0 +1,108 @@
+"""What the planner may choose on a mesh: microbatch counts and schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partitioner.planner.request import PlanRequest
+from partitioner.schedules.catalog import SCHEDULES
+from passes.analysis.row_statistics import values_per_channel
+from passes.ir.graph import ModelGraph
+
+__all__ = ["Candidate", "may_cut_batch", "microbatch_choices", "schedules", "with_statistics"]
+
+DEFAULT_SCHEDULE = "1F1B"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the pipeline.
+
+    Attributes:
+        schedule: its name.
+        stages_per_rank: stages on each rank.
+        n_microbatches: microbatches a step.
+        replicas: for each stage, how many ranks its microbatches are dealt to; empty: one rank each.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    n_microbatches: int
+    replicas: tuple[int, ...] = ()
+
+    def n_stages(self, n_ranks: int) -> int:
+        """How many stages so many ranks have."""
+        return len(self.replicas) or n_ranks * self.stages_per_rank
+
+
+def schedules(request: PlanRequest) -> list[tuple[str, int]]:
+    """The schedules and stages a rank that the request leaves open, the default first."""
+    if request.mode == "model":
+        return [("GPipe", 1)]
+    if request.schedule is not None:
+        kind = SCHEDULES[request.schedule]
+        return [(kind.name, request.stages_per_rank or kind.default_stages_per_rank)]
+    if len(request.devices) == 1 and request.stages_per_rank is None:
+        return [(DEFAULT_SCHEDULE, 1)]
+    names = sorted(SCHEDULES, key=lambda name: name != DEFAULT_SCHEDULE)
+    names = [name for name in names if SCHEDULES[name].has_one_stage or not request.replicas]
+    wanted = request.stages_per_rank
+    return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
+
+
+def may_cut_batch(graph: ModelGraph, request: PlanRequest) -> bool:
+    """Whether the planner may cut the batch into microbatches by itself: not where results or statistics would differ from the model's.
+
+    With ``batchnorm="local"`` the user accepts statistics of part of the batch.
+    """
+    if graph.batch is None or graph.mixed:
+        return False
+    return request.batchnorm == "local" or not graph.mixing.normalizations
+
+
+def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
+    """Keep the microbatch counts that leave BatchNorm in training more than one value per channel; one microbatch if none does.
+
+    Args:
+        counts: ascending.
+    """
+    if not graph.mixing.normalizations:
+        return counts
+    kept = (count for count in counts if all(values > 1 for _, values in values_per_channel(graph, graph.batch_size // count)))
+    return list(kept) or [1]
+
+
+def microbatch_size(batch_size: int, n_microbatches: int) -> int:
+    """Rows of the largest microbatch."""
+    return -(-batch_size // n_microbatches)
+
+
+def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
+    """The microbatch counts to choose from, ascending: divisors of the rank's batch.
+
+    Args:
+        graph: with the batch of one rank.
+        n_places: ranks of the pipeline. One rank needs microbatches only for its memory.
+    """
+    if request.n_microbatches is not None:
+        return [request.n_microbatches]
+    if not may_cut_batch(graph, request):
+        return [1]
+    rows = graph.batch_size
+    most = _MOST_MICROBATCHES * n_places
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    allowed = with_statistics(graph, [count for count in counts if count <= most or count == rows])
+    if len(allowed) <= _MOST_COUNTS:
+        return allowed
+    spread = [allowed[0]]
+    for count in allowed[1:]:
+        if count >= 2 * spread[-1] or count == rows:
+            spread.append(count)
+    return spread
+
+
+_MOST_COUNTS = 8
+"""Microbatch counts up to which all are tried; of more, each at least twice the one before."""
+
+_MOST_MICROBATCHES = 8
+"""Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""

@@ -1,0 +1,191 @@
+"""One candidate of a model on a cluster as a ``StageProblem``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cost_models.collectives.algorithms import group_links
+from cost_models.cost_model import CostModel
+from cost_models.hardware.clusters import Cluster, Link
+from cost_models.hardware.units import parse_bytes
+from partitioner.planner.constraints.stages import Restrictions, restrict
+from partitioner.planner.costs.collectives import shares_of_bucket, sum_seconds
+from partitioner.planner.costs.cut_points import CutPoints
+from partitioner.planner.costs.p2p_times import MessageTimes
+from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.pipeline.candidates import Candidate, microbatch_size
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.solvers.critical_paths import PathCosts
+from partitioner.planner.solvers.min_max_dp import StageCuts, solve
+from partitioner.planner.solvers.shared_rank_memory import fits_together
+from partitioner.planner.solvers.stage_problem import StageProblem, Units, stages_of
+from partitioner.schedules.clocks.order import Order, order_of
+from partitioner.schedules.clocks.step_clock import StepClock, step_clock
+from passes.emit.gradient_buckets import BUCKET_BYTES
+from passes.ir.graph import ModelGraph
+
+__all__ = ["PipelineProblems", "memory_limits"]
+
+_SLACK = 0.02
+"""A stage may be slower than the best by less than the prices can be wrong, if that sends less or cuts between modules."""
+
+_LINEAR_TO = 2**24
+"""Bytes up to which the price of a message is taken to be linear."""
+
+
+class PipelineProblems:
+    """The problems of one model on one cluster, and their solutions.
+
+    Args:
+        graph: the model.
+        cluster: one device for each rank.
+        request: what was asked for.
+        points: the units of the graph.
+        prices: their prices.
+        cost_model: prices messages.
+    """
+
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, points: CutPoints, prices: Prices, cost_model: CostModel
+    ) -> None:
+        self.graph, self.cluster, self.request = graph, cluster, request
+        self.points, self.prices, self.cost_model = points, prices, cost_model
+        self._limits = memory_limits(cluster, request)
+        self._summing: dict[int, Units] = {}
+        self._kinds: dict[Candidate, tuple[int, ...]] = {}
+        self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
+        self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
+
+    def clock(self, candidate: Candidate) -> StepClock:
+        """The candidate's schedule, ready to be run."""
+        return step_clock(*self._order_key(candidate))
+
+    def order(self, candidate: Candidate) -> Order:
+        """What is known of the candidate's schedule beforehand."""
+        return order_of(*self._order_key(candidate))
+
+    def _order_key(self, candidate: Candidate) -> tuple[str, int, int, int, tuple[int, ...]]:
+        return candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank, candidate.replicas
+
+    def rows(self, candidate: Candidate) -> int:
+        """Rows of the candidate's largest microbatch."""
+        return microbatch_size(self.graph.batch_size, candidate.n_microbatches)
+
+    def problem(self, candidate: Candidate) -> StageProblem:
+        """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
+        order = self.order(candidate)
+        links, limits = self.links(order.stage_ranks), self.restrictions(candidate)
+        return StageProblem(
+            units=self.units(candidate),
+            kind=self.kinds(candidate),
+            rank=tuple(ranks[0] for ranks in order.stage_ranks),
+            latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
+            seconds_per_byte=np.array([self._slope(link) for link in links]),
+            in_flight=order.in_flight,
+            later=order.later,
+            awaiting=order.awaiting,
+            limit=self._limits_of(order.stage_ranks),
+            forced=limits.forced,
+            allowed=limits.allowed,
+            replicas=candidate.replicas,
+        )
+
+    def units(self, candidate: Candidate) -> Units:
+        """The candidate's units: ranks that take turns at a stage have its gradients twice while they sum them, a message at a time."""
+        rows = self.rows(candidate)
+        units = self.prices.at(rows).units
+        if not candidate.replicas:
+            return units
+        if rows not in self._summing:
+            largest = float(units.gradient_uses.amount.max(initial=0.0))
+            self._summing[rows] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
+        return self._summing[rows]
+
+    def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
+        """Until the ranks that take turns at a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
+        stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
+        uses, stages, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
+        shares = uses._replace(amount=shares_of_bucket(uses.amount))
+        sizes, buckets = (each.held(stages, len(stage_ranks), kinds).tolist() for each in (uses, shares))
+        links, largest = [group_links(ranks, self.cluster) for ranks in stage_ranks], float(shares.amount.max(initial=0.0))
+        return max(sum_seconds(size, filled, largest, each) for each, size, filled in zip(links, sizes, buckets, strict=True))
+
+    def restrictions(self, candidate: Candidate) -> Restrictions:
+        """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""
+        stage_ranks = self.order(candidate).stage_ranks
+        return restrict(self.request.constraints, self.graph, self.points, self.request.devices, stage_ranks, self.request.modules)
+
+    def kinds(self, candidate: Candidate) -> tuple[int, ...]:
+        """For each stage its kind, a place among the kinds of the prices."""
+        if candidate not in self._kinds:
+            self._kinds[candidate] = tuple(map(self.kind_of, self.order(candidate).stage_ranks))
+        return self._kinds[candidate]
+
+    def kind_of(self, ranks: Sequence[int]) -> int:
+        """The kind of device of a stage: of unlike ones, the slowest for the whole model."""
+        kinds = {self.prices.kinds.index(self.cluster.devices[rank]) for rank in ranks}
+        return min(kinds) if len(kinds) == 1 else max(sorted(kinds), key=self._seconds_on)
+
+    def _seconds_on(self, kind: int) -> float:
+        return float(self.prices.times(self.graph.batch_size)[:, kind].sum())
+
+    def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+        """Bytes of each rank: of the first that share a stage, what all of them have."""
+        first = {ranks[0]: ranks for ranks in stage_ranks}
+        return tuple(min(self._limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self._limits)))
+
+    def links(self, stage_ranks: Sequence[tuple[int, ...]]) -> list[Link]:
+        """From each stage to the next: the slowest of the links that its ranks send over."""
+        pairs = (itertools.product(here, there) for here, there in itertools.pairwise(stage_ranks))
+        return [max(itertools.starmap(self.cluster.link, each), key=self._slope) for each in pairs]
+
+    def messages(self, candidate: Candidate) -> MessageTimes:
+        """How long what the candidate's stages send is on its way."""
+        key = (self.order(candidate).stage_ranks, self.rows(candidate))
+        if key not in self._messages:
+            self._messages[key] = MessageTimes(self.prices.at(key[1]).units, self.links(key[0]), self.cost_model)
+        return self._messages[key]
+
+    def limits(self) -> tuple[float, ...]:
+        """Bytes of each rank."""
+        return self._limits
+
+    def hold(self, memory: Sequence[float]) -> bool:
+        """Whether ranks can hold so many bytes each."""
+        return all(held <= limit for held, limit in zip(memory, self._limits, strict=True))
+
+    def paths(self, candidate: Candidate) -> PathCosts:
+        """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""
+        return PathCosts(self.problem(candidate), self.prices.at(self.rows(candidate)).halves, self.order(candidate))
+
+    def solve(self, candidate: Candidate) -> StageCuts | None:
+        """The candidate's cuts whose slowest stage is fastest, or nearly so; None when nothing fits.
+
+        Schedules with the same stages on the same ranks differ only in what they hold. So memory is left aside first, once for all of
+        them; only where that solution does not fit is the candidate solved by itself.
+        """
+        found, problem = self.unlimited(candidate), self.problem(candidate)
+        if found is None or fits_together(problem, found.starts):
+            return found
+        return solve(problem, _SLACK)
+
+    def unlimited(self, candidate: Candidate) -> StageCuts | None:
+        """The same without a limit of memory."""
+        problem = self.problem(candidate)
+        key = (problem.rank, problem.replicas, self.rows(candidate))
+        if key not in self._unlimited:
+            self._unlimited[key] = solve(replace(problem, limit=(np.inf,) * len(problem.limit)), _SLACK)
+        return self._unlimited[key]
+
+    def _slope(self, link: Link) -> float:
+        return (self.cost_model.transfer_time(_LINEAR_TO, link) - self.cost_model.transfer_time(0, link)) / _LINEAR_TO
+
+
+def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:
+    """Bytes that each device may hold."""
+    limit = request.memory_limit
+    return tuple(float(device.memory_bytes if limit is None else parse_bytes(limit)) for device in cluster.devices)

@@ -1,0 +1,121 @@
+"""What the planner is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cost_models.hardware.units import parse_bytes
+from cost_models.memory.optimizer_state import optimizer_states
+from partitioner.options.constraints import Constraints
+from partitioner.schedules.catalog import find_schedule
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import RECOMPUTE
+
+__all__ = ["PlanRequest"]
+
+MODES = ("auto", "model", "pipeline")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything that a user may say about a plan; None lets the planner choose.
+
+    Attributes:
+        mode: ``"model"``, ``"pipeline"`` or ``"auto"``, the better of the two.
+        devices: for each rank, the device that it runs on, for the plan to name.
+        n_microbatches: microbatches a step.
+        schedule: name of the schedule.
+        stages_per_rank: stages that each rank runs.
+        replicas: for each stage, how many ranks its microbatches are dealt to; empty: each rank has stages of its own.
+        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the least that fits the memory.
+        memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
+        optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
+        constraints: what is decided already.
+        modules: names of the model's modules, so that constraints may name one that computes nothing.
+        batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``. With ``"sync"`` the planner does
+            not cut a batch that batch normalisation takes statistics of into microbatches.
+    """
+
+    mode: str
+    devices: tuple[str, ...]
+    n_microbatches: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    replicas: tuple[int, ...] = ()
+    recompute: str | None = None
+    memory_limit: int | str | None = None
+    optimizer: str = "adamw"
+    constraints: Constraints = field(default_factory=Constraints)
+    modules: frozenset[str] = frozenset()
+    batchnorm: str = "sync"
+
+    def check(self, graph: ModelGraph) -> None:
+        """Raise ConfigError for the first thing that does not fit, by itself or with the model."""
+        self.checked()
+        if self.schedule is not None:
+            find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
+        if graph.batch_size < 1:
+            raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
+        self._check_microbatches(graph)
+        self._check_replicas(graph)
+
+    def checked(self) -> PlanRequest:
+        """This request; raises ConfigError for the first thing that does not fit the rest of it, whatever the model is."""
+        if self.mode not in MODES:
+            raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
+        if not self.devices:
+            raise ConfigError("there must be at least one device", remedy="pass devices=1 or more")
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise ConfigError(f"there is no recompute {self.recompute!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
+        optimizer_states(self.optimizer)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        self._check_schedule()
+        count = self.n_microbatches
+        if count is not None and count < 1:
+            raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
+        if count is not None and count > 1 and self.mode == "model":
+            raise ConfigError(f'n_microbatches={count} does not fit mode "model", which cuts no batch', remedy='use mode "pipeline"')
+        return self
+
+    def _check_schedule(self) -> None:
+        if self.mode == "model":
+            for name, value, only in (("schedule", self.schedule, "GPipe"), ("stages_per_device", self.stages_per_rank, 1)):
+                if value not in (None, only):
+                    raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
+        if self.schedule is not None:
+            find_schedule(self.schedule).stage_ranks(sum(self.replicas) or 1, self.stages_per_rank, self.replicas)
+        elif self.replicas and self.stages_per_rank not in (None, 1):
+            raise ConfigError(
+                f"stages_per_device={self.stages_per_rank} does not fit stages that ranks take turns at",
+                remedy="each has one stage: leave it out",
+            )
+        elif self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise ConfigError(f"{self.stages_per_rank} stages on each device is too few", remedy="pass 1 or more")
+
+    def _check_microbatches(self, graph: ModelGraph) -> None:
+        count = self.n_microbatches
+        if count is None:
+            return
+        if count > 1 and graph.mixed:
+            raise ConfigError(
+                f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in {', '.join(graph.mixed)}",
+                remedy="pass n_microbatches=1, or return, and keep in buffers, what does not mix rows",
+            )
+        if count > graph.batch_size:
+            raise ConfigError(
+                f"n_microbatches={count}: each pipeline has {graph.batch_size} rows of the example's batch, fewer than one a microbatch",
+                remedy=f"pass n_microbatches={graph.batch_size} or fewer, or example_inputs of the batch to plan for",
+            )
+
+    def _check_replicas(self, graph: ModelGraph) -> None:
+        most = max(self.replicas, default=1)
+        whole = graph.batch is None or bool(graph.mixed) or (bool(graph.mixing) and self.batchnorm == "sync")
+        count = self.n_microbatches or (1 if whole else graph.batch_size)
+        if count < most:
+            statistics = " (BatchNorm then takes its statistics over each microbatch)" if graph.mixing.normalizations else ""
+            raise ConfigError(
+                f"{most} ranks take turns at a stage, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
+                remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut{statistics}, or give the stage fewer ranks",
+            )

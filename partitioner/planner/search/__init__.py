@@ -1,0 +1,1 @@
+"""The search over meshes, schedules, microbatches and recomputation."""

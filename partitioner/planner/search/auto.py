@@ -1,0 +1,216 @@
+"""``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, proved by bounds.
+
+    mesh            what the whole model takes at least, on that many ranks        ->  cut its axes, price one rank's part
+    candidate       what its stages take at least, whatever the cuts               ->  cut stages, run the schedule on the clock
+    solution        seconds of a step
+
+The search itself is ``plan_search``; a mesh that is asked for by name is searched by the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cost_models.cost_model import CostModel, Roofline
+from cost_models.hardware.clusters import Cluster
+from cost_models.memory.optimizer_state import optimizer_states
+from partitioner.planner.bounds.mesh_bounds import MeshBounds
+from partitioner.planner.constraints.axes import check_dimensions, check_kept
+from partitioner.planner.costs.links import LinkTable, pace_of, stages_length
+from partitioner.planner.pipeline.candidates import microbatch_choices
+from partitioner.planner.pipeline.problem import memory_limits
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.best_first import Opened, PlanSearch
+from partitioner.planner.search.describe import searched_words
+from partitioner.planner.search.infeasible import nothing_fits
+from partitioner.planner.search.make_plan import describe_best
+from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.search.plan_mesh import cut_described
+from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
+from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.spatial import Hardware
+from partitioner.planner.sharding.stage_submeshes import UnlikePart, unlike_part
+from partitioner.planner.sharding.tile_halos import with_paid_halos
+from passes.graph.fingerprint import weights_digest
+from passes.graph.lazy_graph_module import nothing_collected
+from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import ROWS, STORED, TILES, Mesh
+from passes.ir.plan import Plan
+
+__all__ = ["plan_auto"]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A mesh that is still to be cut, perhaps with the sequence beside its tensor dimension, perhaps with several ranks for some stages."""
+
+    mesh: Mesh
+    beside: bool
+    rows: int
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> float:
+        """The share of the time that its ranks are likely to wait for each other: a guess that orders the search."""
+        stages = stages_length(self.mesh)
+        replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
+        return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
+
+
+@nothing_collected()
+def plan_auto(
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Plan:
+    """Decide everything that the user left open.
+
+    Args:
+        graph: the model.
+        cluster: the hardware, at least as many devices as the request names.
+        request: what the user said, its mode ``"auto"``.
+        cost_model: prices work and messages; None: an analytic roofline.
+        tell: called with what is known so far, whenever it changes; an interrupt then takes the best so far. None: it ends everything.
+
+    Raises:
+        ConfigError: the request does not fit the model, the cluster or itself.
+        InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
+    """
+    request.check(graph)
+    search = _Auto(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell)
+    search.run()
+    return search.plan()
+
+
+class _Opener:
+    """What cuts the axes of a mesh, and tells its candidates.
+
+    Args:
+        model: the model, as meshes cut it.
+        graph: the same, whole.
+        cluster: all ranks.
+        request: what was asked for.
+        cost_model: prices work and messages.
+    """
+
+    def __init__(self, model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
+        self._model, self._graph, self._cluster, self._request, self._cost_model = model, graph, cluster, request, cost_model
+        self.links = LinkTable(cluster)
+        self._largest_memory = max(memory_limits(cluster, request))
+
+    def __call__(self, item: _Cut) -> Opened | None:
+        """A mesh with its axes cut, and its candidates; None where it is one that is known."""
+        mesh, limit = item.mesh, self.parameter_limit(item.mesh)
+        cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
+        if cut is not None:
+            check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+        if cut is not None and item.beside and self._is_known(item, cut, limit):
+            return None
+        part = self._model.whole if cut is None else cut.part
+        of_one_size = part.graph.batch is None and self._graph.batch is not None
+        mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
+        request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
+        unlike = None if cut is None or not mesh.widths else self._unlike(cut, mesh)
+        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
+        return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
+
+    def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
+        return unlike_part(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
+
+    def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
+        """Whether tiles that could cut other axes than space cut none."""
+        in_tiles = any(name in TILES for name in item.mesh.names)
+        return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
+
+    def _cut(self, item: _Cut, limit: float) -> MeshCut:
+        def cut(halos: tuple[HaloRun, ...]) -> MeshCut:
+            return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
+
+        return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
+
+    def parameter_limit(self, mesh: Mesh) -> float:
+        """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
+        memory = self._largest_memory * stages_length(mesh)
+        stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
+        return memory * stored / (2 + optimizer_states(self._request.optimizer) if self._graph.training else 1)
+
+
+class _Auto:
+    """The search, with what it has found so far."""
+
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
+    ) -> None:
+        self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
+        trains, hardware = graph.training, Hardware(cluster, cost_model)
+        self._model = CuttableModel(graph, request, differentiate=trains, pace=pace_of(graph, cluster, asked=False), hardware=hardware)
+        if not self._model.whole.points.units:
+            raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
+        self._opener = _Opener(self._model, graph, cluster, request, cost_model)
+        self._search = PlanSearch[_Cut](tell, self._opener)
+        self._n_cuts = 0
+        self._refusals: list[ConfigError] = []
+        self._too_large: list[_Cut] = []
+
+    def run(self) -> None:
+        """Search until nothing that is left can be faster."""
+        known = (self._model, self._graph, self._cluster, self._request)
+        shapes = [*allowed_shapes(*known), *allowed_tiles(*known, tight=False)]
+        if not shapes:
+            check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
+        bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
+        alone = Mesh((("pipeline", len(self._cluster.devices)),))
+        for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
+            for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(mesh, bounds, replicas)
+            for unlike, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(unlike, bounds, replicas)
+        self._look_at(shapes, bounds)
+        if self._search.best is None:  # tiles hold less at once than rows of whole images
+            self._look_at([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
+        self._search.prove()
+
+    def _look_at(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
+        """Look at meshes until nothing that is left of them can be faster."""
+        for mesh in shapes:
+            self._open_mesh(mesh, bounds)
+        self._search.run()
+
+    def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
+        """Add a mesh, and the same with the sequence cut beside."""
+        try:
+            plain = not replicas and not mesh.widths
+            for beside in (False, True)[: 1 + (plain and self._model.can_cut_beside(mesh))]:
+                bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._opener.parameter_limit(mesh))
+                item = _Cut(mesh, beside, self._graph.batch_size, replicas)
+                self._n_cuts += 1
+                self._search.add(bound, item)
+                if bound == math.inf:
+                    self._too_large.append(item)
+        except ConfigError as refusal:
+            self._refusals.append(refusal)
+
+    def plan(self) -> Plan:
+        """The best plan that was found; raises when there is none."""
+        search = self._search
+        if search.best is None:
+            raise self._failure()
+        plan = describe_best(search, lambda option: id(option.problem))
+        option, _ = search.best
+        if option.cut is not None:
+            plan = cut_described(plan, option.cut)
+        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
+        return dataclasses.replace(plan, searched=searched, weights=weights_digest(self._graph))
+
+    def _failure(self) -> PartitionError:
+        """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""
+        for item in self._too_large:
+            self._search.open(item)
+        return nothing_fits(self._search.meshes, [*self._refusals, *self._search.refusals])

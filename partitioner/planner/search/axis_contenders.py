@@ -1,0 +1,44 @@
+"""Other axes that a mesh of named dimensions could cut, each as a user would ask for it: to be priced as whole plans.
+
+Axes are chosen by a sum over calls (``axis_choice``), which leaves out what only a whole plan has: what stages wait for, bundles, the
+parts that other dimensions leave. So the plan of that choice is compared with those of
+
+    {"heads": "tensor"}                                   each name alone, the rest chosen beside it
+    {"heads": "tensor", "ffn": "tensor", ...}             the axes that tensor parallelism usually cuts, together
+    {"heads": "tensor", "ffn": "tensor", "hidden": ...}   all names
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from partitioner.options.constraints import Constraints
+from partitioner.planner.constraints.axes import NAMED_FIRST
+from partitioner.planner.sharding.model import TENSOR, CuttableModel
+from passes.ir.mesh import Mesh
+
+__all__ = ["SEQUENCE", "contending_axes"]
+
+SEQUENCE = "sequence"
+"""The mesh dimension, and the axes that it cuts."""
+
+_NEVER = ("batch", "rest")
+"""Names of axes that neither dimension cuts."""
+
+
+def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) -> Iterator[tuple[Constraints, bool]]:
+    """Yield the constraints with other axes for the tensor or sequence dimension of a mesh; none where a user named axes.
+
+    Returns:
+        Each with whether it is still what the mode means: a tensor dimension cuts axes of parameters, and the sequence beside them.
+    """
+    if constraints.axes or constraints.tp_plan or mesh.widths:
+        return
+    for dimension in (name for name in (TENSOR, SEQUENCE) if name in mesh.names):
+        kinds = {name: held for name, held in model.kinds_of_axes(mesh.cutting, dimension).items() if name not in _NEVER}
+        together = [tuple(name for name in kinds if name in NAMED_FIRST), tuple(name for name in kinds if name != SEQUENCE)]
+        for chosen in dict.fromkeys([*((name,) for name in kinds), *together]):
+            if chosen and set(chosen) != {dimension}:
+                is_of_mode = dimension == TENSOR and all(kinds[name] or name == SEQUENCE for name in chosen)
+                yield dataclasses.replace(constraints, axes=dict.fromkeys(chosen, dimension)), is_of_mode

@@ -1,0 +1,140 @@
+"""A plan's reasons in words."""
+
+from __future__ import annotations
+
+from cost_models.hardware.units import format_seconds
+from partitioner.planner.pipeline.candidate import StagedModel
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.search.mesh_problem import Solution
+from passes.ir.layout import BATCH, SPACE
+from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
+from passes.ir.plan import Contender, Plan
+
+__all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "searched_words", "words_of"]
+
+
+def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
+    """Say what limits the step: the sum of gradients, or the slowest stage and what it spends most of its time on."""
+    if sums > staged.makespan:
+        return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
+    slowest, seconds = _slowest(staged)
+    ranks, spent = staged.schedule.stage_ranks[slowest], _spent_on(problems, staged)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))} in turn"
+    return f"stage {slowest} on {where} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}"
+
+
+def _slowest(staged: StagedModel) -> tuple[int, float]:
+    """The stage that takes longest, of ranks that take turns each its part, and its seconds a microbatch."""
+    seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
+    slowest = max(range(len(seconds)), key=lambda stage: seconds[stage] / len(staged.schedule.stage_ranks[stage]))
+    return slowest, seconds[slowest]
+
+
+def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
+    """What the slowest stage spends most of its time on."""
+    slowest, seconds = _slowest(staged)
+    times, run, rows = staged.times[slowest], staged.runs[slowest], problems.rows(staged.candidate)
+    kind = problems.kinds(staged.candidate)[slowest]
+    if times.send + times.send_gradient > seconds / 2:
+        return "sending"
+    if problems.prices.exchanging(run, rows, kind) > seconds / 2:
+        return "communication between the ranks that cut axes"
+    return problems.prices.limit_of(run, rows, kind)
+
+
+def contender(words: str, solution: Solution) -> Contender:
+    """A solution as plans list those that were worked out."""
+    staged = solution.staged
+    if solution.sums > staged.makespan:
+        spent = "the sum of gradients over replicas"
+    else:
+        spent = "waiting for other ranks" if staged.idle > 1 / 2 else _spent_on(solution.problems, staged)
+    return Contender(words, solution.step_time, max(staged.memory), spent)
+
+
+def searched_words(
+    n_plans: int, n_meshes: int, n_all: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
+) -> str:
+    """What a search did, and what it proved.
+
+    Args:
+        n_meshes: of how many plans were worked out.
+        n_all: of how many there could be plans; 1: the mesh was given.
+        interrupted: whether somebody ended it.
+        n_choices: of axes, that were priced as whole plans on a mesh that was given.
+        faster: in words, a plan with other axes that takes less time, and was not taken because the mode means something else.
+
+    >>> searched_words(12, 4, 11, 0.0)
+    '12 plans on 4 of 11 meshes were worked out; it is proved that no other is faster, by the same prices'
+    >>> searched_words(80, 40, 90, 0.42)
+    '80 plans on 40 of 90 meshes were worked out; not proved: another could take up to 42 % less time'
+    >>> searched_words(1, 1, 1, 0.0)
+    '1 plan of this mesh was worked out; it is proved that no other is faster, by the same prices'
+    >>> searched_words(2, 1, 1, 0.0, n_choices=9)
+    '2 plans of this mesh with 9 choices of axes were worked out; it is proved that no other with these axes is faster, by the same prices'
+    >>> searched_words(3, 20, 90, 0.08, interrupted=True)
+    '3 plans on 20 of 90 meshes were worked out before the search was interrupted; not proved: another could take up to 8 % less time'
+    """
+    with_axes = f" with {n_choices} choices of axes" if n_choices > 1 else ""
+    where = f"of this mesh{with_axes}" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
+    done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
+    done += " before the search was interrupted" if interrupted else ""
+    if faster:
+        return f"{done}; other axes than the mode means take less time: {faster}"
+    if gap == 0.0:
+        return f"{done}; it is proved that no other {'with these axes ' if n_choices > 1 else ''}is faster, by the same prices"
+    return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
+
+
+def compared(words: str, seconds: float, chosen: float) -> str:
+    """Another choice beside the chosen one."""
+    change = 100 * (seconds / chosen - 1) if chosen else 0.0
+    if abs(change) < 0.05:
+        return f"{words}: as fast"
+    verdict = f"{change:.1f} % slower" if change >= 0 else f"{-change:.1f} % faster, which is less than predictions may be wrong"
+    return f"{words}: {format_seconds(seconds)} a step, {verdict}"
+
+
+def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = False) -> str:
+    """A choice of everything for reading.
+
+    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full")
+    'data 2 x tensor 4, recompute full'
+    """
+    in_tiles = any(name in TILES for name in mesh.names)
+    besides = " with other axes than space" if in_tiles else " with the sequence" if "tensor" in mesh.names else " with large weights cut"
+    words = [mesh_words(mesh, candidate.replicas) + (besides if beside else "")]
+    if any(name in STAGES for name in mesh.names) and mesh.size > 1:
+        words.append(candidate_words(candidate))
+    elif candidate.n_microbatches > 1:
+        words.append(f"{candidate.n_microbatches} microbatches")
+    if policy != "none":
+        words.append(f"recompute {policy}")
+    return ", ".join(words)
+
+
+def words_of(plan: Plan) -> str:
+    """The choices of a plan for reading, as ``plan_words`` has them."""
+    places = next((size for name, size in plan.mesh if name in STAGES), 1)
+    with_sequence = any(axis.startswith("sequence") and dimension == "tensor" for axis, dimension in plan.axes)
+    with_weights = any(dimension == "data" and not axis.startswith((BATCH, "experts")) for axis, dimension in plan.axes)
+    switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
+    beside = with_sequence or with_weights or switched
+    candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
+    return plan_words(plan.grid, candidate, plan.recompute, beside=beside)
+
+
+def candidate_words(candidate: Candidate) -> str:
+    """A candidate for reading.
+
+    >>> candidate_words(Candidate("ZBV", 2, 8))
+    'ZBV, 8 microbatches, 2 stages on each device'
+    >>> candidate_words(Candidate("1F1B", 1, 8, (2, 1)))  # the mesh tells the ranks of each stage
+    '1F1B, 8 microbatches'
+    """
+    microbatches = "1 microbatch" if candidate.n_microbatches == 1 else f"{candidate.n_microbatches} microbatches"
+    if candidate.replicas:
+        return f"{candidate.schedule}, {microbatches}"
+    stages = "1 stage" if candidate.stages_per_rank == 1 else f"{candidate.stages_per_rank} stages"
+    return f"{candidate.schedule}, {microbatches}, {stages} on each device"

@@ -1,0 +1,165 @@
+"""Why there is no plan: too few places to cut, constraints that contradict, or too little memory, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cost_models.hardware.clusters import Cluster, Device, Link
+from cost_models.hardware.units import enough_bytes, format_bytes
+from partitioner.options.batch_statistics import first_names
+from partitioner.options.constraints import Constraints
+from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, schedules
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.search.mesh_problem import MeshProblem, policies
+from partitioner.planner.solvers.min_max_dp import shortfall, solve
+from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
+from passes.ir.mesh import Mesh, mesh_words
+
+__all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
+
+_MOST_DEVICES = 4096
+
+
+def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
+    """The error for a candidate that has no solution."""
+    if (refused := too_many_stages(problems, candidate)) is not None:
+        return refused
+    problem = problems.problem(candidate)
+    n_ranks = len(problems.cluster.devices)
+    if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
+        return ConfigError(
+            f"no way to cut the model into {candidate.n_stages(n_ranks)} stages keeps to the constraints",
+            remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
+        )
+    missing = shortfall(problem)
+    limit = min(problems.limits())
+    count = _count(candidate.n_microbatches, "microbatch", "es")
+    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
+    return InfeasiblePlanError(
+        f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
+        remedy=_remedy(problems, n_ranks, _fewest_devices(problems, candidate), missing),
+    )
+
+
+def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigError | None:
+    """The error for a candidate that has more stages than the model has operations to cut between; None where it has not."""
+    n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
+    n_stages = candidate.n_stages(n_ranks)
+    if n_units >= n_stages:
+        return None
+    each = candidate.stages_per_rank
+    if candidate.replicas:
+        return ConfigError(
+            f"{n_stages} stages were asked for, the model can be cut into {n_units}", remedy="give more ranks to fewer stages"
+        )
+    fewer = "put fewer stages on each device" if each > 1 else ""
+    most = f"pass devices={n_units // each}{' or fewer' if n_units > 2 * each else ''}" if n_units >= each else ""
+    return ConfigError(
+        f"{_count(n_ranks, 'device')} with {_count(each, 'stage')} each: {n_stages} stages, the model can be cut into {n_units}",
+        remedy=", or ".join(filter(None, (most, fewer))),
+    )
+
+
+def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionError]) -> PartitionError:
+    """The error where no plan of any mesh fits: of the mesh whose fullest device lacks least, with all recomputed.
+
+    Args:
+        meshes: what was tried.
+        refusals: meshes that were refused for another reason; told where no mesh lacks memory.
+    """
+    lacking = []
+    for order, mesh in enumerate(meshes):
+        problems = mesh.problems(policies(mesh.request, differentiate=mesh.differentiate)[-1])
+        candidate = _most_frugal(problems, mesh)
+        if len(problems.points.units) >= mesh.n_places:
+            missing = shortfall(problems.problem(candidate))
+            if missing < np.inf:
+                lacking.append((missing, order, problems, candidate, mesh))
+    if not lacking:
+        first = meshes[0] if meshes else None
+        if refusals or first is None:
+            return refusals[0]
+        problems = first.problems(policies(first.request, differentiate=first.differentiate)[-1])
+        return why_infeasible(problems, _most_frugal(problems, first))
+    missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
+    words = mesh_words(mesh.mesh, candidate.replicas)
+    devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
+    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
+    enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
+    counts = [_ranks(of.mesh, places) for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
+    return InfeasiblePlanError(
+        f"no plan fits {devices} of {format_bytes(min(problems.limits()))}: in the closest, {words} with {count}, {lacks}",
+        remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
+    )
+
+
+def _ranks(mesh: Mesh, n_places: int) -> int:
+    """How many ranks a mesh would have with so many places; further stages are as wide as the last."""
+    if not mesh.widths:
+        return n_places * mesh.cutting.size
+    widths = (*mesh.widths, *(mesh.widths[-1] for _ in range(n_places)))[:n_places]
+    return mesh.size // sum(mesh.widths) * sum(widths)
+
+
+def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
+    """The candidate that needs least memory: the most microbatches, in the default order."""
+    rows = mesh.part.graph.batch_size
+    count = mesh.request.n_microbatches or (rows if may_cut_batch(mesh.part.graph, mesh.request) else 1)
+    name, stages_per_rank = schedules(problems.request)[0]
+    return Candidate(name, stages_per_rank, count, problems.request.replicas)
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"
+
+
+def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missing: float) -> str:
+    """How many devices would do, and how large they would have to be.
+
+    Args:
+        present: devices that there are.
+        fewest: devices of this size that fit the model; None: no number of them does.
+        missing: bytes that the fullest device lacks.
+    """
+    others = "a smaller batch, or an optimizer with less state"
+    request, mixing = problems.request, problems.graph.mixing
+    if mixing and request.mode != "model" and request.n_microbatches is None and not may_cut_batch(problems.graph, request):
+        others += f"; or pass n_microbatches=, which takes the statistics of {first_names(mixing.normalizations)} "
+        others += "over each microbatch"
+    larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
+    if fewest is None:
+        return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"
+    without = "" if problems.request.constraints == Constraints() else " without the constraints"
+    without += ", one for each stage" if problems.request.replicas else ""
+    return f"{fewest} such devices fit it{without}, or {larger}; or take {others}"
+
+
+def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:
+    """The smallest device count that fits, by doubling and bisecting; None when none does."""
+    most = min(len(problems.points.units) // candidate.stages_per_rank, _MOST_DEVICES)
+    low = high = len(problems.cluster.devices)
+    while not _fits(problems, candidate, high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(problems, candidate, middle) else (middle, high)
+    return high
+
+
+def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> bool:
+    """Whether so many devices, the last one repeated, hold the model."""
+    devices: list[Device] = [*problems.cluster.devices, *[problems.cluster.devices[-1]] * n_devices][:n_devices]
+    larger = PipelineProblems(
+        problems.graph,
+        Cluster(devices, Link(latency=0.0, bandwidth=float("inf"))),
+        replace(problems.request, devices=("",) * n_devices, constraints=Constraints(), replicas=()),
+        problems.points,
+        problems.prices,
+        problems.cost_model,
+    )
+    return solve(larger.problem(replace(candidate, replicas=()))) is not None

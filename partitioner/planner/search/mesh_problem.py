@@ -1,0 +1,349 @@
+"""One mesh with everything that is still open on it: recomputation, microbatches, schedule, stage cuts.
+
+part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from cost_models.cost_model import CostModel
+from cost_models.hardware.clusters import Cluster
+from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
+from partitioner.planner.costs.links import LinkTable
+from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
+from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.pipeline.problem import PipelineProblems
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.rank_shard import ModelPart
+from partitioner.planner.sharding.stage_submeshes import UnlikePart
+from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
+from partitioner.planner.solvers.critical_paths import PathCosts
+from partitioner.planner.solvers.stage_tables import best_bottleneck, bottleneck_table
+from passes.autograd.recompute import Recompute
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import Mesh, pipelines
+
+__all__ = ["MeshProblem", "Promise", "Solution", "policies"]
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One candidate of a mesh, worked out.
+
+    Attributes:
+        problems: the mesh under its recomputation policy.
+        staged: its stages and their times.
+        sums: seconds at the end of the step until all gradients are summed.
+    """
+
+    problems: PipelineProblems
+    staged: StagedModel
+    sums: float
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step."""
+        return self.staged.makespan + self.sums
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """What is known of a candidate before its cuts are searched.
+
+    Attributes:
+        costs: the runs that its stages could be; None where they are so many that nothing is asked of each.
+        longest_path: seconds of the longest path through its schedule, by the cuts for which that is shortest; inf where none fit.
+        bound: seconds that no cuts can beat.
+    """
+
+    costs: PathCosts | None
+    longest_path: float
+    bound: float
+
+
+class MeshProblem:
+    """A mesh on a cluster.
+
+    Args:
+        mesh: all dimensions.
+        part: what one rank has.
+        cluster: of all ranks.
+        request: what was asked for, its mode that of the stages.
+        cost_model: prices work and messages.
+        links: of the cluster, where they are known already.
+        unlike: what ranks have of a model whose stages are of unlike width; ``part`` is then that of the widest.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        part: ModelPart,
+        cluster: Cluster,
+        request: PlanRequest,
+        cost_model: CostModel,
+        links: LinkTable | None = None,
+        unlike: UnlikePart | None = None,
+    ) -> None:
+        self.mesh, self.part, self.cost_model, self.unlike = mesh, part, cost_model, unlike
+        self.devices = request.devices
+        links = links or LinkTable(cluster)
+        self.links, self.places = links.of(mesh), links.places(mesh, all_talk=bool(request.replicas))
+        ranks = pipelines(mesh)[0]
+        self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
+        self.kinds = tuple(dict.fromkeys(self.places.devices))
+        self._refusals: list[ConfigError] = []
+        self._n_priced = 0
+        self._problems: dict[Recompute, PipelineProblems] = {}
+        self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
+        self._steps: dict[tuple[Recompute, Candidate], float] = {}
+        self._loads: dict[tuple[Recompute, int, int, int], float] = {}
+
+    @cached_property
+    def n_places(self) -> int:
+        """Ranks of a pipeline."""
+        return len(self.places.devices)
+
+    @property
+    def differentiate(self) -> bool:
+        """Whether a backward is planned for."""
+        return self.part.graph.training
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the whole batch."""
+        return self.part.graph.batch_size * self.part.n_row_parts
+
+    @property
+    def place_of_rank(self) -> tuple[int, ...]:
+        """For each rank of the mesh, its place along the pipeline."""
+        places = {rank: place for pipeline in pipelines(self.mesh) for place, rank in enumerate(pipeline)}
+        return tuple(places[rank] for rank in range(self.mesh.size))
+
+    @property
+    def refusal(self) -> ConfigError | None:
+        """Why none of the cuts that were tried can be; None where some only do not fit the memory."""
+        return self._refusals[0] if self._refusals and not self._n_priced else None
+
+    def problems(self, policy: Recompute) -> PipelineProblems:
+        """The stages to be cut, under a recomputation policy."""
+        if policy not in self._problems:
+            part, request, prices = self.part, self.request, self._prices(policy)
+            self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
+        return self._problems[policy]
+
+    def _prices(self, policy: Recompute) -> Prices:
+        if self.unlike is None:
+            return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links, n_stages=self.n_places)
+        prices = self.unlike.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
+        self.unlike.check(prices)
+        return prices
+
+    def bound(self, policy: Recompute, candidate: Candidate, *, whole_units: bool = False) -> float:
+        """Seconds that no cuts of a candidate can beat (``step_bounds``); inf where no cuts fit the memory.
+
+        Args:
+            whole_units: whether to see to it that units are not divided, which takes longer.
+        """
+        problems = self.problems(policy)
+        if len(problems.points.units) < candidate.n_stages(self.n_places) or not self._could_fit(problems, candidate):
+            return np.inf
+        return self._step(problems, candidate, whole_units=True) if whole_units else self._step_of(problems, candidate)
+
+    def bound_of_any(self, candidate: Candidate) -> float:
+        """The same whatever is computed again, and whatever fits: a backward that computes nothing again takes least."""
+        if len(self.part.points.units) < candidate.n_stages(self.n_places):
+            return np.inf
+        return self._step_of(self.problems("none"), candidate)
+
+    def _step_of(self, problems: PipelineProblems, candidate: Candidate) -> float:
+        key = (problems.prices.recompute, candidate)
+        if key not in self._steps:
+            self._steps[key] = self._step(problems, candidate)
+        return self._steps[key]
+
+    def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
+        n_stages = candidate.n_stages(self.n_places)
+        rows, parts = problems.rows(candidate), (self.n_places, n_stages)
+        whole, longest, shares = self._least_seconds(problems, rows)
+        if candidate.replicas:
+            return least_shared_step(candidate, whole, longest, shares) * (1 - _ROUNDING) + self._least_sums
+        load, slowest = (max(whole / count, longest) for count in parts)
+        if whole_units:
+            load, slowest = (self._least_load(problems, rows, count, n_stages // count) for count in parts)
+        step = least_step(candidate, self.n_places, whole, load, slowest, shares)
+        return step * (1 - _ROUNDING) + self._least_sums
+
+    def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
+        """Whether a rank that holds as many microbatches as there are ranks, of an equal share of the model, holds more than fits."""
+        problems = self.problems(policy)
+        kept = problems.prices.least_kept(problems.rows(candidate)) * min(1.0, candidate.n_microbatches / self.n_places)
+        fixed = problems.prices.fixed_bytes + problems.prices.gradient_bytes
+        return bool(kept + fixed / self.n_places > max(problems.limits()))
+
+    def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
+        """Whether the stages together could hold the model, each with the whole memory of its rank.
+
+        A stage that holds n microbatches at once fits if ``fixed + n kept <= limit``. Of all stages, with F fixed and K kept together:
+
+            K <= sum of kept <= sum of (limit - fixed) / n <= limit sum of (1 / n) - F / max(n)
+
+        So it is before there are gradients, and with these among what is fixed, where all stages hold microbatches still.
+        """
+        fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
+        with_gradients = fixed + problems.prices.gradient_bytes
+        if candidate.stages_per_rank > 1 or with_gradients > limit * places:
+            return bool(with_gradients <= limit * places)
+        order, kept = problems.order(candidate), problems.prices.least_kept(problems.rows(candidate))
+        for held, stays in ((order.in_flight, fixed), (order.later, with_gradients)):
+            if min(held) and kept > (limit * sum(1 / number for number in held) - stays / max(held)) * (1 + _ROUNDING):
+                return False
+        return True
+
+    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, Shares]:
+        """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
+        key = (problems.prices.recompute, rows)
+        if key not in self._seconds:
+            seconds = problems.prices.times(rows).min(axis=1)
+            self._seconds[key] = float(seconds.sum()), float(seconds.max()), problems.prices.least_shares(rows)
+        return self._seconds[key]
+
+    def _least_load(self, problems: PipelineProblems, rows: int, n_parts: int, n_runs: int) -> float:
+        key = (problems.prices.recompute, rows, n_parts, n_runs)
+        if key not in self._loads:
+            self._loads[key] = least_load(problems.prices.times(rows).min(axis=1), n_parts, n_runs)
+        return self._loads[key]
+
+    def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:
+        """How short a step can be, whatever the cuts: by the runs that fit the memory.
+
+        Args:
+            below: seconds that are known to be possible: nothing more is asked of what cannot beat them.
+        """
+        bound = self.bound(policy, candidate, whole_units=True)
+        problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
+        if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
+            return Promise(None, bound, bound)
+        costs, most = problems.paths(candidate), below - self._least_sums
+        longest_path = best_bottleneck(costs) if most == math.inf else float(bottleneck_table(costs, most)[0, 0])
+        if longest_path > most:
+            return Promise(None, math.inf, below)
+        return Promise(costs, longest_path, max(longest_path * (1 - _ROUNDING) + self._least_sums, bound))
+
+    def solve(
+        self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, within: float = math.inf, *, thorough: bool = True
+    ) -> tuple[Solution | None, float]:
+        """The fastest cuts of a candidate, None when none that were tried fit; and seconds that no cuts can beat.
+
+        Args:
+            promise: of the candidate.
+            most: how many cuts are tried at most, the first aside.
+            within: seconds beyond which the first ones are so slow that no others are tried.
+            thorough: whether to look for cuts that fit where stages share ranks, are many, and the best balanced do not.
+        """
+        problems = self.problems(policy)
+        known: dict[tuple[int, ...], Solution] = {}
+        fastest = math.inf
+
+        def seconds(starts: tuple[int, ...]) -> float:
+            nonlocal fastest
+            if starts in known:
+                return known[starts].step_time
+            if self.unlike is not None and (torn := self._torn(problems, candidate, starts)) is not None:
+                self._refusals.append(torn)
+                return math.inf
+            self._n_priced += 1
+            found = self.price(problems, stage_model(problems, candidate, starts))
+            if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
+                return found.step_time
+            if not problems.hold(found.staged.memory):
+                return math.inf
+            known[starts], fastest = found, min(found.step_time, fastest)
+            return found.step_time
+
+        if promise.bound == math.inf:
+            return None, math.inf
+        shared_out = self.request.mode == "model" and self.n_places > 1  # what is asked for is a share for each device, not a short step
+        if promise.costs is None or shared_out:
+            cuts = problems.unlimited(candidate)
+            if cuts is not None and (thorough or shared_out) and seconds(cuts.starts) == math.inf:
+                cuts = problems.solve(candidate)
+            taken = math.inf if cuts is None else seconds(cuts.starts)
+            return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
+        tried = promising_cuts(promise.costs, promise.longest_path)
+        if candidate.stages_per_rank > 1 or candidate.n_microbatches == 1:  # paths know little of what ranks wait for, or that they share
+            cuts = problems.solve(candidate) if seconds(tried) == math.inf else problems.unlimited(candidate)
+            if cuts is not None and seconds(cuts.starts) <= seconds(tried) * (1 + _EQUAL if candidate.n_microbatches == 1 else 1 - _EQUAL):
+                tried = cuts.starts
+        found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most, within)
+        bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
+        return (None if found.starts is None else known[found.starts]), bound
+
+    def price(self, problems: PipelineProblems, staged: StagedModel) -> Solution:
+        """A staged model with what the ranks of a stage sum at the end of a step."""
+        return Solution(problems, staged, self._sum_seconds(problems, staged))
+
+    def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
+        taking_turns = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
+        if not self.part.sums:
+            return taking_turns
+        if self.unlike is not None:
+            starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
+            return taking_turns + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
+        ranks = self._stage_sums.of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
+        each = {tuple(sizes) for sizes in zip(*(map(tuple, sizes.tolist()) for sizes in ranks.values()), strict=True)}
+        return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+
+    def _torn(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> ConfigError | None:
+        """Why stages of unlike width cannot begin there: they would share a parameter."""
+        assert self.unlike is not None
+        return self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
+
+    @cached_property
+    def _unlike_sums(self) -> dict[int, StageSums]:
+        assert self.unlike is not None
+        return self.unlike.stage_sums(next(iter(self._problems.values())).prices)
+
+    @cached_property
+    def _stage_sums(self) -> StageSums:
+        return StageSums(next(iter(self._problems.values())).prices, self.part.sums)
+
+    @cached_property
+    def _least_sums(self) -> float:
+        """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes.
+
+        Of stages of unlike width nothing is said: how much is summed depends on which stage has which parameter.
+        """
+        if self.unlike is not None:
+            return 0.0
+        shares = ((name, size / self.n_places) for name, size in self.part.bytes_summed.items())
+        return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in shares) * (1 - _ROUNDING)
+
+
+_LARGE = 1e18
+"""Bytes of a message whose latency is nothing beside them."""
+
+_EQUAL = 1e-9
+"""Relative differences of seconds that are rounding."""
+
+_ROUNDING = 1e-6
+"""Relative margin for the rounding of sums: a bound is never above what it bounds."""
+
+_MOST_RUNS = 2_000
+"""Units times stages up to which the runs of stages that share ranks are looked at one by one: what they promise is too little for more."""
+
+
+def policies(request: PlanRequest, *, differentiate: bool) -> Sequence[Recompute]:
+    """What may be computed again: the policy asked for, or all of them, the least first."""
+    if request.recompute is not None:
+        return (cast(Recompute, request.recompute),)
+    return ("none", "selective", "full") if differentiate else ("none",)

@@ -1,0 +1,1 @@
+"""Which axes are sharded over which mesh dimension."""

@@ -1,0 +1,300 @@
+"""How a run of calls pays for halos, by price or as asked.
+
+Layer by layer, waiting for each; layer by layer, computing interiors meanwhile; or by a wider halo once, whose overlap both neighbours
+compute.
+
+A region of calls that read each other may be parted in front of every call that needs a halo; each segment fetches what it needs of
+the values before it once, and computes the rest again:
+
+    conv  relu  conv  relu  conv  relu  conv          c = price of a segment: its messages, and what both neighbours compute
+    |------ c(0, 2) -------|-------- c(2, 4) -----|    best[k] = min over j < k of best[j] + c(j, k)
+
+A segment with a single such call exchanges, as all do where it is the cheapest to part them everywhere. A shortest path; exact, but that
+segments end to be looked at where they compute more than twice what their messages cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from cost_models.collectives.algorithms import GroupLinks
+from cost_models.cost_model import CostModel
+from cost_models.formulas.symbols import Numbers
+from cost_models.hardware.clusters import Device
+from cost_models.ops.work import Work
+from partitioner.planner.costs.collectives import Exchange, find_halos
+from partitioner.planner.sharding.rank_shard import ModelPart
+from passes.analysis.axes import Axes
+from passes.graph.provenance import module_path
+from passes.ir.comm.halo_strategy import HaloRun, Payment
+from passes.spmd.halo.call_tiles import TileCall
+from passes.spmd.halo.overlap import interior_of
+from passes.spmd.halo.regions import slides_of
+from passes.spmd.halo.wide import Overlaps, TileRegions
+from passes.spmd.local_shapes import Extents
+from passes.spmd.propagate import Intervals, Layouts
+
+__all__ = ["Price", "choose_halos"]
+
+_HOPELESS = 2.0
+"""How many times what its messages cost a run may compute again and still be made longer."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a run of calls pays for its halos, forward and backward, for one microbatch.
+
+    Attributes:
+        messages: halo exchanges of its forward.
+        sending: seconds of these, and of those of its backward.
+        computing: seconds of what the rank that computes most computes of its neighbours' parts.
+    """
+
+    messages: int
+    sending: float
+    computing: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.sending + self.computing
+
+
+def choose_halos(
+    part: ModelPart,
+    assigned: Mapping[str, Sequence[int]],
+    links: Mapping[str, GroupLinks],
+    device: Device,
+    cost_model: CostModel,
+    rows: int,
+    asked: Mapping[str, Payment],
+) -> tuple[HaloRun, ...]:
+    """The runs of a model in which there is a choice, in order of the graph.
+
+    Args:
+        part: of one rank, each value its own part alone.
+        assigned: mesh dimension -> the axes that it cuts.
+        links: along each mesh dimension.
+        device: that computes.
+        cost_model: prices what is computed.
+        rows: of one microbatch, as one rank has them.
+        asked: call -> how it must pay.
+    """
+    assert part.layouts is not None
+    assert part.axes is not None
+    regions = TileRegions.of(part.of.graph, part.axes, part.layouts, assigned)
+    prices = _Prices(part, part.axes, part.layouts, regions, links, device, cost_model, rows)
+    runs = [run for region in regions.regions for run in _Region(region, prices, asked).runs()]
+    order = {node.name: place for node, place in regions.order.items()}
+    return tuple(sorted(runs, key=lambda run: order[run.first]))
+
+
+class _Region:
+    """One region, parted as cheaply as it can be.
+
+    Args:
+        calls: in order of the graph.
+        prices: of runs of them.
+        asked: call -> how it must pay.
+    """
+
+    def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, Payment]) -> None:
+        self._calls, self._prices = calls, prices
+        self._ways = [asked.get(call.node.name) for call in calls]
+        needing = [place for place, call in enumerate(calls) if place and prices.exchange([call]).messages]
+        self._starts = [0, *needing, len(calls)]
+
+    def runs(self) -> Iterator[HaloRun]:
+        """How it is paid for; nothing where either way sends as much."""
+        if not self._prices.exchange(self._calls).messages:
+            return
+        found: list[tuple[Payment, list[TileCall]]] = []
+        for start, stop in self._segments():
+            payment, calls = self._payment(start, stop), self._calls[start:stop]
+            if payment != "recompute" and found and found[-1][0] == payment:
+                found[-1][1].extend(calls)
+            else:
+                found.append((payment, list(calls)))
+        for payment, calls in found:
+            yield from self._run(calls, payment)
+
+    def _payment(self, start: int, stop: int) -> Payment:
+        """Of a segment."""
+        calls, asked = self._calls[start:stop], self._ways[start]
+        if self._prices.regions.overlaps(calls).computed:
+            return "recompute"
+        if asked in ("exchange", "overlap"):
+            return asked
+        return "overlap" if self._prices.overlapped(calls).seconds < self._prices.exchange(calls).seconds else "exchange"
+
+    def _price(self, start: int, stop: int) -> Price:
+        """Of a segment."""
+        calls = self._calls[start:stop]
+        return {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}[
+            self._payment(start, stop)
+        ](calls)
+
+    def _segments(self) -> list[tuple[int, int]]:
+        """The shortest path."""
+        starts = self._starts
+        best, before = [0.0] + [math.inf] * (len(starts) - 1), [0] * len(starts)
+        for first, start in enumerate(starts[:-1]):
+            for last in range(first + 1, len(starts)):
+                if self._must_part(first, last):
+                    break
+                if not self._may_part(last):
+                    continue
+                price = self._price(start, starts[last])
+                if best[first] + price.seconds < best[last] * (1 - _ROUNDING):
+                    best[last], before[last] = best[first] + price.seconds, first
+                if price.computing > _HOPELESS * self._prices.exchange(self._calls[start : starts[last]]).seconds:
+                    break
+        path = [len(starts) - 1]
+        while path[-1]:
+            path.append(before[path[-1]])
+        places = [starts[number] for number in reversed(path)]
+        return list(itertools.pairwise(places))
+
+    def _must_part(self, first: int, last: int) -> bool:
+        """Whether a segment would hold a call, behind its first, that must exchange its halo."""
+        return any(self._ways[self._starts[number]] in ("exchange", "overlap") for number in range(first + 1, last))
+
+    def _may_part(self, number: int) -> bool:
+        """Whether a segment may end there: calls that must be computed again stay together."""
+        place = self._starts[number]
+        return place == len(self._calls) or not self._ways[place] == self._ways[place - 1] == "recompute"
+
+    def _run(self, calls: Sequence[TileCall], payment: Payment) -> Iterator[HaloRun]:
+        if not calls:
+            return
+        exchange, once = self._prices.exchange(calls), self._prices.once(calls)
+        if payment != "exchange" or once.messages < exchange.messages:
+            paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
+            yield HaloRun(
+                calls[0].node.name,
+                calls[-1].node.name,
+                tuple(dict.fromkeys((paths[0], paths[-1]))),
+                payment,
+                exchange.messages,
+                exchange.seconds,
+                self._prices.overlapped(calls).seconds,
+                once.messages,
+                once.seconds,
+            )
+
+
+class _Prices:
+    """Prices runs of calls; see ``choose_halos``."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        axes: Axes,
+        layouts: Layouts,
+        regions: TileRegions,
+        links: Mapping[str, GroupLinks],
+        device: Device,
+        cost_model: CostModel,
+        rows: int,
+    ) -> None:
+        self.regions = regions
+        self._part, self._axes, self._layouts = part, axes, layouts
+        self._links, self._device, self._cost_model = links, device, cost_model
+        self._numbers = Numbers(rows)
+        self._share = 1.0 if part.of.graph.batch is not None else rows / part.batch_size
+        self._known: dict[tuple[fx.Node, float], float] = {}
+
+    def exchange(self, calls: Sequence[TileCall]) -> Price:
+        """Halos in front of every call that needs one."""
+        return self._sent(calls, Overlaps({}, {}))
+
+    def overlapped(self, calls: Sequence[TileCall]) -> Price:
+        """Halos in front of every call that needs one, which computes its interior meanwhile."""
+        found: dict[object, None] = {}
+        sending = computing = 0.0
+        for call in calls:
+            waits, pieces = self._meanwhile(call.node, found)
+            sending, computing = sending + waits, computing + pieces
+        return Price(len(found), sending, computing)
+
+    def _meanwhile(self, node: fx.Node, found: dict[object, None]) -> tuple[float, float]:
+        """Seconds that a call still waits, and that it takes longer in pieces.
+
+        Args:
+            found: what was exchanged for calls in front of it.
+        """
+        graph, layouts = self._part.of.graph, self._layouts
+        extents = Extents(self._axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._part.n_row_parts)
+        interior = interior_of(self._axes.loops[node.name], slides_of(node.name, self._axes, layouts, extents))
+        waits = pieces = 0.0
+        for key, exchange in self._halos(node, layouts):
+            if key in found:
+                continue
+            found[key] = None
+            forward, backward = exchange.seconds(self._numbers[exchange.size] * self._share, self._links[exchange.dimension])
+            if interior is not None and exchange.dimension == interior.slide.over:
+                cost, share = self._part.cost.nodes[node.name], interior.share
+                forward = max(0.0, forward - share * self._timed(cost.forward, node))
+                halves = self._timed(cost.backward_input, node) + self._timed(cost.backward_weight, node)
+                backward = max(0.0, backward - share * halves)
+                pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(halves))
+            waits += forward + backward
+        return waits, pieces
+
+    def _in_pieces(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
+        """Seconds of putting three results together, and adding the gradients of what three pieces read; each piece has its kernels."""
+        cost, sizes = self._part.cost.nodes[node.name], self._part.cost.bytes
+        result, operand = (self._numbers[sizes[name]] * self._share for name in (node.name, self._axes.operands[node.name][place].name))
+        works = [Work(0, 2 * result, 1 + 2 * cost.forward.launches)]
+        if differentiated:
+            works.append(Work(0, 3 * operand, 2 + 2 * (cost.backward_input.launches + cost.backward_weight.launches)))
+        return sum(self._cost_model.operation_time(work, self._device, cost.dtype) for work in works)
+
+    def _timed(self, work: Work, node: fx.Node) -> float:
+        return self._seconds(work, node, 1.0) if work.launches else 0.0
+
+    def once(self, calls: Sequence[TileCall]) -> Price:
+        """A wide halo in front of all of them, and the rest computed again."""
+        overlaps = self.regions.overlaps(calls)
+        again = (self._again(call.node, overlaps.computed[call.node.name]) for call in calls if call.node.name in overlaps.computed)
+        return replace(self._sent(calls, overlaps), computing=sum(again))
+
+    def _sent(self, calls: Sequence[TileCall], overlaps: Overlaps) -> Price:
+        layouts = replace(self._layouts, wide=overlaps.computed, fetched=overlaps.fetched)
+        found: dict[object, Exchange] = {}
+        for call in calls:
+            for key, exchange in self._halos(call.node, layouts):
+                found.setdefault(key, exchange)
+        seconds = (each.seconds(self._numbers[each.size] * self._share, self._links[each.dimension]) for each in found.values())
+        return Price(len(found), sum(forward + backward for forward, backward in seconds))
+
+    def _halos(self, node: fx.Node, layouts: Layouts) -> Iterator[tuple[object, Exchange]]:
+        assert self._part.sizes is not None
+        return find_halos(node, self._part.of.graph, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
+
+    def _again(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
+        """Seconds that a call takes longer."""
+        times = 1.0
+        for index, intervals in enumerate(wide):
+            if intervals is not None:
+                own = max(stop - start for start, stop in self.regions.own(node, index))
+                times *= max(stop - start for start, stop in intervals) / own
+        if (node, times) not in self._known:
+            cost = self._part.cost.nodes[node.name]
+            works = [work for work in (cost.forward, cost.backward_input, cost.backward_weight) if work.launches]
+            pairs = [(self._seconds(work, node, times), self._seconds(work, node, 1.0)) for work in works]
+            self._known[node, times] = sum(more - less for more, less in pairs)
+        return self._known[node, times]
+
+    def _seconds(self, work: Work, node: fx.Node, times: float) -> float:
+        """Of so many times the work; not of a call that was measured, since it has another size."""
+        numbers = replace(work.at(self._numbers, self._share * times), call=None)
+        return self._cost_model.operation_time(numbers, self._device, self._part.cost.nodes[node.name].dtype)
+
+
+_ROUNDING = 1e-9
+"""Relative: of segments that cost the same, the shorter ones."""

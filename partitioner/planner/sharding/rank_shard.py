@@ -1,0 +1,284 @@
+"""What one rank has of a model whose axes are cut: prices, cut points and collectives, from layouts alone.
+
+    axes that each mesh dimension cuts -> layouts -> local sizes -> prices, exchanges, sums of gradients
+
+Links are left out: the same part is priced on any links between the ranks of a stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from cost_models.collectives.algorithms import GroupLinks
+from cost_models.cost_model import CostModel
+from cost_models.graph_cost import GraphCost, Reading, graph_cost, read_graph
+from cost_models.hardware.clusters import Device
+from partitioner.planner.costs.collectives import (
+    Exchange,
+    GradientSum,
+    counted_together,
+    find_exchanges,
+    find_gradient_sums,
+    shares_of_bucket,
+    sum_seconds,
+)
+from partitioner.planner.costs.cut_points import CutPoints, find_cut_points
+from partitioner.planner.costs.decomposed_ops import with_written_out
+from partitioner.planner.costs.part_sizes import PartSizes
+from partitioner.planner.costs.transforms import RepeatedPrices, Unfolding, unfolding_of
+from partitioner.planner.costs.unit_costs import PriceList, Prices, Triple
+from passes.analysis.axes import Axes
+from passes.autograd.recompute import Recompute
+from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from passes.graph.repeated_subgraphs import Folded
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.spmd.propagate import Layouts
+from passes.spmd.shard_graph import AxisCut, layouts_of_cut
+
+__all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "part_graph", "unfolded", "whole_part"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """One rank's part of a model, over all stages.
+
+    Attributes:
+        of: the graph that it is a part of.
+        batch_size: rows that one rank has.
+        cost: the prices of the part.
+        cutting: the mesh dimensions that cut axes.
+        sums: the gradients that are summed once a step.
+        layouts: how every value lies; None where nothing is cut.
+        axes: of the graph; None where nothing is cut.
+        sizes: of the part; None where nothing is cut.
+        known_prices: by kinds of devices, optimizer and policy: worked out once for all links and batches.
+    """
+
+    of: PartGraph
+    batch_size: int
+    cost: GraphCost
+    cutting: Mesh
+    sums: tuple[GradientSum, ...] = ()
+    layouts: Layouts | None = None
+    axes: Axes | None = None
+    sizes: PartSizes | None = None
+    known_prices: dict[Hashable, PriceList] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> ModelGraph:
+        """The whole model's graph, with the batch that one rank has of it."""
+        return dataclasses.replace(self.of.whole, batch_size=self.batch_size)
+
+    @property
+    def points(self) -> CutPoints:
+        """Where stages may be cut."""
+        return self.of.all_points
+
+    @property
+    def n_row_parts(self) -> int:
+        """Into how many parts the batch is cut."""
+        return math.prod(self.cutting.length(name) for name in self.cutting.names if name in ROWS)
+
+    def prices(
+        self,
+        kinds: Sequence[Device],
+        cost_model: CostModel,
+        optimizer: str,
+        policy: Recompute = "none",
+        links: Mapping[str, GroupLinks] = MappingProxyType({}),
+        *,
+        n_stages: int = 1,
+        adding: bool = True,
+    ) -> Prices:
+        """The prices of its units, on links for each mesh dimension.
+
+        Args:
+            n_stages: how many the units are cut into: what is small travels with others of its stage.
+            adding: whether microbatches add their gradients to those of earlier ones.
+        """
+        graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
+        exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
+        key = (tuple(kinds), optimizer, policy)
+        if key not in self.known_prices:
+            known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
+            is_cut = self.layouts is not None
+            self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds, summed=self._summed_at_once, is_cut=is_cut)
+        prices = self.known_prices[key].on(graph, exchanges, adding=adding, n_stages=n_stages)
+        return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The collectives of every microbatch."""
+        if self.layouts is None or self.axes is None or self.sizes is None:
+            return ()
+        found = find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients)
+        return tuple(counted_together(found, dict(self.layouts.mesh), self.of.copies))
+
+    @cached_property
+    def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
+        """The collectives that differ in more than who waits for them, and how many of each the whole model has."""
+        counts: dict[Exchange, int] = {}
+        for exchange in self.exchanges:
+            alike = dataclasses.replace(exchange, reader="")
+            counts[alike] = counts.get(alike, 0) + len(self.of.copies(exchange.reader))
+        return tuple(counts.items())
+
+    @cached_property
+    def bytes_summed(self) -> dict[str, float]:
+        """Mesh dimension -> bytes of the gradients that are summed over it, of all stages together."""
+        totals: dict[str, float] = {}
+        for each in self.sums:
+            totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size
+        return totals
+
+    @property
+    def _summed_at_once(self) -> tuple[float, float]:
+        """Bytes of gradients that are there twice at the end of a step, and before: what a message is on its way with, and its sums."""
+        sizes = [each.size for each in self.sums]
+        most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
+        return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
+
+    def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
+        """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it.
+
+        Args:
+            by_dimension: bytes, and how many buckets they fill (``StageSums``).
+        """
+        largest = float(shares_of_bucket(np.array([each.size for each in self.sums])).max(initial=0.0))
+        return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
+
+
+def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:
+    """The whole model, for a mesh that cuts no axes."""
+    cost = graph_cost(of.graph, differentiate=differentiate, reading=of.reading(differentiate=differentiate))
+    return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
+
+
+def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differentiate: bool) -> ModelPart:
+    """The part of a rank under a cut.
+
+    Args:
+        batch_size: rows of the whole batch.
+        axes: of the folded graph.
+        differentiate: whether there is a backward.
+    """
+    layouts = layouts_of_cut(of.graph, axes, cut)
+    sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
+    cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes, reading=of.reading(differentiate=differentiate))
+    cost = with_written_out(cost, of.graph, axes, layouts)
+    sums = tuple(
+        dataclasses.replace(each, parameter=name)
+        for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)
+        for name in of.copies(each.parameter)
+    )
+    part = ModelPart(of, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
+    return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
+
+
+def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str) -> AxisCut:
+    """The cut of a mesh, from the axes that each of its dimensions cuts."""
+    rows = tuple(name for name in cutting.names if name in ROWS)
+    stored = tuple(name for name in cutting.names if name in STORED)
+    return AxisCut(cutting, assigned, rows, stored, batchnorm == "local")
+
+
+# -- the graph that parts of a model are cut from ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PartGraph:
+    """A graph that parts are cut from.
+
+    Attributes:
+        graph: of the model, repeated blocks folded.
+        points: its units.
+        whole: of the model.
+        unfolding: how the units repeat; None where nothing is folded.
+        known_seconds: of operations, by kind of device and microbatch size: worked out once for all parts, meshes and policies.
+    """
+
+    graph: ModelGraph
+    points: CutPoints
+    whole: ModelGraph
+    unfolding: Unfolding | None = None
+    known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
+
+    @property
+    def all_points(self) -> CutPoints:
+        """The units of the whole model."""
+        return self.points if self.unfolding is None else self.unfolding.points
+
+    def reading(self, *, differentiate: bool) -> Reading:
+        """What prices of all parts have in common."""
+        return self._differentiated if differentiate else self._alone
+
+    @cached_property
+    def _differentiated(self) -> Reading:
+        return read_graph(self.graph, differentiate=True)
+
+    @cached_property
+    def _alone(self) -> Reading:
+        return read_graph(self.graph, differentiate=False)
+
+    def copies(self, name: str) -> tuple[str, ...]:
+        """The nodes that a node of the folded graph stands for."""
+        return (name,) if self.unfolding is None else self.unfolding.copies.get(name, (name,))
+
+
+def unfolded(graph: ModelGraph) -> PartGraph:
+    """A graph as it is."""
+    return PartGraph(graph, find_cut_points(graph), graph)
+
+
+def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph]) -> PartGraph:
+    """A graph to cut parts from, written anew by ``prepare``; unfolded where the copies do not begin with units of their own."""
+    if folded.n_copies > 1:
+        graph = prepare(folded.graph)
+        points = _thinned(graph, folded)
+        unfolding = unfolding_of(points, _with_written(folded, graph), folded.following)
+        if unfolding is not None:
+            return PartGraph(graph, points, whole, unfolding)
+    graph = prepare(whole)
+    return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
+
+
+def _with_written(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
+    """The copies of each node of the block, and of each that was written in the place of one: it bears that name in front."""
+    known = {node.name for node in folded.graph.graph.nodes}
+    found = dict(folded.copies)
+    for name in (node.name for node in graph.graph.nodes if node.name not in known):
+        parts = name.split("_")
+        fronts = ("_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+        source = next((front for front in fronts if front in known), None)
+        if source in folded.copies:
+            found[name] = tuple(f"{copy}{name.removeprefix(source)}" for copy in folded.copies[source])
+    return found
+
+
+def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
+    """The units of a folded graph; where copies are so many that cuts are plenty, only where least crosses inside of a copy."""
+    names = frozenset(node.name for node in folded.graph.graph.nodes)
+    points = find_cut_points(graph, names)
+    in_block = [index for index, unit in enumerate(points.units) if unit[0] in folded.copies]
+    if len(in_block) * folded.n_copies < _PLENTY:
+        return points
+    crossing = np.zeros(len(points.units))
+    nodes = {node.name: node for node in graph.graph.nodes}
+    for value in points.values:
+        size = bytes_of(nodes[value.node].meta["val"], graph.batch, graph.batch_size)
+        crossing[value.producer + 1 : value.readers[-1] + 1] += size
+    least = crossing[in_block].min()
+    return find_cut_points(graph, frozenset(unit[0] for unit, size in zip(points.units, crossing, strict=True) if size <= least * 1.01))
+
+
+_PLENTY = 60
+"""Units from which on cuts are considered only where least crosses."""

@@ -1,0 +1,1 @@
+"""Solvers: numbers in, numbers out, exact against brute force."""

@@ -1,0 +1,164 @@
+"""One call of the original, with the present weights of the partitioned model: results, buffers, gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partitioner.reports.check.dot_product import DotProduct
+from partitioner.runtime.arguments import reorder_keywords
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph, without_autocast
+from passes.ir.program import call_loss
+
+__all__ = ["Call", "Gradients", "Reference", "fresh_call", "run_original"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, in memory of their own.
+
+    Attributes:
+        args, kwargs: what to call with.
+        requiring: input name -> the tensor whose gradient is wanted.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    requiring: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A loss and its gradients.
+
+    Attributes:
+        loss: the loss of the whole batch.
+        parameters: original name -> gradient, None where there is none.
+        inputs: input name -> gradient.
+    """
+
+    loss: Tensor
+    parameters: Mapping[str, Tensor | None]
+    inputs: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the original computes.
+
+    Attributes:
+        outputs: leaves of its result.
+        buffers: by name, afterwards.
+        objective: a loss of all results; None when nothing is differentiable.
+        gradients: of the objective.
+        own_gradients: of the loss that the model itself returns; None when it returns none.
+    """
+
+    outputs: list[Any]
+    buffers: Mapping[str, Tensor]
+    objective: DotProduct | None
+    gradients: Gradients | None
+    own_gradients: Gradients | None
+
+
+def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None = None) -> Call:
+    """The same call with tensors of its own, on a device if one is given."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().to(device or leaf.device).requires_grad_(leaf.requires_grad)
+
+    leaves, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
+    owned = [own(leaf) for leaf in leaves]
+    requiring = {
+        leaf.name: tensor for leaf, tensor in zip(graph.inputs, owned, strict=True) if isinstance(tensor, Tensor) and tensor.requires_grad
+    }
+    new_args, new_kwargs = pytree.tree_unflatten(owned, tree)
+    return Call(new_args, new_kwargs, requiring)
+
+
+def run_original(
+    original: nn.Module,
+    graph: ModelGraph,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    seed: int,
+) -> Reference:
+    """Call a copy of the original; the original itself stays as it is, buffers and attributes included.
+
+    Args:
+        tensors: parameters and buffers by original name.
+        batch: rows of the batch.
+        seed: of the random numbers that it draws.
+
+    Raises:
+        ConfigError: the original cannot be copied.
+    """
+    model = _copy(original, graph, tensors)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    call = fresh_call(graph, args, kwargs, device)
+    torch.manual_seed(seed)
+    with without_autocast() if graph.autocast is None else graph.autocast.enabled():
+        result = model(*call.args, **call.kwargs)
+    outputs = pytree.tree_leaves(result)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    objective = DotProduct(graph.outputs, outputs, batch)
+    if objective.is_empty:
+        return Reference(outputs, buffers, None, None, None)
+    own = _own_loss(result)
+    gradients = _gradients(objective(result, objective.target), model, call)
+    return Reference(outputs, buffers, objective, gradients, None if own is None else _gradients(own, model, call))
+
+
+def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the model around other tensors; tied ones stay tied, for a tensor is replaced wherever it is met."""
+    memo: dict[int, Any] = {}
+    for name, parameter in original.named_parameters():
+        replacement = _beside(parameter, tensors[name])
+        memo[id(parameter)] = nn.Parameter(replacement, requires_grad=parameter.requires_grad)
+    for name, buffer in original.named_buffers():
+        memo[id(buffer)] = _beside(buffer, tensors[name]) if name in tensors else buffer.clone()
+    try:
+        model = copy.deepcopy(original, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"the original cannot be copied to be compared with: {error}", remedy="compare pm(x) with the model's own result yourself"
+        ) from error
+    return model if model.training == graph.training else model.train(graph.training)
+
+
+def _beside(original: Tensor, tensor: Tensor) -> Tensor:
+    """A copy where the original is; of a model on the meta device, where the tensor is."""
+    copied = tensor.detach().clone()
+    return copied if original.is_meta else copied.to(original.device)
+
+
+def _own_loss(result: Any) -> Tensor | None:
+    """The loss that the model itself returns, if it does and it is differentiable."""
+    try:
+        loss = call_loss(result, None, None)
+    except ConfigError:
+        return None
+    return loss if loss.requires_grad else None
+
+
+def _gradients(loss: Tensor, model: nn.Module, call: Call) -> Gradients:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    leaves = [*parameters.values(), *call.requiring.values()]
+    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()
+    by_name = dict(zip([*parameters, *(f"input {name}" for name in call.requiring)], found, strict=True))
+    return Gradients(
+        loss.detach(),
+        {name: by_name.get(name) for name, _ in model.named_parameters()},
+        {name: by_name[f"input {name}"] for name in call.requiring},
+    )

@@ -1,0 +1,1 @@
+"""What is communicated, how much, and why."""

@@ -1,0 +1,124 @@
+"""Comments for programs: where a computation stands in the user's code; what a communication carries, how that lies, and why.
+
+    # blocks.0.projection, net.py:37
+    view_5_mb0 = aten.view.default(addmm_1_mb0, [size_mb0, 6, 12])
+    # linear_1 [batch, sequence, hidden] partial over tensor -> [batch, sequence, hidden]; blocks.0.projection, net.py:37
+    start_all_reduce_mb0 = all_reduce([view_5_mb0], group=(0, 1), operation='sum')  # 2.25 KiB
+
+They stand in the nodes' ``meta``: ``"origin"`` of a computation, ``"comment"`` of a communication. ``passes.graph.program_printer`` writes
+them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of, items_of
+from partitioner.reports.communication.summary import route
+from partitioner.reports.communication.value_layouts import ValueLayouts, change_of, is_of_gradient
+from partitioner.reports.sources import Explained
+from passes.emit.communication_plan import Message
+from passes.graph.provenance import module_path, source_line
+from passes.ir.comm.primitives import COLLECTIVES, receive, send
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import homes, ranks_at_places
+from passes.ir.program import Program
+from passes.spmd.reshard import Change
+
+__all__ = ["comment_programs"]
+
+
+def comment_programs(explained: Explained) -> tuple[fx.GraphModule, ...]:
+    """The graphs of all ranks, every node with what there is to say of it. Done once for each graph."""
+    writer: _Writer | None = None
+    for program in explained.programs:
+        if not program.module.meta.get("is_commented"):
+            writer = writer or _Writer(explained)
+            writer.comment(program)
+            program.module.meta["is_commented"] = True
+    return tuple(program.module for program in explained.programs)
+
+
+class _Writer:
+    """Writes the comments of one model's programs."""
+
+    def __init__(self, explained: Explained) -> None:
+        self.explained = explained
+        self.mesh = explained.mesh
+        self.layouts = ValueLayouts(explained)
+        self.nodes = {node.name: node for node in explained.cut.graph.graph.nodes}
+        self.pipeline = homes(self.mesh)
+        self.ranks_at = ranks_at_places(self.mesh)
+        self._told: dict[tuple[int, Message], str] = {}
+
+    def comment(self, program: Program) -> None:
+        purposes = Purposes(self.explained.graph, program.module)
+        for node in program.module.graph.nodes:
+            if node.target in (send, receive):
+                node.meta["comment"] = self._message(program.rank, node.meta["message"])
+            elif node.target in COLLECTIVES:
+                node.meta["comment"] = self._collective(node, purposes.of(node))
+            elif node.op == "call_function" and node.target is not operator.getitem and node.meta.get("is_of_microbatch"):
+                node.meta["origin"] = _origin(node)
+
+    # -- messages ------------------------------------------------------------------------------------------------------------------
+
+    def _message(self, rank: int, message: Message) -> str:
+        alike = (self.pipeline[rank], Message(message.kind, message.value, None, message.consumer, message.source, message.destination))
+        if alike not in self._told:
+            self._told[alike] = self._tell(alike[0], message)
+        return self._told[alike]
+
+    def _tell(self, pipeline: int, message: Message) -> str:
+        if message.kind == "loss":
+            return "the loss: all ranks return it"
+        lowered = self.explained.pipelines[pipeline]
+        node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
+        is_gradient = message.kind == "gradient"
+        layout = self.layouts.of(message.value, gradient=is_gradient)
+        value = " ".join(part for part in ("gradient of" if is_gradient else "", message.value, layout) if part)
+        *_, reason = route(lowered, message, node, self.ranks_at)
+        return "".join([f"{value}: {reason}", *([f", {source}"] if (source := _source(node)) else [])])
+
+    # -- collectives ---------------------------------------------------------------------------------------------------------------
+
+    def _collective(self, node: fx.Node, purpose: Purpose) -> str:
+        items = [item for item in items_of(node) if item is not None]
+        changes = [(item, change) for item in items if (change := change_of(item)) is not None]
+        if not changes:
+            over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
+            more = f" and {len(purpose.names) - 1} more" if len(purpose.names) > 1 else ""
+            return f"{purpose.subject}{purpose.names[0]}{more}, over {over}: {purpose.why}"
+        item, change = changes[0]
+        is_gradient = is_of_gradient(item)
+        value = f"{'gradient of ' if is_gradient else ''}{self._name(change)}"
+        more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+        return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{self._place(change)}"
+
+    def _name(self, change: Change) -> str:
+        graph: ModelGraph = self.explained.graph
+        return graph.parameters.get(change.value) or graph.buffers.get(change.value) or change.value
+
+    def _place(self, change: Change) -> str:
+        """Where the value that is communicated comes from; a parameter's name says that."""
+        node = self.nodes.get(change.value)
+        if node is None or node.op == "placeholder":
+            return ""
+        return f"; {_origin(node)}"
+
+
+def _origin(node: fx.Node) -> str:
+    """Module and source line of a node; empty for one that came with its backward."""
+    if not node.meta.get("nn_module_stack"):
+        return ""
+    parts: Sequence[str | None] = (module_path(node) or "the model itself", _source(node))
+    return ", ".join(part for part in parts if part)
+
+
+def _source(node: fx.Node) -> str | None:
+    """``net.py:12``: the file without its folder."""
+    line = source_line(node)
+    return None if line is None else line.replace("\\", "/").rpartition("/")[2]

@@ -1,0 +1,161 @@
+"""What a collective is for: which parameters, gradients or results it moves, over which mesh dimension, and why."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from partitioner.reports.module_names import short_name
+from passes.emit.coalesce_collectives import is_held
+from passes.graph.provenance import module_path
+from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
+from passes.ir.program import StoreGradients
+from passes.ir.schedule import Action, ActionKind
+
+__all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Why a collective is there. Those of one purpose are told in one line.
+
+    Attributes:
+        subject: in front of the names: ``"gradient of "``.
+        names: parameters, modules or values.
+        made: what becomes of several tensors of unlike shapes: ``"summed"``; empty where the shape tells more.
+        why: in words.
+    """
+
+    subject: str
+    names: tuple[str, ...]
+    made: str
+    why: str
+
+
+MADE: Mapping[Any, str] = {
+    all_reduce: "summed",
+    reduce_scatter: "summed and cut",
+    all_gather: "put together",
+    all_to_all: "exchanged",
+    halo_exchange: "fetched",
+    halo_add: "given back",
+}
+"""What becomes of tensors of unlike shapes."""
+
+_WHY: Mapping[Any, str] = {
+    all_reduce: "each rank has a part of the sum",
+    reduce_scatter: "each rank needs its part of the sum",
+    all_gather: "what reads it needs it whole",
+    all_to_all: "what reads it is cut over another axis",
+    halo_exchange: "windows reach beyond the rank's own part",
+    halo_add: "the gradient of what windows read of other ranks",
+}
+"""Of activations and their gradients."""
+
+
+def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh dimensions over which a group of ranks reaches."""
+    places = [mesh.coordinate(rank) for rank in group]
+    return tuple(name for name in mesh.names if len({place[name] for place in places}) > 1)
+
+
+class Purposes:
+    """Of the collectives of one program.
+
+    Args:
+        graph: gives parameters and inputs their original names.
+        program: whose collectives they are.
+    """
+
+    def __init__(self, graph: ModelGraph, program: fx.GraphModule) -> None:
+        self._names = graph.parameters
+        self._inputs = {leaf.placeholder: leaf.name for leaf in graph.inputs}
+        self._stores = {name: module for name, module in program.named_children() if isinstance(module, StoreGradients)}
+
+    def of(self, node: fx.Node) -> Purpose:
+        """Why a collective is there."""
+        function: Any = node.target
+        operands: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+        section = node.meta.get("section")
+        is_backward = isinstance(section, Action) and section.kind != ActionKind.FORWARD
+        if node.meta.get("reduces") is not None:
+            return self._reduced(function, node.meta["reduces"])
+        if operands and all(is_held(operand) for operand in operands):
+            again = " again for the backward" if is_backward else ""
+            return Purpose("", tuple(map(self._parameter, operands)), MADE[function], f"held in parts, needed whole{again}")
+        gradients = [name for item in items_of(node) if item is not None and (name := self._stored(item, section))]
+        if function is reduce_scatter and len(gradients) == len(operands):
+            return Purpose("gradient of ", tuple(gradients), MADE[function], "each rank keeps its part")
+        if section == "results":
+            return Purpose("", tuple(operand.name for operand in operands), "", "all ranks return all rows")
+        paths = [module_path(each) for each in (node, *items_of(node)) if each is not None]
+        modules = tuple(short_name(path) for path in dict.fromkeys(paths) if path)
+        if modules:
+            return Purpose("result of ", modules, "", _WHY[function])
+        readers = [path for operand in operands if is_backward and (path := self._differentiated(operand))]
+        if readers:
+            return Purpose("input gradient of ", tuple(readers), "", _WHY[function])
+        if isinstance(section, Action):
+            return Purpose("input gradient of " if is_backward else "result of ", (short_name(""),), "", _WHY[function])
+        return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", _WHY[function])
+
+    def _reduced(self, function: Any, reduces: Sequence[str]) -> Purpose:
+        originals = [self._names.get(name) or self._inputs.get(name) for name in reduces]
+        names = tuple(short_name(original or name) for original, name in zip(originals, reduces, strict=True))
+        if all(name in self._names for name in reduces):
+            why = "a parameter that these ranks share" if len(reduces) == 1 else "parameters that these ranks share"
+        elif any(originals):
+            why = "all ranks return the gradient of an input"
+        elif names == ("loss_of_batch",):
+            return Purpose("", ("loss",), MADE[function], "each rank has that of its rows")
+        else:
+            why = "each rank has a part of it"
+        return Purpose("gradient of " if any(originals) else "", names, MADE[function], why)
+
+    def _parameter(self, held: Any, *, shortened: bool = True) -> str:
+        while held.op != "get_attr":
+            (held,) = held.all_input_nodes
+        name = self._names.get(str(held.target), str(held.target))
+        return short_name(name) if shortened else name
+
+    def _differentiated(self, gradient: fx.Node) -> str:
+        """The module whose backward gave a gradient: that of the parameter which was read last on the way."""
+        seen, near = {gradient}, [gradient]
+        while near:
+            for node in near:
+                held = [each for each in node.all_input_nodes if is_held(each)]
+                if held:
+                    return short_name(self._parameter(held[0], shortened=False).rpartition(".")[0])
+            near = [each for node in near for each in node.all_input_nodes if each.op == "call_function" and each not in seen]
+            seen.update(near)
+        return ""
+
+    def _stored(self, gradient: fx.Node, section: Any) -> str:
+        """The parameter whose gradient a value is, from its place among what is stored."""
+        store = self._stores.get(f"stage{section.stage}_store_gradients") if isinstance(section, Action) else None
+        near = [gradient]
+        while store is not None and near:
+            node = near.pop()
+            for user in node.users:
+                lists = [argument for argument in user.args if isinstance(argument, list | tuple) and node in argument]
+                if lists and len(lists[0]) == len(store.names):
+                    name = store.names[lists[0].index(node)] or ""
+                    return short_name(self._names.get(name, name))
+                if user.op == "call_function" and isinstance(user.meta.get("val"), Tensor):
+                    near.append(user)
+        return ""
+
+
+def items_of(node: fx.Node) -> list[fx.Node | None]:
+    """What takes each result of a collective."""
+    found: dict[Any, fx.Node] = {}
+    for user in node.users:
+        if user.target is wait:
+            found.update({item.args[1]: item for item in user.users if item.target is operator.getitem})
+    return [found.get(index) for index in range(len(node.args[0]))]  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""Why this plan: beside it those that came next, the price of what the user pinned, and what is proved.
+
+plan                                           step    beside the chosen  fullest rank  most of the time
+data 2 x tensor 2                           1.20 ms               chosen      1.20 GiB  arithmetic
+data 4                                      1.31 ms         9.2 % slower      1.61 GiB  the sum of gradients over replicas
+
+choice              price of a step   without it
+mode="pipeline"    0.31 ms, +24.0 %   data 4
+schedule="GPipe"            nothing   no faster plan was found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cost_models.hardware.units import format_bytes, format_seconds
+from partitioner.planner.price_of_pins import Pinned
+from partitioner.reports.tables.table import Table
+from passes.ir.mesh import TILES
+from passes.ir.plan import Plan
+
+__all__ = ["axes_proof", "contenders_section", "fullest_rank", "pinned_section"]
+
+
+def contenders_section(plan: Plan) -> Table | None:
+    """The chosen plan beside others; None where there was no other."""
+    if len(plan.contenders) < 2:
+        return None
+    rows = [("plan", "step", "beside the chosen", "fullest rank", "most of the time")]
+    for number, each in enumerate(plan.contenders):
+        beside = _beside(each.step_time, plan.contenders[0].step_time) if number else "chosen"
+        rows.append((each.words, format_seconds(each.step_time), beside, format_bytes(each.memory), each.spent_on))
+    of = "mesh" if len({each.words.partition(",")[0] for each in plan.contenders}) > 1 else "schedule"
+    return Table(rows, "<>>><", f"the best plan of each {of} that was worked out; all is predicted")
+
+
+def _beside(seconds: float, chosen: float) -> str:
+    change = 100 * (seconds / chosen - 1) if chosen else 0.0
+    if abs(change) < _AS_FAST:
+        return "as fast"
+    return f"{change:.1f} % slower" if change > 0 else f"{-change:.1f} % faster"
+
+
+_AS_FAST = 0.05
+"""Percent that are no difference."""
+
+
+def pinned_section(choices: Sequence[Pinned], plan: Plan) -> Table | None:
+    """What the user pinned; None where nothing was."""
+    if not choices:
+        return None
+    rows = [("choice", "price in a step", "without it")]
+    rows += [(each.choice, _price(each, plan), each.without) for each in choices]
+    return Table(rows, "<><", "price: what a step takes longer than with the best plan without that choice, all others kept; predicted")
+
+
+def _price(choice: Pinned, plan: Plan) -> str:
+    if choice.price is None:
+        return "cannot do without"
+    if choice.price == 0:
+        return "nothing"
+    return f"{format_seconds(choice.price)} of {format_seconds(plan.step_time)}"
+
+
+def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
+    """``"1.20 GiB of 80.0 GiB on rank 3, the fullest"``."""
+    if not plan.memory:
+        return ""
+    rank = max(range(len(plan.memory)), key=lambda each: plan.memory[each] / limits[each] if limits else plan.memory[each])
+    of = f" of {format_bytes(limits[rank])}" if limits else ""
+    return f"{format_bytes(plan.memory[rank])}{of} on rank {rank}" + (", the fullest" if len(plan.memory) > 1 else "")
+
+
+def axes_proof(plan: Plan) -> str:
+    """What is known of the choice of axes; empty where there was none."""
+    if plan.axes_gap is None:
+        return ""
+    chosen = "those" if any(name in TILES for name, _ in plan.mesh) else "those of parameters"
+    if plan.axes_gap == 0:
+        return f"of all choices of {chosen} that were priced, the one that takes least"
+    return f"another choice of {chosen} takes up to {100 * plan.axes_gap:.2g} % less time"

@@ -1,0 +1,276 @@
+"""A plan in words and tables: where everything runs, when, what is communicated and why, how long it takes and what bounds it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from cost_models.hardware.units import format_bytes, format_flops, format_seconds
+from cost_models.simulator.result import Simulation
+from partitioner.options.batch_statistics import microbatch_effects
+from partitioner.planner.price_of_pins import Pinned
+from partitioner.reports.communication.summary import transfers
+from partitioner.reports.explain.activations import activations_section
+from partitioner.reports.explain.choices import axes_proof, contenders_section, fullest_rank, pinned_section
+from partitioner.reports.explain.clocks import clocks, stage_seconds
+from partitioner.reports.explain.halos import halos_section
+from partitioner.reports.explain.regions import regions_section
+from partitioner.reports.explain.sharding import axes_section, parameters_section
+from partitioner.reports.explain.step_memory import peaks_of_step, saved_bytes
+from partitioner.reports.explain.timetable import timetable
+from partitioner.reports.module_names import module_range, rank_list
+from partitioner.reports.sources import Explained
+from partitioner.reports.tables.devices import headline
+from partitioner.reports.tables.table import Table, align
+from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.kind import peak_in_flight
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.mesh import mesh_words
+from passes.ir.plan import Plan
+
+__all__ = ["explanation", "notes_of", "sections", "summary"]
+
+_WIDTH = 132
+
+
+def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
+    """The explanation, for a terminal of 140 columns; what needs more are tables with long names.
+
+    Args:
+        choices: what the user pinned, priced.
+    """
+    lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
+    lines += [f"  {line}" for line in _paragraphs(summary(explained))]
+    for title, body in sections(explained, choices):
+        lines += ["", title, *(f"  {line}" for line in (body.lines() if isinstance(body, Table) else body))]
+    return "\n".join(lines)
+
+
+def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple[str, Table | Sequence[str]]]:
+    """What is told of a plan: titles, with tables or lines. What there is nothing to say of is left out."""
+    notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
+    every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
+        ("PLANS", contenders_section(explained.plan)),
+        ("PINNED", pinned_section(choices, explained.plan)),
+        ("AXES", axes_section(explained) if explained.is_cut else None),
+        ("REGIONS", regions_section(explained) if explained.is_cut else None),
+        ("HALOS", halos_section(explained.plan)),
+        ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
+        ("STAGES", _stages(explained)),
+        ("ACTIVATIONS", activations_section(explained)),
+        ("MEMORY", _memory(explained)),
+        ("COMMUNICATION", _communication(explained)),
+        ("TIED PARAMETERS", _tied(explained)),
+        ("SCHEDULE", _schedule(explained)),
+        ("NOTES", [f"{index}. {note}" for index, note in enumerate(notes, start=1)]),
+    )
+    return [(title, body) for title, body in every if body]
+
+
+def summary(explained: Explained, simulation: Simulation | None = None) -> list[tuple[str, str]]:
+    """Return the plan in a few words: names and texts.
+
+    Args:
+        simulation: of a step, if the reader sees one: its times then stand beside the planner's, with the reason of the difference.
+    """
+    plan = explained.plan
+    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
+    cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
+    stages = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
+    each = f"{stages} stage{'s' if stages > 1 else ''} on each device"
+    if plan.replicas:
+        each = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which take microbatches in turn"
+    schedule = "none: a forward alone, stages one after the other"
+    if explained.schedule is not None:
+        source = find_schedule(plan.schedule).source.partition(",")[0]
+        schedule = f"{plan.schedule} ({source}), {each}"
+    kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
+    if plan.tiles:
+        kept = "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
+    pairs = [
+        ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
+        ("schedule", schedule),
+        (
+            "batch",
+            f"{plan.batch_size} rows in " + (f"{plan.n_microbatches} microbatches{cut}" if plan.n_microbatches > 1 else "1 microbatch"),
+        ),
+        ("tiles", f"{' x '.join(map(str, plan.tiles))} in turn" if plan.tiles else ""),
+        ("recompute", kept if explained.schedule is not None else ""),
+        ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
+        ("idle", _idle(plan, simulation)),
+        ("memory", fullest_rank(explained.plan, explained.limits)),
+        ("bound by", _bound_by(explained)),
+        ("runner-up", plan.runner_up or "there was no other choice"),
+        ("searched", plan.searched),
+        ("axes", axes_proof(plan)),
+    ]
+    return [(name, text) for name, text in pairs if text]
+
+
+def _idle(plan: Plan, simulation: Simulation | None) -> str:
+    """Return the share of the ranks' time in which they compute nothing, by the clock of the report."""
+    if simulation is not None:
+        return f"{100 * simulation.bubble_fraction:.0f} % of the ranks' time: they compute nothing (simulated)"
+    share = round(100 * (1 - stage_seconds(plan) / plan.step_time)) if plan.step_time and len(plan.stages) > 1 else 0
+    return f"{share} % of the ranks' time: they wait for other stages (predicted)" if share > 0 else ""
+
+
+def _bound_by(explained: Explained) -> str:
+    """What limits the step; the planner counts the ranks of one pipeline."""
+    if not explained.is_cut:
+        return explained.plan.bound_by
+
+    def of_mesh(found: re.Match[str]) -> str:
+        return f"on {rank_list(_ranks_at(explained, [int(place) for place in re.findall(r'[0-9]+', found[0])]))}"
+
+    return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.bound_by)
+
+
+def _devices(devices: Sequence[str], planned_for: str) -> str:
+    """``"on cuda:0, cuda:1"``; ``"every rank on cpu"``; ``"planned for 2 x h100, run on cpu"``."""
+    if planned_for:
+        return f"planned for {planned_for}, run on {', '.join(dict.fromkeys(devices))}"
+    return f"every rank on {devices[0]}" if len(devices) > 1 and len(set(devices)) == 1 else f"on {', '.join(devices)}"
+
+
+def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names on the left, texts wrapped on the right."""
+    width = max(len(name) for name, _ in pairs) + 2
+    lines = []
+    for name, text in pairs:
+        wrapped = textwrap.wrap(text, _WIDTH - 2 - width) or [""]
+        lines += [f"{name:<{width}}{wrapped[0]}", *(" " * width + line for line in wrapped[1:])]
+    return lines
+
+
+def _stages(explained: Explained) -> Table:
+    heading = (
+        "stage",
+        _rank_heading(explained),
+        "modules",
+        "parameters",
+        "size",
+        "work forward",
+        "time forward",
+        "time backward",
+    )
+    rows = [
+        (
+            str(index),
+            _ranks(explained, stage.ranks),
+            module_range(stage.modules),
+            f"{stage.parameter_count:,}",
+            format_bytes(stage.parameter_bytes),
+            format_flops(stage.flops),
+            format_seconds(stage.forward_time),
+            format_seconds(stage.backward_time),
+        )
+        for index, stage in enumerate(explained.plan.stages)
+    ]
+    parts = "; on a mesh all numbers are of the part of the first rank" if explained.is_cut else ""
+    return Table([heading, *rows], ">><>>>>>", f"work and times are of one microbatch; times are predicted{parts}")
+
+
+def _rank_heading(explained: Explained) -> str:
+    return "ranks" if explained.is_cut or explained.plan.replicas else "rank"
+
+
+def _ranks_at(explained: Explained, places: Sequence[int]) -> tuple[int, ...]:
+    """The ranks at places along the pipeline."""
+    return tuple(sorted(rank for place in places for rank in explained.ranks_at(place)))
+
+
+def _ranks(explained: Explained, places: Sequence[int]) -> str:
+    """The same in few letters."""
+    ranks = _ranks_at(explained, places)
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _schedule(explained: Explained) -> list[str]:
+    """The schedule drawn: of a pipeline, whose places are ranks where no axis is cut."""
+    if explained.schedule is None:
+        return []
+    lines = timetable(explained.schedule, _WIDTH - 2)
+    return [re.sub(r"^rank", "place", line) for line in lines] if explained.is_cut else lines
+
+
+def _memory(explained: Explained) -> Table:
+    """What each stage keeps for its backward: bytes from its graphs, microbatches from the schedule."""
+    lowered, plan = explained.lowered, explained.plan
+    heading = (
+        "stage",
+        _rank_heading(explained),
+        "kept a microbatch",
+        "microbatches held",
+        "kept at most",
+        "peak of the rank",
+    )
+    if explained.schedule is None or not lowered.training:
+        peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
+        return Table([("rank", "predicted peak"), *peaks], ">>")
+    held = peak_in_flight(explained.schedule)
+    peaks_of_ranks = peaks_of_step(plan, lowered, explained.schedule)
+    lines = [heading]
+    for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
+        kept = saved_bytes(lowered, training, plan)
+        places = lowered.stage_ranks[stage.index]
+        peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[0])[0]])
+        lines.append((str(stage.index), _ranks(explained, places), format_bytes(kept), str(count), format_bytes(kept * count), peak))
+    footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
+    if peaks_of_ranks != plan.memory:
+        footnote += "; the last step took a loss of all rows, for which every stage holds all microbatches"
+    return Table(lines, ">>>>>>", footnote)
+
+
+def _communication(explained: Explained) -> Table | Sequence[str]:
+    found = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
+    if not found:
+        return ["none: everything runs on one rank"]
+    heading = ("value", "one message", "bytes", "messages", "from", "to", "why")
+    rows = [
+        (
+            transfer.value,
+            transfer.shape,
+            format_bytes(transfer.bytes),
+            str(transfer.times),
+            transfer.source,
+            transfer.destination,
+            transfer.reason,
+        )
+        for transfer in found
+    ]
+    total = sum(transfer.bytes for transfer in found)
+    step = "step" if explained.schedule is not None else "forward"
+    totals = ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")
+    arrows = "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if explained.schedule is not None else "")
+    return Table([heading, *rows, totals], "<<>><<<", f"bytes and messages are of a whole {step}; {arrows}")
+
+
+def _tied(explained: Explained) -> list[str]:
+    """Parameters with several names, and those that several ranks hold."""
+    lowered = explained.lowered
+    rows = []
+    for placeholder, name in lowered.graph.parameters.items():
+        others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
+        reading = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
+        ranks = _ranks_at(explained, [place for places in reading for place in places])
+        if len(reading) > 1:
+            rows.append(
+                (
+                    name,
+                    *([f"also {', '.join(others)}"] if others else ["read by several stages"]),
+                    f"held by {rank_list(ranks)}, gradients are summed in training",
+                )
+            )
+        elif others:
+            rows.append((name, f"also {', '.join(others)}", f"held by {rank_list(ranks or (0,))}"))
+    return align(rows, "<<<") if rows else []
+
+
+def notes_of(explained: Explained) -> list[str]:
+    """What the user should know, each once."""
+    effects = microbatch_effects(explained.graph.mixing, explained.plan.n_microbatches)
+    return list(dict.fromkeys((*explained.plan.notes, *effects, *explained.lowered.graph.notes)))

@@ -1,0 +1,44 @@
+"""How runs of layers pay for what their windows read of neighbours: what was chosen, beside the price of either way.
+
+layers             a halo moves      layer by layer  meanwhile         once for all
+down.0 ... bottom  once            6 messages  812 us     790 us  1 message  302 us
+up.0               in every layer  2 messages  211 us     431 us  1 message  388 us
+"""
+
+from __future__ import annotations
+
+from cost_models.hardware.units import format_seconds
+from partitioner.reports.module_names import module_range
+from partitioner.reports.tables.table import Table
+from passes.ir.plan import Plan
+
+__all__ = ["halos_section"]
+
+_WORDS = {"exchange": "in every layer", "overlap": "while it computes", "recompute": "once"}
+
+
+def halos_section(plan: Plan) -> Table | None:
+    """The runs in which there is a choice."""
+    if not plan.halos:
+        return None
+    rows = [("layers", "a halo moves", "layer by layer", "", "meanwhile", "once for all", "")]
+    rows += [
+        (
+            module_range(run.modules) if len(run.modules) < 2 else " ... ".join(name or "(the model itself)" for name in run.modules),
+            _WORDS[run.payment],
+            _messages(run.exchange_messages),
+            format_seconds(run.exchange_time),
+            format_seconds(run.overlap_time),
+            _messages(run.recompute_messages),
+            format_seconds(run.recompute_time),
+        )
+        for run in plan.halos
+    ]
+    footnote = (
+        "messages: of a forward; times: predicted, forward and backward; meanwhile: borders alone wait; once: the overlap is computed twice"
+    )
+    return Table(rows, "<<>>>>>", footnote)
+
+
+def _messages(count: int) -> str:
+    return f"{count} message{'' if count == 1 else 's'}"

@@ -1,0 +1,56 @@
+"""Which axis the layers are cut along, where one mesh dimension cuts unlike axes in unlike layers: in order of the graph.
+
+over   layers                          cut along
+tile0  down.0.0 ... down.2.3           height
+tile0  bottom.0, bottom.3              batch
+tile0  grow.0 ... head                 height
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from partitioner.reports.sources import Explained
+from partitioner.reports.tables.table import Table
+from passes.analysis.axis_names import axis_names
+from passes.graph.provenance import module_path
+from passes.ir.mesh import ROWS, TILES
+from passes.spmd.shard_graph import CutModel
+
+__all__ = ["regions_section"]
+
+_WHOLE = "nothing: every rank computes all of it"
+
+
+def regions_section(explained: Explained) -> Table | None:
+    """The runs of layers that have weights, by what cuts them; None where every mesh dimension cuts one axis throughout."""
+    rows = [("over", "layers", "cut along")]
+    for index, (name, _) in enumerate(explained.cut.layouts.mesh):
+        runs = [(words, tuple(modules)) for words, modules in _runs(explained.cut, index)] if name in (*TILES, *ROWS) else []
+        if len({words for words, _ in runs}) > 1:
+            rows += [(name, _layers(modules), words) for words, modules in runs]
+    return Table(rows, "<<<") if len(rows) > 1 else None
+
+
+def _runs(cut: CutModel, index: int) -> Iterator[tuple[str, list[str]]]:
+    """What cuts calls that follow each other, and their modules."""
+    names = axis_names(cut.graph, cut.axes)
+    calls = []
+    for node in cut.graph.graph.nodes:
+        if node.name in cut.layouts.cuts and _reads_weights(cut, node.name):
+            found = cut.layouts.cuts[node.name][index]
+            calls.append((_WHOLE if found is None else names[found.axis].partition("[")[0], module_path(node)))
+    for words, run in itertools.groupby(calls, key=lambda call: call[0]):
+        yield words, list(dict.fromkeys(path for _, path in run if path))
+
+
+def _reads_weights(cut: CutModel, name: str) -> bool:
+    """Whether a call reads a parameter that is more than a vector."""
+    return any(each.name in cut.graph.parameters and each.meta["val"].dim() > 1 for each in cut.axes.operands[name])
+
+
+def _layers(modules: Sequence[str]) -> str:
+    if len(modules) > 2:
+        return f"{modules[0]} ... {modules[-1]}"
+    return ", ".join(modules) or "(the model itself)"

@@ -1,0 +1,1 @@
+"""The report of one partition: one HTML file, which needs no network."""

@@ -1,0 +1,161 @@
+"""Put the page together: summary, plan, devices, drawing, memory, communication, timeline, formulas, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from cost_models.formulas.step import StepFormula
+from cost_models.hardware.units import format_bytes, format_seconds
+from cost_models.simulator.result import Simulation
+from partitioner.planner.price_of_pins import Pinned
+from partitioner.reports.communication.comments import comment_programs
+from partitioner.reports.explain.explanation import notes_of, sections, summary
+from partitioner.reports.page.frame import framed, page_file, tiles_html
+from partitioner.reports.page.mathml import formulas_html
+from partitioner.reports.page.program_html import program_html
+from partitioner.reports.page.stage_formulas import stage_formulas
+from partitioner.reports.pictures.blocks import blocks_svg
+from partitioner.reports.pictures.communication_matrix import matrix_html
+from partitioner.reports.pictures.held import cut_weights
+from partitioner.reports.pictures.memory_bars import bars_html
+from partitioner.reports.pictures.partition_diagram import partition_diagram
+from partitioner.reports.pictures.svg import diagram_svg
+from partitioner.reports.sources import Explained
+from partitioner.reports.tables.devices import DeviceTable
+from partitioner.reports.tables.table import Table
+from passes.ir.errors import ConfigError
+from passes.ir.text_files import write_text
+
+__all__ = ["page_html", "save_page"]
+
+_PROGRAMS = 16
+"""Programs that are written out in full."""
+
+_FOOTER = "times and memory are predicted: those of plans, stages and devices by the planner, the others by simulating the programs."
+
+_WEIGHTS = 4
+"""Weights that are drawn: one for each way in which ranks hold them."""
+
+
+def save_page(
+    path: str | Path,
+    explained: Explained,
+    choices: Sequence[Pinned],
+    devices: DeviceTable,
+    simulation: Simulation,
+    formula: Callable[[], StepFormula],
+) -> None:
+    """Write the page; see ``page_html``.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
+
+
+def page_html(
+    explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: Callable[[], StepFormula]
+) -> str:
+    """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
+
+    Args:
+        explained: the model.
+        choices: what the user pinned, priced.
+        devices: a line for each rank.
+        simulation: of a step.
+        formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
+    """
+    parts = (
+        ("Plan", _plan(explained, choices, simulation)),
+        ("Devices", f'<div class="wide">{devices.html()}</div>'),
+        ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
+        ("Weights", _weights(explained)),
+        ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
+        ("Memory", bars_html(simulation.memory)),
+        ("Communication", _communication(explained, simulation)),
+        ("Formulas", _formulas(explained, formula)),
+        ("Programs", _programs(explained)),
+        ("Notes", _notes(explained)),
+    )
+    header = f"<h1>{escape(explained.name)}</h1><p>{escape(devices.headline)}</p>{_tiles(simulation)}"
+    footer = f"plan {explained.plan.hash}; {_FOOTER}"
+    return framed(devices.headline, header, parts, footer, page_file("script.js"))
+
+
+def _tiles(simulation: Simulation) -> str:
+    """The four numbers that one looks for first."""
+    tiles = (
+        (format_seconds(simulation.step_time), "a step, simulated"),
+        (f"{100 * simulation.bubble_fraction:.0f} %", "of all devices' time idle"),
+        (format_bytes(max(simulation.peak_memory, default=0)), "peak of the fullest device"),
+        (format_bytes(sum(simulation.communication.values())), "sent in a step"),
+        (f"{simulation.throughput:,.0f}", "rows a second"),
+    )
+    return tiles_html(tiles)
+
+
+def _plan(explained: Explained, choices: Sequence[Pinned], simulation: Simulation) -> str:
+    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained, simulation))
+    titles = ("PLANS", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
+    return f"<dl>{pairs}</dl>" + _tables(explained, titles, choices)
+
+
+def _tables(explained: Explained, titles: Sequence[str], choices: Sequence[Pinned] = ()) -> str:
+    found = dict(sections(explained, choices))
+    return "".join(f'<h3>{title.capitalize()}</h3><div class="wide">{_body(found[title])}</div>' for title in titles if title in found)
+
+
+def _body(body: Table | Sequence[str]) -> str:
+    return body.html() if isinstance(body, Table) else f"<pre>{escape(chr(10).join(body))}</pre>"
+
+
+def _weights(explained: Explained) -> str:
+    drawings = "".join(blocks_svg(table) for table in cut_weights(explained, _WEIGHTS))
+    return f'<div class="weights">{drawings}</div>' if drawings else ""
+
+
+def _communication(explained: Explained, simulation: Simulation) -> str:
+    return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(explained, ("COMMUNICATION",))
+
+
+def _formulas(explained: Explained, formula: Callable[[], StepFormula]) -> str:
+    """Return the formulas of a step with the meaning of each symbol, then those of each stage."""
+    stages = _or_reason(lambda: formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch"))
+    return f"{_or_reason(lambda: _step_formulas(formula()))}<h3>Stages</h3>{stages}"
+
+
+def _or_reason(part: Callable[[], str]) -> str:
+    """Return a part of the page, or why it is missing: the rest of the page does not depend on it."""
+    try:
+        return part()
+    except ConfigError as error:
+        return f'<p class="footnote">{escape(str(error))}</p>'
+    except Exception as error:  # noqa: BLE001  a defect in a formula must not cost the report
+        return f'<p class="footnote">no formula: {escape(type(error).__name__)}: {escape(str(error))} (a defect; please report it)</p>'
+
+
+def _step_formulas(formula: StepFormula) -> str:
+    moved = {f"bytes that the slowest rank sends along {name}": size for name, size in formula.bytes_moved.items()}
+    step = {"step time (s)": formula.step_time, "memory of the fullest rank (bytes)": formula.memory, **moved}
+    symbols = str(formula).partition("\nwhere\n")[2]
+    return f"{formulas_html(step)}<pre>{escape(symbols)}</pre>"
+
+
+def _programs(explained: Explained) -> str:
+    graphs = comment_programs(explained)
+    search = '<div class="search"><input id="search" type="search" placeholder="all_reduce blocks.0 ..." aria-label="search the programs">'
+    search += '<span id="count" class="lead"></span></div>'
+    programs = "".join(
+        program_html(f"rank {rank} on {explained.plan.devices[rank]}", graph.print_readable(print_output=False), is_open=rank == 0)
+        for rank, graph in enumerate(graphs[:_PROGRAMS])
+    )
+    left_out = len(graphs) - _PROGRAMS
+    more = f'<p class="footnote">{left_out} more ranks run programs like these: pm.graph(rank) prints them.</p>' if left_out > 0 else ""
+    return f"{search}{programs}{more}"
+
+
+def _notes(explained: Explained) -> str:
+    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(explained))
+    return f"<ol>{notes}</ol>" if notes else ""

@@ -1,0 +1,1 @@
+"""Pictures as SVG and dot: a model over its ranks, blocks of weights, charts."""

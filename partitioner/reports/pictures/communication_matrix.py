@@ -1,0 +1,36 @@
+"""Who sends how much to whom, as a table whose cells are the darker the more they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cost_models.hardware.units import format_bytes
+
+__all__ = ["matrix_html"]
+
+_READABLE = 16
+"""Ranks up to which cells hold numbers; of more they are colours, and numbers come with the pointer."""
+
+
+def matrix_html(sent: Mapping[tuple[int, int], int], n_ranks: int) -> str:
+    """The table.
+
+    Args:
+        sent: (source, destination) -> bytes in a step.
+        n_ranks: all ranks, those that send nothing among them.
+    """
+    most = max(sent.values(), default=0)
+    dense = n_ranks > _READABLE
+    marks = ["" if dense and rank % 8 else str(rank) for rank in range(n_ranks)]
+    head = "".join(f"<th>{mark}</th>" for mark in marks)
+    rows = []
+    for source in range(n_ranks):
+        cells = []
+        for destination in range(n_ranks):
+            size = sent.get((source, destination), 0)
+            style = f' style="--share: {0.08 + 0.6 * size / most:.2f}"' if size else ""
+            words = f"rank {source} to rank {destination}: {format_bytes(size)}"
+            cells.append(f'<td title="{words}"{style}>{format_bytes(size) if size and not dense else ""}</td>')
+        rows.append(f"<tr><th>{marks[source]}</th>{''.join(cells)}</tr>")
+    kind = "matrix dense" if dense else "matrix"
+    return f'<table class="{kind}"><caption>from rank (down) to rank (across)</caption><tr><th></th>{head}</tr>{"".join(rows)}</table>'

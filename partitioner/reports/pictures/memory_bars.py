@@ -1,0 +1,29 @@
+"""What every device holds at its peak, by category, as bars on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cost_models.hardware.units import format_bytes
+
+__all__ = ["bars_html"]
+
+
+def bars_html(memory: Sequence[Mapping[str, int]]) -> str:
+    """The bars.
+
+    Args:
+        memory: for each device, category -> bytes.
+    """
+    most = max((sum(each.values()) for each in memory), default=0) or 1
+    names = list(memory[0]) if memory else []
+    keys = "".join(f'<span class="key"><i style="--colour: var(--{name})"></i>{name}</span>' for name in names)
+    rows = []
+    for rank, each in enumerate(memory):
+        parts = "".join(
+            f'<i style="width: {100 * size / most:.2f}%; --colour: var(--{name})" title="{name}: {format_bytes(size)}"></i>'
+            for name, size in each.items()
+            if size
+        )
+        rows.append(f'<span>rank {rank}</span><span class="bar">{parts}</span><span>{format_bytes(sum(each.values()))}</span>')
+    return f'<p>{keys} at the moment of each device\'s peak</p><div class="bars">{"".join(rows)}</div>'

@@ -1,0 +1,246 @@
+"""A diagram as SVG, with nothing to install: a lane for each rank, time downwards, light or dark as the page is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from partitioner.reports.pictures.colours import INK, LINKS, STAGES
+from partitioner.reports.pictures.diagram import Arrow, Box, Diagram
+from partitioner.reports.pictures.layers import Layers, arrange
+
+__all__ = ["SVG_STYLE", "diagram_svg"]
+
+_CELL, _BOX, _ROW, _HEIGHT = 158, 142, 70, 40
+_MARGIN, _TOP, _GAP = 16, 96, 22
+_BESIDE = 56
+"""Room for the end of a label beside the last lane."""
+
+_TITLE_LETTER = 7.6
+"""Width of a letter of the title, on average."""
+
+_LABEL_LETTER, _LABEL_LINE = 5.8, 12
+"""Width of a letter of a label, on average, and height of its line."""
+
+_LONGEST = 22
+"""Letters that a box has room for."""
+
+
+def _style() -> str:
+    """Colours as variables, so that a page can change them; classes for what is drawn."""
+    named = {**INK, **LINKS, **{f"s{index}": colour for index, colour in enumerate(STAGES)}}
+    light, dark = ("; ".join(f"--{name}: {colour[shade]}" for name, colour in named.items()) for shade in (0, 1))
+    fills = " ".join(f".d .s{index} {{ fill: var(--s{index}) }}" for index in range(len(STAGES)))
+    links = " ".join(f".d .{kind} {{ stroke: var(--{kind}) }} .d .{kind}-fill {{ fill: var(--{kind}) }}" for kind in LINKS)
+    return f"""<style>
+.d {{ {light} }}
+@media (prefers-color-scheme: dark) {{ .d {{ {dark} }} }}
+.d text {{ font: 12px system-ui, sans-serif; fill: var(--ink) }} .d .c {{ text-anchor: middle }} .d .e {{ text-anchor: end }}
+.d .f {{ fill: var(--faint); font-size: 10px }} .d .h {{ font-weight: 600; font-size: 13px }} .d .paper {{ fill: var(--paper) }}
+.d .lane {{ fill: none; stroke: var(--line) }} .d .plain {{ fill: var(--plain) }} .d path.link {{ fill: none; stroke-width: 1.3 }}
+.d path.message {{ stroke-width: 2.2 }} .d path.collective {{ stroke-width: 1.8; stroke-dasharray: 5 3 }}
+.d .halo {{ paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }}
+{fills} {links}
+</style>"""
+
+
+SVG_STYLE = _style()
+"""The colours and classes of drawings."""
+
+
+def _width(label: str) -> float:
+    return len(label) * _LABEL_LETTER
+
+
+@dataclass(frozen=True)
+class _Label:
+    """Text beside an arrow.
+
+    Attributes:
+        x, y: of its anchor, on the base line.
+        anchor: which end of the text stands there.
+    """
+
+    text: str
+    x: float
+    y: float
+    anchor: Literal["start", "middle", "end"]
+
+    @property
+    def left(self) -> float:
+        return self.x - _width(self.text) * {"start": 0.0, "middle": 0.5, "end": 1.0}[self.anchor]
+
+    def overlaps(self, other: _Label) -> bool:
+        """Whether two labels would cover each other."""
+        return (
+            abs(self.y - other.y) < _LABEL_LINE
+            and self.left < other.left + _width(other.text)
+            and other.left < self.left + _width(self.text)
+        )
+
+    def svg(self) -> str:
+        """The element."""
+        kind = {"start": "f halo", "middle": "f halo c", "end": "f halo e"}[self.anchor]
+        return f'<text class="{kind}" x="{self.x:.1f}" y="{self.y:.0f}">{escape(self.text)}</text>'
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Where the nodes of a layout are, in pixels."""
+
+    layers: Layers
+    left: tuple[float, ...]
+
+    def x(self, lane: int, place: float) -> float:
+        return self.left[lane] + (place + 0.5) * _CELL
+
+    def y(self, row: int) -> float:
+        return _TOP + row * _ROW
+
+
+def diagram_svg(diagram: Diagram) -> str:
+    """The picture."""
+    number = {box.key: index for index, box in enumerate(diagram.boxes)}
+    flowing = [arrow for arrow in diagram.arrows if arrow.kind != "collective"]
+    edges = [(number[arrow.source], number[arrow.target]) for arrow in flowing]
+    last = [index for index, box in enumerate(diagram.boxes) if box.stage is None]
+    layers = arrange([box.lane for box in diagram.boxes], edges, last)
+    widths = [width * _CELL for width in layers.width]
+    left = [_MARGIN + sum(widths[:lane]) + lane * _GAP for lane in range(len(widths))]
+    canvas = _Canvas(layers, tuple(left))
+    width = max(_MARGIN * 2 + sum(widths) + _GAP * (len(widths) - 1), _MARGIN * 2 + len(diagram.title) * _TITLE_LETTER, 420)
+    reaches_out = any(arrow.kind == "message" and diagram.boxes[number[arrow.target]].lane == len(widths) - 1 for arrow in diagram.arrows)
+    width += _BESIDE if reaches_out else 0
+    height = _TOP + layers.n_rows * _ROW + _MARGIN
+    parts = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="d" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+            f'height="{height:.0f}" role="img" aria-label="{escape(diagram.title)}">'
+        ),
+        SVG_STYLE,
+        f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
+        f'<text class="h" x="{_MARGIN}" y="22">{escape(diagram.title)}</text>',
+        *_legend(diagram),
+        *_lanes(diagram, canvas, widths, height),
+    ]
+    bends = dict(zip([id(arrow) for arrow in flowing], layers.bends, strict=True))
+    drawn = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
+    parts += [_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in drawn]
+    parts += [_box(box, index, canvas) for index, box in enumerate(diagram.boxes)]
+    parts += _labels(drawn, diagram, number, canvas)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _legend(diagram: Diagram) -> list[str]:
+    """What colours and strokes mean."""
+    parts, x = [], float(_MARGIN)
+    stages = sorted({box.stage for box in diagram.boxes if box.stage is not None})
+    for stage in stages[: len(STAGES)]:
+        parts.append(f'<rect class="s{stage}" x="{x:.0f}" y="34" width="12" height="12" rx="3"/>')
+        parts.append(f'<text class="f" x="{x + 16:.0f}" y="44">stage {stage}</text>')
+        x += 66
+    for kind in ("message", "collective"):
+        if any(arrow.kind == kind for arrow in diagram.arrows):
+            parts.append(f'<path class="link {kind}" d="M{x:.0f},40 h24"/><text class="f" x="{x + 30:.0f}" y="44">{kind}</text>')
+            x += 92
+    if any("\u2191" in arrow.label for arrow in diagram.arrows):
+        parts.append(f'<text class="f" x="{x:.0f}" y="44">\u2193 activations, \u2191 their gradients, in a step</text>')
+    return parts
+
+
+def _lanes(diagram: Diagram, canvas: _Canvas, widths: Sequence[float], height: float) -> list[str]:
+    parts = []
+    for lane, (left, width) in enumerate(zip(canvas.left, widths, strict=True)):
+        parts.append(f'<rect class="lane" x="{left:.0f}" y="56" width="{width:.0f}" height="{height - 56 - 6:.0f}" rx="8"/>')
+        parts.append(f'<text x="{left + 10:.0f}" y="72">{escape(diagram.lanes[lane].label)}</text>')
+        parts.append(f'<text class="f" x="{left + 10:.0f}" y="85">{escape(diagram.lanes[lane].detail)}</text>')
+    return parts
+
+
+def _box(box: Box, index: int, canvas: _Canvas) -> str:
+    x, y = canvas.x(box.lane, canvas.layers.place[index]), canvas.y(canvas.layers.row[index])
+    fill = "plain" if box.stage is None else f"s{box.stage % len(STAGES)}"
+    line = 24 if not box.detail else 17
+    detail = f'<text class="c f" x="{x:.1f}" y="{y + 31:.0f}">{escape(_cut(box.detail, 26))}</text>' if box.detail else ""
+    return (
+        f"<g><title>{escape(box.tooltip)}</title>"
+        f'<rect class="{fill}" x="{x - _BOX / 2:.1f}" y="{y:.0f}" width="{_BOX}" height="{_HEIGHT}" rx="7"/>'
+        f'<text class="c" x="{x:.1f}" y="{y + line:.0f}">{escape(_cut(box.label, _LONGEST))}</text>{detail}</g>'
+    )
+
+
+def _cut(text: str, longest: int) -> str:
+    """The end of a long name tells more than its beginning."""
+    return text if len(text) <= longest else f"…{text[1 - longest :]}"
+
+
+def _link(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas, bends: Sequence[float]) -> str:
+    source, target = number[arrow.source], number[arrow.target]
+    lanes = diagram.boxes[source].lane, diagram.boxes[target].lane
+    rows, places = canvas.layers.row, canvas.layers.place
+    from_x, to_x = canvas.x(lanes[0], places[source]), canvas.x(lanes[1], places[target])
+    title = f"<title>{escape(arrow.tooltip)}</title>" if arrow.tooltip else ""
+    if arrow.kind == "collective":
+        ends = (from_x, canvas.y(rows[source])), (to_x, canvas.y(rows[target]))
+        path = _between(*ends) if abs(lanes[0] - lanes[1]) == 1 else _below(*ends)
+        return f'<g>{title}<path class="link collective" d="{path}"/></g>'
+    points = [(from_x, canvas.y(rows[source]) + _HEIGHT)]
+    for step, place in enumerate(bends):
+        x, top = canvas.x(lanes[0], place), canvas.y(rows[source] + 1 + step)
+        points += [(x, top), (x, top + _HEIGHT)]
+    end_y = canvas.y(rows[target])
+    points.append((to_x, end_y))
+    curve = [f"M{points[0][0]:.1f},{points[0][1]:.0f}"]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        middle = (y0 + y1) / 2
+        curve.append(f"L{x1:.1f},{y1:.0f}" if x0 == x1 else f"C{x0:.1f},{middle:.0f} {x1:.1f},{middle:.0f} {x1:.1f},{y1:.0f}")
+    head = f'<path class="{arrow.kind}-fill" d="M{to_x:.1f},{end_y:.0f} l-4,-7 h8 z"/>'
+    return f'<g>{title}<path class="link {arrow.kind}" d="{"".join(curve)}"/>{head}</g>'
+
+
+def _between(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """From the right side of one box to the left side of another."""
+    x0, x1, y0, y1 = start[0] + _BOX / 2, end[0] - _BOX / 2, start[1] + _HEIGHT / 2, end[1] + _HEIGHT / 2
+    middle = (x0 + x1) / 2
+    return f"M{x0:.1f},{y0:.0f}C{middle:.1f},{y0:.0f} {middle:.1f},{y1:.0f} {x1:.1f},{y1:.0f}"
+
+
+def _below(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """From box to box, under those in between."""
+    (x0, y0), (x1, y1) = start, end
+    deepest = max(y0, y1) + _HEIGHT + 20
+    return f"M{x0 + 20:.1f},{y0 + _HEIGHT:.0f}C{x0 + 30:.1f},{deepest:.0f} {x1 - 30:.1f},{deepest:.0f} {x1 - 20:.1f},{y1 + _HEIGHT:.0f}"
+
+
+def _labels(arrows: Sequence[Arrow], diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[str]:
+    """Return the labels of arrows: each at the first of its places that is free, else above the labels that cover the last of them."""
+    parts: list[str] = []
+    taken: list[_Label] = []
+    for arrow in arrows:
+        if arrow.label:
+            places = _label_places(arrow, diagram, number, canvas)
+            label = next((place for place in places if not any(place.overlaps(other) for other in taken)), places[0])
+            while any(label.overlaps(other) for other in taken):
+                label = dataclasses.replace(label, y=label.y - _LABEL_LINE)
+            taken.append(label)
+            parts.append(label.svg())
+    return parts
+
+
+def _label_places(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[_Label]:
+    """Return where a label may stand: beside either end of a message, above a collective."""
+    source, target = number[arrow.source], number[arrow.target]
+    lanes = diagram.boxes[source].lane, diagram.boxes[target].lane
+    from_x, to_x = canvas.x(lanes[0], canvas.layers.place[source]), canvas.x(lanes[1], canvas.layers.place[target])
+    from_y, to_y = canvas.y(canvas.layers.row[source]), canvas.y(canvas.layers.row[target])
+    if arrow.kind == "message":
+        after, before = from_y + _HEIGHT + 20, to_y - 17
+        ends = (to_x, before), (from_x, after)
+        places = [_Label(arrow.label, *place) for x, y in ends for place in ((x + 8, y, "start"), (x - 8, y, "end"))]
+        return [place for place in places if place.left >= 0]
+    to_y += 0 if abs(lanes[0] - lanes[1]) == 1 else _HEIGHT + 26
+    return [_Label(arrow.label, (from_x + to_x) / 2, to_y - 5, "middle")]

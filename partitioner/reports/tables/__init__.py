@@ -1,0 +1,1 @@
+"""Tables: a row a device, a module or a difference."""

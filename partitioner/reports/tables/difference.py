@@ -1,0 +1,176 @@
+"""Two texts side by side, with what they share left out: two ranks' programs, two plans.
+
+        class Rank0TrainStep(torch.nn.Module):       |      class Rank1TrainStep(torch.nn.Module):
+        ... 12 lines alike
+        keep_first_mb0 = p_last_bias                 <
+                                                     >      keep_first_mb0 = torch.zeros_like(p_last_bias)
+
+``|`` stands between lines that differ, ``<`` and ``>`` beside those of one side alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cost_models.hardware.units import format_bytes, format_flops, format_seconds
+from partitioner.reports.module_names import module_range, rank_list
+from passes.ir.mesh import mesh_words
+from passes.ir.plan import Plan
+
+__all__ = ["Difference", "Pair", "difference_of", "plan_lines"]
+
+_CONTEXT = 2
+"""Equal lines that are shown around a difference."""
+
+
+_STYLE = """
+.difference td { text-align: left; white-space: pre-wrap }
+.difference mark { background: #f4c95d66; color: inherit }
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A line of each side.
+
+    Attributes:
+        left, right: the lines; None where a side has none.
+    """
+
+    left: str | None
+    right: str | None
+
+    @property
+    def mark(self) -> str:
+        """``"|"`` between lines that differ, ``"<"`` or ``">"`` beside a line of one side, else nothing."""
+        if self.left is None:
+            return ">"
+        if self.right is None:
+            return "<"
+        return " " if self.left == self.right else "|"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two texts, line by line; true if they differ. It prints for a terminal, and notebooks show the HTML.
+
+    Attributes:
+        pairs: all lines, in order.
+    """
+
+    pairs: tuple[Pair, ...]
+
+    def __bool__(self) -> bool:
+        return any(pair.mark != " " for pair in self.pairs)
+
+    def text(self, width: int = 160) -> str:
+        """Two columns.
+
+        Args:
+            width: letters of both together; longer lines are cut off, from where they differ if that would else not be seen.
+        """
+        if not self:
+            return "no difference"
+        column = (width - 3) // 2
+        lines = []
+        for shown in self._shown():
+            if isinstance(shown, int):
+                lines.append(f"... {shown} line{'s' if shown > 1 else ''} alike")
+            else:
+                left, right = _fitted(shown, column)
+                lines.append(f"{left:<{column}} {shown.mark} {right}".rstrip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def html(self) -> str:
+        """A table; what differs inside a line is marked."""
+        rows = []
+        for shown in self._shown():
+            if isinstance(shown, int):
+                rows.append(f'<tr class="alike"><td colspan="2">{shown} lines alike</td></tr>')
+            else:
+                kind = "same" if shown.mark == " " else "differs"
+                cells = "".join(f"<td><code>{side}</code></td>" for side in _marked(shown))
+                rows.append(f'<tr class="{kind}">{cells}</tr>')
+        return f'<table class="difference">{"".join(rows)}</table>'
+
+    def _repr_html_(self) -> str:
+        return f"<style>{_STYLE}</style>{self.html()}"
+
+    def _shown(self) -> Iterator[Pair | int]:
+        """The lines around differences, and how many are left out between."""
+        near = {
+            other for index, pair in enumerate(self.pairs) if pair.mark != " " for other in range(index - _CONTEXT, index + _CONTEXT + 1)
+        }
+        for is_near, group in itertools.groupby(enumerate(self.pairs), lambda item: item[0] in near):
+            pairs = [pair for _, pair in group]
+            if is_near or len(pairs) == 1:
+                yield from pairs
+            else:
+                yield len(pairs)
+
+
+def difference_of(left: Sequence[str], right: Sequence[str]) -> Difference:
+    """Compare lines."""
+    pairs: list[Pair] = []
+    for kind, first, end, other, other_end in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        if kind == "equal":
+            pairs += [Pair(line, line) for line in left[first:end]]
+        else:
+            pairs += [Pair(one, two) for one, two in itertools.zip_longest(left[first:end], right[other:other_end])]
+    return Difference(tuple(pairs))
+
+
+def _fitted(pair: Pair, width: int) -> tuple[str, str]:
+    """Both lines in so many letters, the first difference among them."""
+    left, right = pair.left or "", pair.right or ""
+    common = next((index for index, (one, two) in enumerate(zip(left, right, strict=False)) if one != two), min(len(left), len(right)))
+    start = max(0, common - width // 2) if pair.mark == "|" and common > width - 12 else 0
+    return _cut(left, start, width), _cut(right, start, width)
+
+
+def _cut(line: str, start: int, width: int) -> str:
+    shown = line[start:] if not start else f"…{line[start + 1 :]}"
+    return shown if len(shown) <= width else f"{shown[: width - 1]}…"
+
+
+def _marked(pair: Pair) -> tuple[str, str]:
+    """Both lines as HTML, the letters that differ marked."""
+    if pair.mark != "|":
+        return html.escape(pair.left or ""), html.escape(pair.right or "")
+    left, right = pair.left or "", pair.right or ""
+    sides: tuple[list[str], list[str]] = ([], [])
+    for kind, *places in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for side, text in zip(sides, (left[places[0] : places[1]], right[places[2] : places[3]]), strict=True):
+            side.append(html.escape(text) if kind == "equal" or not text else f"<mark>{html.escape(text)}</mark>")
+    return "".join(sides[0]), "".join(sides[1])
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan, one decision or prediction a line."""
+    lines = [
+        f"mesh          {mesh_words(plan.grid, plan.replicas)}",
+        f"devices       {', '.join(plan.devices)}",
+        f"axes          {', '.join(f'{axis} over {over}' for axis, over in plan.axes) or 'none is cut'}",
+        f"schedule      {plan.schedule}",
+        f"batch         {plan.batch_size}",
+        f"microbatches  {plan.n_microbatches}",
+        f"recompute     {plan.recompute}",
+        f"step time     {format_seconds(plan.step_time)}",
+        f"bound by      {plan.bound_by}",
+    ]
+    for index, stage in enumerate(plan.stages):
+        lines += [
+            f"stage {index}       {rank_list(stage.ranks)}, {module_range(stage.modules)}",
+            f"  parameters  {stage.parameter_count:,}, {format_bytes(stage.parameter_bytes)}",
+            f"  forward     {format_flops(stage.flops)}, {format_seconds(stage.forward_time)}, sends {format_bytes(stage.send_bytes)}",
+            f"  backward    {format_seconds(stage.backward_time)}, keeps {format_bytes(stage.activation_bytes)}",
+        ]
+    lines += [f"peak memory   rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(plan.memory)]
+    return lines + [f"note          {note}" for note in plan.notes]

@@ -1,0 +1,99 @@
+"""A line a device of a mesh: where it stands, what it holds and computes, what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import sympy
+
+from cost_models.graph_cost import graph_cost
+from cost_models.hardware.units import format_bytes, format_flops
+from partitioner.reports.communication.collectives import sent_by_kind
+from partitioner.reports.module_names import module_range
+from partitioner.reports.sources import Blocks, Explained
+from partitioner.reports.tables.devices import DeviceTable, headline, table_notes
+from passes.autograd.staged_model import LoweredStages
+from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import send
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import homes, pipelines
+from passes.ir.plan import Plan
+from passes.ir.program import Program
+from passes.pipeline import StagedCut
+
+__all__ = ["mesh_table"]
+
+_HEADING = ("rank", "place", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
+_COLUMNS = "><<<<>>>>"
+_FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
+
+
+def mesh_table(explained: Explained) -> DeviceTable:
+    """The table."""
+    plan, mesh = explained.plan, explained.mesh
+    held = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)
+    work = _work_of_ranks(plan, explained.pipelines, explained.staged)
+    places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
+    numbers = mesh.cutting.names
+    sent = [{**sent_by_kind(explained.lowered, program), **_sent(program)} for program in explained.programs]
+    kinds = tuple(dict.fromkeys(kind for each in sent for kind, size in each.items() if size))
+    rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
+    for rank, device in enumerate(plan.devices):
+        here = [(index, stage) for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks]
+        coordinate = mesh.coordinate(rank)
+        rows.append(
+            (
+                str(rank),
+                ", ".join(f"{each} {coordinate[each]}" for each in numbers),
+                device,
+                ", ".join(str(index) for index, _ in here),
+                "; ".join(module_range(stage.modules, 32 // max(len(here), 1)) for _, stage in here),
+                f"{held[rank][0]:,}",
+                format_bytes(held[rank][1]),
+                format_flops(work[rank]),
+                format_bytes(plan.memory[rank]),
+                *(format_bytes(sent[rank].get(kind, 0)) for kind in kinds),
+            )
+        )
+    totals = (format_bytes(sum(size for _, size in held)), format_flops(sum(work)), "")
+    sums = (format_bytes(sum(each.get(kind, 0) for each in sent)) for kind in kinds)
+    rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in held):,}", *totals, *sums))
+    notes = table_notes(explained.graph, plan, explained.planned_for)
+    title = headline(explained.name, plan, training=explained.graph.training)
+    return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, notes)
+
+
+def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
+    """For each rank how many numbers of parameters it holds, and their bytes."""
+    dtypes = {node.name: node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters}
+    counts, sizes = [0] * n_ranks, [0] * n_ranks
+    for name, dtype in dtypes.items():
+        for rank, block in blocks.get(name, {}).items():
+            count = int(sympy.Mul(*block.part))
+            counts[rank] += count
+            sizes[rank] += count * dtype.itemsize
+    return list(zip(counts, sizes, strict=True))
+
+
+def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedCut) -> list[float]:
+    """Floating-point operations of the forwards of a step: ranks whose parts have unlike sizes have unlike work."""
+    work = [0.0] * plan.n_ranks
+    known: dict[int, Mapping[str, sympy.Expr]] = {}
+    home = homes(plan.grid)
+    for number, (stages, ranks, parts) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
+        for stage in stages.stages:
+            graph = parts[stages.stage_ranks[stage.index][0]]
+            if id(graph) not in known:
+                known[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
+            total = sympy.Add(*(known[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
+            for microbatch, rows in enumerate(batches):
+                rank = ranks[stages.rank_of(stage.index, microbatch)]
+                if home[rank] == number:
+                    work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
+    return work
+
+
+def _sent(program: Program) -> dict[str, int]:
+    size = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
+    return {"send": size} if size else {}

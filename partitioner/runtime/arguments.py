@@ -1,0 +1,280 @@
+"""Match the arguments of a call with the inputs of the traced graph, or say what does not fit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from partitioner.options.batch_rows import RowParts
+from partitioner.tracing.inputs.flatten import check_dense
+from passes.ir.errors import ConfigError
+from passes.ir.graph import Input, ModelGraph, Results
+from passes.ir.value_checks import described
+
+__all__ = [
+    "BoundInputs",
+    "GivenInputs",
+    "as_traced",
+    "bind_inputs",
+    "check_target",
+    "given_inputs",
+    "missing_inputs",
+    "reorder_keywords",
+    "shape_text",
+    "to_device",
+    "values_on",
+]
+
+
+@dataclass(frozen=True)
+class BoundInputs:
+    """The tensors of one call.
+
+    Attributes:
+        tensors: placeholder -> tensor; without those that this process was not given.
+        batch: rows of the batch.
+        requiring_gradient: the placeholders whose gradients are wanted, on whichever process.
+    """
+
+    tensors: Mapping[str, Tensor]
+    batch: int
+    requiring_gradient: frozenset[str]
+
+    def at(self, batch: int) -> BoundInputs:
+        """The same tensors as a part of a batch of so many rows."""
+        return replace(self, batch=batch)
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """What a process was given in one call.
+
+    Attributes:
+        tensors: placeholder -> tensor.
+        batch: rows of what was given; None where nothing given says it.
+        lacking: names of inputs that were not given.
+    """
+
+    tensors: Mapping[str, Tensor]
+    batch: int | None
+    lacking: tuple[str, ...]
+
+    @property
+    def requiring_gradient(self) -> frozenset[str]:
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad)
+
+
+def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_batch: bool) -> BoundInputs:
+    """Match a call with the traced inputs; see ``given_inputs``.
+
+    Raises:
+        ConfigError: an input does not fit, or is missing.
+    """
+    given = given_inputs(graph, args, kwargs, any_batch=any_batch)
+    if given.lacking:
+        raise missing_inputs(given.lacking)
+    assert given.batch is not None
+    return BoundInputs(given.tensors, given.batch, given.requiring_gradient)
+
+
+def missing_inputs(names: Sequence[str]) -> ConfigError:
+    """The error of a process that was not given what it reads."""
+    verb = "was a tensor when the model was traced and is" if len(names) == 1 else "were tensors when the model was traced and are"
+    return ConfigError(f"{', '.join(names)} {verb} None now", remedy="pass tensors; a rank may leave out what its stages do not read")
+
+
+def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_batch: bool) -> GivenInputs:
+    """Match a call with the traced inputs. A tensor may be None, and a call without any argument gives none.
+
+    Args:
+        any_batch: whether a batch of another size than the traced one may be given although the graph's is fixed
+            (the caller traces again).
+
+    Raises:
+        ConfigError: naming the input that differs from what was traced in structure, kind, value, dtype or size.
+    """
+    leaves = [leaf for leaf in graph.inputs if leaf.dtype is not None]
+    if not args and not kwargs and leaves:
+        return GivenInputs({}, _batch_of(graph, {}, leaves), tuple(leaf.name for leaf in leaves))
+    given, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
+    if tree != graph.input_tree:
+        names = ", ".join(leaf.name for leaf in graph.inputs)
+        raise ConfigError(
+            f"the arguments are not those that the model was traced with: {names}",
+            remedy="pass the same arguments in the same places; another signature needs its own partition(..., example_inputs=...)",
+        )
+    tensors: dict[str, Tensor] = {}
+    batches: dict[str, int] = {}
+    lacking: list[Input] = []
+    for leaf, value in zip(graph.inputs, given, strict=True):
+        if leaf.dtype is None:
+            _check_constant(leaf, value)
+            continue
+        if value is None:
+            lacking.append(leaf)
+            continue
+        _check_tensor(leaf, value)
+        if leaf.batch_dim is not None:
+            batches[leaf.name] = _batch(graph, leaf, value)
+        _check_sizes(graph, leaf, value, any_batch)
+        if leaf.placeholder is not None:
+            tensors[leaf.placeholder] = value
+    return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking))
+
+
+def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[Input]) -> int | None:
+    """Rows of the batch from those of each input; None where an input that is not there would say it."""
+    if len(set(batches.values())) > 1:
+        sizes = ", ".join(f"{name} has {rows}" for name, rows in batches.items())
+        raise ConfigError(f"the inputs differ in batch size: {sizes}", remedy="give every input the same number of rows")
+    if not batches and any(leaf.batch_dim is not None for leaf in lacking):
+        return None
+    batch = next(iter(batches.values()), graph.batch_size)
+    if batch < 1:
+        raise ConfigError("the batch is empty", remedy="give at least one row")
+    return batch
+
+
+def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, results: Results) -> None:
+    """Look at a target before a step.
+
+    Args:
+        rows: which process passes which.
+        batch: rows of the whole batch.
+        n_microbatches: of each part.
+        results: whether the loss is computed on rows, or on the whole.
+
+    Raises:
+        ConfigError: a tensor in it cannot be cut into microbatches, for its first dimension is not the batch; or it holds the rows of one
+            rank where the loss takes all.
+    """
+    passed = rows.passed(batch)
+    cut = results != "whole" and (n_microbatches > 1 or rows.count > 1)
+    for path, leaf in pytree.tree_flatten_with_path(target)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ConfigError(
+                f"target{pytree.keystr(path)} requires a gradient, and train_step computes none for targets",
+                remedy="pass it to the model as an input, and let the model return it; or .detach() it",
+            )
+        if not isinstance(leaf, Tensor):
+            continue
+        _check_values(f"target{pytree.keystr(path)}", leaf)
+        if leaf.dim() == 0:
+            continue
+        if results == "whole" and passed < batch and leaf.shape[0] == passed:
+            raise ConfigError(
+                f"target{pytree.keystr(path)} has the rows of one rank, and the loss takes those of all",
+                remedy='let the model return its loss, or loss_fn compute the target; or pass the whole batch, with inputs="global"',
+            )
+        if cut and leaf.shape[0] != passed:
+            raise ConfigError(
+                f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
+                remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
+            )
+
+
+def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The same call with each argument in the place, or under the name, that it was traced with: ``f(x)`` and ``f(x=x)`` are one."""
+    traced_args, traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)
+    if len(args) == len(traced_args):
+        return args, kwargs
+    parameters = list(signature.parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters) or len(args) > len(parameters):
+        return args, kwargs
+    named = dict(zip((parameter.name for parameter in parameters), args, strict=False))
+    if named.keys() & kwargs.keys():
+        return args, kwargs
+    given = {**named, **kwargs}
+    first = [parameter.name for parameter in parameters[: len(traced_args)]]
+    if set(given) != {*first, *traced_kwargs}:
+        return args, kwargs
+    return tuple(given[name] for name in first), {name: given[name] for name in traced_kwargs}
+
+
+def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the trace."""
+    context = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)[1]
+    if isinstance(context, dict) and set(context) == set(kwargs):
+        return {name: kwargs[name] for name in context}
+    return kwargs
+
+
+def _check_constant(leaf: Input, value: Any) -> None:
+    if not _is_same(value, leaf.constant):
+        shown = described(value)
+        raise ConfigError(
+            f"{leaf.name} was {described(leaf.constant)} when the model was traced and is {shown} now",
+            remedy=f"what is no tensor is frozen at trace time; partition again with example inputs that have {leaf.name}={shown}",
+        )
+
+
+def _is_same(value: Any, constant: Any) -> bool:
+    """Whether a value is one that a model was traced with; an array, or whatever else cannot be compared as a whole, is not."""
+    try:
+        return not isinstance(value, Tensor) and bool(value is constant or value == constant)
+    except Exception:  # noqa: BLE001  what a class of the user's raises
+        return False
+
+
+def _check_tensor(leaf: Input, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{leaf.name} was a tensor when the model was traced and is {described(value)} now", remedy="pass a tensor")
+    _check_values(leaf.name, value)
+    if value.dtype != leaf.dtype:
+        raise ConfigError(
+            f"{leaf.name} has dtype {value.dtype}; the model was traced with {leaf.dtype}",
+            remedy=f"convert it: {leaf.name}.to({leaf.dtype})",
+        )
+    if value.dim() != len(leaf.shape):
+        raise ConfigError(f"{leaf.name} has {value.dim()} dimensions; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Raise ConfigError for a tensor that programs cannot read."""
+    if tensor.device.type == "meta":
+        raise ConfigError(f"{name} is on the meta device: it has no values", remedy="pass a tensor that has")
+    check_dense(name, tensor)
+
+
+def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
+    assert leaf.batch_dim is not None
+    size, traced = value.shape[leaf.batch_dim], leaf.shape[leaf.batch_dim]
+    per_row = int(traced.subs(graph.batch, 1)) if isinstance(traced, sympy.Expr) else traced // graph.batch_size
+    return size // max(per_row, 1)
+
+
+def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool) -> None:
+    batch = _batch(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
+    for dim, traced in enumerate(leaf.shape):
+        if dim == leaf.batch_dim and any_batch:
+            continue
+        expected = int(traced.subs(graph.batch, batch)) if isinstance(traced, sympy.Expr) else traced
+        if value.shape[dim] != expected:
+            raise ConfigError(
+                f"{leaf.name} has shape {tuple(value.shape)}; the model was traced with {shape_text(leaf)}",
+                remedy="pass that shape, or partition again with example inputs of the new shape",
+            )
+
+
+def shape_text(leaf: Input) -> str:
+    """The shape of an input as a reader would say it: ``(batch, 3, 32, 32)``."""
+    sizes = ["batch" if isinstance(size, sympy.Symbol) else str(size) for size in leaf.shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def to_device(tensors: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """The named tensors on a device, laid out densely as stages are traced with."""
+    return {name: tensors[name].detach().to(device).contiguous() for name in names if name in tensors}
+
+
+def values_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Values of any structure, their tensors on a device."""
+    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
+    return moved

@@ -1,0 +1,1 @@
+"""Collectives and messages: between ranks of one process, and over torch.distributed."""

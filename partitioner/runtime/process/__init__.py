@@ -1,0 +1,1 @@
+"""One rank a process: groups, agreement between ranks, failures."""

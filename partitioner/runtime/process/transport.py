@@ -1,0 +1,200 @@
+"""The communication of one rank in a process of its own, over ``torch.distributed``.
+
+Sends and receives go straight to the process group: ``dist.isend`` around it costs as much again as the rest of this file. A send is kept
+until a message comes back that shows that it has arrived (see ``traffic.arrivals_shown``), so that memory is that of the schedule without
+asking or waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective
+from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
+from partitioner.runtime.process.groups import Connection, Route
+from partitioner.runtime.process.traffic import Traffic, arrivals_shown, message_name, traffic_of
+from passes.ir.comm.primitives import Operation
+from passes.ir.errors import CommunicationError
+from passes.ir.program import Program
+
+__all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
+
+
+@dataclass(frozen=True)
+class PreparedTraffic:
+    """What one rank's transport knows of a set of programs.
+
+    Attributes:
+        program: this rank's.
+        traffic: of all ranks.
+        shown: peer -> tag of a message of it -> how many messages to it that shows to have arrived.
+    """
+
+    program: Program
+    traffic: Traffic
+    shown: Mapping[int, Mapping[int, int]]
+
+
+def prepare_traffic(programs: Sequence[Program], rank: int) -> PreparedTraffic:
+    """Read the programs of all ranks, once."""
+    return PreparedTraffic(programs[rank], traffic_of(programs), arrivals_shown(programs, rank))
+
+
+class _Receive(NamedTuple):
+    """A posted receive."""
+
+    work: dist.Work
+    value: Tensor
+    source: int
+    tag: int
+
+
+class DistributedTransport(CollectiveTransport):
+    """Carries one run of one rank's program.
+
+    Args:
+        connection: has all groups that the programs need.
+        prepared: what the programs communicate.
+    """
+
+    def __init__(self, connection: Connection, prepared: PreparedTraffic) -> None:
+        self.rank = connection.rank
+        self.device = connection.device
+        self._connection = connection
+        self._program = prepared.program
+        self._shown = prepared.shown
+        self._routes_out: dict[int, Route] = {}
+        self._routes_in: dict[int, Route] = {}
+        for source, destination in prepared.traffic.channels:
+            if source == self.rank:
+                self._routes_out[destination] = connection.route(source, destination)
+            elif destination == self.rank:
+                self._routes_in[source] = connection.route(source, destination)
+        self._sent: defaultdict[int, deque[tuple[int, dist.Work]]] = defaultdict(deque)
+        self._alike: set[tuple[int, ...]] = set()
+        self._tagged = connection.tagged
+        self._calls = GLOO if connection.tagged else NCCL
+        self._bytes_only = frozenset() if connection.tagged else _NOT_IN_NCCL
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
+        """Start sending; the work keeps the tensor alive."""
+        group, peer = self._routes_out[destination]
+        tensor = tensor.contiguous()
+        if tensor.dtype in self._bytes_only:
+            tensor = as_bytes(tensor)
+        try:
+            work = group.send([tensor], peer, tag if self._tagged else 0)
+        except RuntimeError as error:
+            raise self._lost("send", destination, tag, None) from error
+        self._sent[destination].append((tag, work))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
+        """Post a receive into new memory."""
+        group, peer = self._routes_in[source]
+        value = torch.empty(shape, dtype=dtype, device=self.device)
+        buffer = as_bytes(value) if dtype in self._bytes_only else value
+        try:
+            return _Receive(group.recv([buffer], peer, tag if self._tagged else 0), value, source, tag)
+        except RuntimeError as error:
+            raise self._lost("receive", source, tag, None) from error
+
+    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Started:
+        """Start a collective."""
+        if len(group) == 1:
+            return Started(name, group, (), [exchange.tensor.detach().contiguous() for exchange in exchanges])
+        try:
+            return start_collective(self._connection.group(group), self._calls, name, group, exchanges, operation)
+        except RuntimeError as error:
+            raise self._collective_failed(name, group) from error
+
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
+        """Every rank draws by itself, from the state that the generator of the group's first rank had when the run came to draw."""
+        if len(group) > 1 and group not in self._alike:
+            self._alike.add(group)
+            self._take_generator_state(group)
+        return function(*arguments, **keywords)
+
+    def _take_generator_state(self, group: tuple[int, ...]) -> None:
+        cuda = self.device.type == "cuda"
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
+        for place, state in enumerate(states):
+            carried = state.to(self.device)
+            try:
+                dist.broadcast(carried, group[0], self._connection.group(group))
+            except RuntimeError as error:
+                raise self._collective_failed("all_gather", group) from error
+            states[place] = carried.cpu()
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def ready(self, pending: _Receive | Started) -> bool:
+        """Waiting blocks: there is nobody else to run in this process."""
+        return True
+
+    def wait(self, pending: _Receive | Started) -> Tensor | list[Tensor]:
+        """The received tensor, or what the collective gives."""
+        start = time.monotonic()
+        if isinstance(pending, Started):
+            try:
+                return pending.finish()
+            except RuntimeError as error:
+                raise self._collective_failed(pending.name, pending.group, start) from error
+        work, value, source, tag = pending
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost("receive", source, tag, start) from error
+        shown = self._shown.get(source)
+        if shown is not None and tag in shown:
+            self._arrived(source, shown[tag])
+        return value
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for destination, sent in self._sent.items():
+            if sent:
+                self._arrived(destination, sent[-1][0] + 1)
+
+    def _arrived(self, destination: int, count: int) -> None:
+        """Drop the sends of the first so many messages to a rank."""
+        sent = self._sent[destination]
+        while sent and sent[0][0] < count:
+            tag, work = sent.popleft()
+            start = time.monotonic()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost("send", destination, tag, start) from error
+
+    # -- errors --------------------------------------------------------------------------------------------------------------------
+
+    def _lost(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
+        """The error of a message that did not come through."""
+        name = message_name(self._program, step, peer, tag)
+        where = "to" if step == "send" else "from"
+        return CommunicationError(
+            f"rank {self.rank} could not {step} {name} {where} rank {peer}{self._connection.reason([peer], start)}",
+            remedy=f"look at what rank {peer} reports",
+        )
+
+    def _collective_failed(self, name: Collective, group: tuple[int, ...], start: float | None = None) -> CommunicationError:
+        ranks = ", ".join(str(rank) for rank in group)
+        why = self._connection.reason([rank for rank in group if rank != self.rank], start)
+        return CommunicationError(
+            f"rank {self.rank} could not {name} with ranks {ranks}{why}",
+            remedy="look at what those ranks report",
+        )
+
+
+_NOT_IN_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128})
+"""Dtypes that NCCL does not know; messages of them travel as bytes."""

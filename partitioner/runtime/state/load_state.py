@@ -1,0 +1,68 @@
+"""Load a state dict under the original names: everything is checked before anything is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partitioner.runtime.state.parameters import State
+from passes.ir.errors import ConfigError
+
+__all__ = ["load_state"]
+
+
+def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any:
+    """Copy tensors, by original name, into what this process holds.
+
+    Args:
+        state: what this process holds.
+        tensors: a full state dict, or this process's part.
+        strict: whether ``tensors`` must have everything that this process holds, and nothing that the model does not have.
+
+    Returns:
+        What ``nn.Module.load_state_dict`` returns: ``missing_keys`` and ``unexpected_keys``.
+
+    Raises:
+        ConfigError: a name is unknown or missing, an entry is no tensor, or its shape or kind of dtype is another.
+    """
+    state.check_names()
+    unexpected = [name for name in tensors if name not in state.names]
+    missing = [name for name in state.names if name not in tensors and state.held(name)]
+    if strict and (missing or unexpected):
+        problems = [f"the state lacks {_listed(missing)}"] if missing else []
+        problems += [f"unknown names in the state: {_listed(unexpected)}"] if unexpected else []
+        raise ConfigError(
+            "; ".join(problems),
+            remedy="use the names of the original model's state_dict(); strict=False keeps values that are missing and skips unknown names",
+        )
+    known = {name: value for name, value in tensors.items() if name in state.names}
+    for name, value in known.items():
+        for block, held in state.held(name):
+            _check_entry(name, value, block.shape, held)
+    for name, value in known.items():
+        state.set(name, value)
+    loaded: Any = nn.Module().load_state_dict({})
+    return type(loaded)(missing, unexpected)
+
+
+def _check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor) -> None:
+    """Raise ConfigError where a value is none for a tensor of the model."""
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{name} is a {type(value).__name__} in the state, and a tensor in the model", remedy="pass a tensor")
+    if tuple(value.shape) != tuple(shape):
+        raise ConfigError(f"{name} has shape {tuple(value.shape)} in the state and {tuple(shape)} in the model")
+    if not torch.can_cast(value.dtype, held.dtype):
+        raise ConfigError(
+            f"{name} has dtype {value.dtype} in the state and {held.dtype} in the model, which cannot hold its values",
+            remedy="convert it yourself if that is what you mean: state[name] = state[name].real, .round(), ...",
+        )
+    if value.is_meta:
+        raise ConfigError(f"{name} is on the meta device in the state: it has no values", remedy="load values first")
+
+
+def _listed(names: Sequence[object]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(str, names[:5])) + more

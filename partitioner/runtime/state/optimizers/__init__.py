@@ -1,0 +1,1 @@
+"""Optimizers on sharded parameters: their state, and updates that need whole tensors."""

@@ -1,0 +1,259 @@
+"""The state of an optimizer of ``pm.parameters()``, under the names of the model's parameters: that of any other plan can go on with it.
+
+    rank 0   exp_avg of rows 0 to 31 of up.weight  ─┐
+                                                    ├─>   {"state": {"up.weight": {"exp_avg": all 64 rows, ...}}, "param_groups": [...]}
+    rank 1   exp_avg of rows 32 to 63              ─┘
+
+The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` of the model in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.optimizers.saved_kind import check_entries, check_options
+from partitioner.runtime.state.parameters import State
+from partitioner.runtime.state.sharded_tensor import BlockTensor
+from partitioner.runtime.state.stored_parameters import membership
+from passes.ir.checked_arguments import checked_arguments
+from passes.ir.errors import ConfigError
+
+__all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
+
+
+class _Held(Protocol):
+    """A partitioned model, as far as optimizers read it."""
+
+    _state: State
+    _runtime: Runtime
+    _stand_in: tuple[nn.Parameter, ...]
+
+
+@checked_arguments()
+def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
+
+    Returns:
+        ``"state"``: parameter -> ``exp_avg``, ``step``, ...; nothing for one that has had no gradient; ``"param_groups"``: the options,
+        with names of parameters.
+
+    Raises:
+        ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one for
+            each element, and this process holds a part of the parameter: nobody can say whose parts these are.
+    """
+    state = self._state
+    _check_parameters(self, optimizer)
+    owned: dict[str, Tensor | None] = {}
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name in _names(state):
+        for key, parameter in state.owned(name):
+            entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _entries(optimizer, name, parameter)}
+            owned.update(entries)
+            if not entries and id(parameter) in covered:
+                owned[f"{key}{_SEPARATOR}"] = None
+    found = self._runtime.collect(owned)
+    kinds = dict.fromkeys(what for key in found if (what := key.partition(_SEPARATOR)[2]))
+    whole: dict[str, dict[str, Tensor]] = {}
+    if kinds:
+        empty = {key.partition(_SEPARATOR)[0] for key in found if not key.partition(_SEPARATOR)[2]}
+        whole.update({name: {} for name in _names(state) if name in empty})
+    for what in kinds:
+        parts = {key.partition(_SEPARATOR)[0]: tensor for key, tensor in found.items() if key.partition(_SEPARATOR)[2] == what}
+        for name in _names(state):
+            first = parts.get(name)
+            together = state.whole(name, parts) if first is not None and first.dim() else first
+            if together is not None:
+                whole.setdefault(name, {})[what] = together
+    return {"state": whole, "param_groups": _groups(state, optimizer)}
+
+
+@checked_arguments()
+def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+    """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+
+    An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
+    """
+    _check_parameters(self, optimizer)
+    if not optimizer.state:
+        _prepare(optimizer)
+    state = self._state
+    found: dict[str, dict[str, Any]] = {}
+    for name in _names(state):
+        blocks: dict[str, list[Any]] = {}
+        for block, parameter in reversed(state.held(name)):
+            for what, tensor in _entries(optimizer, name, parameter):
+                blocks.setdefault(what, []).append((block, tensor))
+        for what, each in blocks.items():
+            is_by_element = each[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in each)
+            found.setdefault(name, {})[what] = BlockTensor(list(dict(each).items())) if is_by_element else each[-1][1]
+    return {"state": found, "param_groups": _groups(state, optimizer)}
+
+
+@checked_arguments()
+def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
+
+    Args:
+        optimizer: of the same kind.
+        state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+
+    Raises:
+        ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
+            parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
+    """
+    state = self._state
+    given, saved_groups = _checked(state, state_dict)
+    _check_parameters(self, optimizer)
+    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
+    saved = [(frozenset(group["params"]), group) for group in saved_groups]
+    entries: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = [name_of.get(id(parameter)) for parameter in group["params"]]
+        alike = [saved[index][1]] if len(saved) == len(optimizer.param_groups) else []
+        options = [each for members, each in saved if not members.isdisjoint(names)] or alike  # other processes name their own alone
+        if any(_options(each) != _options(options[0]) for each in options[1:]):
+            raise ConfigError(
+                "parameters of one group had unlike options when the state was saved",
+                remedy="make the groups of the optimizer those that it had",
+            )
+        for saved_group in options[:1]:
+            check_options(optimizer, index, _options(saved_group))
+        first = sum(len(each["params"]) for each in groups)
+        numbers = list(range(first, first + len(names)))
+        groups.append({**(_options(options[0]) if options else _options(group)), "params": numbers})
+        for number, name, parameter in zip(numbers, names, group["params"], strict=True):
+            if given and name is not None and name not in given and parameter.requires_grad:
+                raise ConfigError(
+                    f"the optimizer's state lacks {name}",
+                    remedy=f'a parameter that has had no gradient has an empty state: state_dict["state"]["{name}"] = {{}}',
+                )
+            if name is not None and name in given:
+                block = next(block for block, held in state.held(name) if held is parameter)
+                check_entries(optimizer, name, given[name], groups[-1], block.shape, parameter.dtype)
+                entries[number] = {what: _part(state, name, what, parameter, value) for what, value in given[name].items()}
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _check_parameters(self: _Held, optimizer: Optimizer) -> None:
+    """Raise ConfigError where an optimizer has a parameter that is none of the partitioned model."""
+    known = {id(stored.parameter) for stored in self._state.stored_parameters()} | {id(each) for each in self._stand_in}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is none of this model's",
+                    remedy="make the optimizer of pm.parameters(), not of those of the original model, and another one for other modules",
+                )
+
+
+def _checked(state: State, state_dict: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The parts of a state, if it is one under the names of the model.
+
+    Raises:
+        ConfigError: naming the entry that is none.
+    """
+    remedy = "pass what pm.full_optimizer_state_dict(optimizer) returns, or torch's get_optimizer_state_dict(model, optimizer)"
+    lacking = [key for key in ("state", "param_groups") if not isinstance(state_dict, Mapping) or key not in state_dict]
+    if lacking:
+        raise ConfigError(f"the optimizer's state has no {lacking[0]!r}", remedy=remedy)
+    given, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(given, Mapping) or not all(isinstance(entries, Mapping) for entries in given.values()):
+        raise ConfigError("'state' of the optimizer's state is no dict of dicts", remedy=remedy)
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise ConfigError("'param_groups' of the optimizer's state is no list of dicts with 'params'", remedy=remedy)
+    if any(isinstance(name, int) for name in given):
+        raise ConfigError("the optimizer's state is by number, and the model's parameters have names", remedy=remedy)
+    unknown = sorted(str(name) for name in given if name not in state.parameter_names)
+    if unknown:
+        raise ConfigError(
+            f"unknown names in the optimizer's state: {', '.join(unknown[:5])}", remedy="use the names of the original model's parameters"
+        )
+    return given, list(groups)
+
+
+_SEPARATOR = "\0"
+"""Stands between the name of a block and what is kept for it."""
+
+
+def _names(state: State) -> list[str]:
+    """The parameters, each of those that are tied once."""
+    return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
+
+
+def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps for a parameter."""
+    found = membership(parameter)
+    for what, value in optimizer.state.get(parameter, {}).items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor | Number):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} for {name}, {what}: it belongs to no elements of the parameter",
+                remedy="save optimizer.state_dict() itself; it fits the same plan alone",
+            )
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if tensor.dim() and tensor.shape != parameter.shape and (found is None or found.is_part):
+            raise ConfigError(
+                f"{what} of {name} has shape {tuple(tensor.shape)}, and the part of the parameter {tuple(parameter.shape)}: "
+                "its elements belong to no elements of the parameter",
+                remedy="use an optimizer whose state is element by element, as AdamW's is",
+            )
+        yield what, tensor
+
+
+def _groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options, with names in the place of parameters."""
+    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
+    elsewhere = [name for name in _names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
+    groups = []
+    for group in optimizer.param_groups:
+        here = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
+        groups.append({**_options(group), "params": [*here, *elsewhere]})
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
+    """What a rank keeps of a value for the whole parameter."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value.clone() if isinstance(value, Tensor) else value
+    block = next(block for block, held in state.held(name) if held is parameter)
+    if tuple(value.shape) != block.shape:
+        if block.is_whole and not isinstance(value, BlockTensor):
+            return value.clone()
+        raise ConfigError(f"{what} of {name} has shape {tuple(value.shape)}, and the parameter {block.shape}")
+    if not isinstance(value, BlockTensor):
+        return block.take(value).clone()
+    found = dict(value.blocks)
+    if block not in found:
+        raise ConfigError(
+            f"the blocks of the state of {name} are those of another plan",
+            remedy="load into pm.sharded_optimizer_state_dict(optimizer) of this model",
+        )
+    return found[block].clone()
+
+
+def _prepare(optimizer: Optimizer) -> None:
+    """Make the state of a first step that moves nothing: gradients of zero, and no learning rate."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    gradients, rates = [parameter.grad for parameter in parameters], [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,129 @@
+"""Before each step of an optimizer: is its update that of the model in one piece? If not, the step is refused.
+
+An optimizer reads for the update of an element
+
+    "elements"      that element alone (SGD, AdamW, ...)      right on any part of a parameter
+    "parameters"    the rest of its parameter (Adafactor)     right where this process has the whole parameter
+    "model"         all parameters (L-BFGS)                   right where this process has the whole model; so for unknown classes
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from partitioner.runtime.state.gradient_slots import is_unsummed
+from partitioner.runtime.state.stored_parameters import Membership, membership
+from passes.ir.errors import ConfigError
+
+__all__ = ["check_optimizers", "register_optimizer"]
+
+Reads = Literal["elements", "parameters", "model"]
+"""What an optimizer reads for the update of one element of a parameter."""
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
+
+optim = torch.optim
+_READS: dict[Callable[..., Any], Reads] = {}
+"""``step`` of a class of optimizers -> what it reads."""
+
+
+def register_optimizer(kind: Kind, reads: Reads) -> Kind:
+    """Say what a class of optimizers reads, so that it may update parameters of which a process holds a part.
+
+    Args:
+        kind: the class; subclasses with the same ``step`` are of the same kind.
+        reads: ``"elements"``: the update of an element depends on the gradient, value and state of that element alone;
+            ``"parameters"``: on those of the whole parameter, of no other; ``"model"``: on those of other parameters, too.
+
+    Raises:
+        ConfigError: it is no class of optimizers, or there is no such kind.
+    """
+    given: object = kind
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        raise ConfigError(f"{kind!r} is no class of optimizers", remedy="pass a subclass of torch.optim.Optimizer")
+    if reads not in ("elements", "parameters", "model"):
+        raise ConfigError(f"there is no reads={reads!r}", remedy='choose "elements", "parameters" or "model"')
+    _READS[_step(kind)] = reads
+    return kind
+
+
+def _step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The function itself: torch wraps it when the first optimizer of a class is made."""
+    found: Callable[..., Any] = inspect.unwrap(kind.step)
+    return found
+
+
+_BY_ELEMENTS: tuple[type[Optimizer], ...] = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+_BY_PARAMETERS: tuple[type[Optimizer], ...] = (optim.Adafactor, optim.Muon)
+_BY_MODEL: tuple[type[Optimizer], ...] = (optim.LBFGS,)
+for _kind in _BY_ELEMENTS:
+    register_optimizer(_kind, "elements")
+for _kind in _BY_PARAMETERS:
+    register_optimizer(_kind, "parameters")
+for _kind in _BY_MODEL:
+    register_optimizer(_kind, "model")
+
+
+@functools.cache
+def check_optimizers() -> None:
+    """From now on, check every optimizer of a partitioned model's parameters before its steps."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        held = [(parameter, found) for parameter in group["params"] if (found := membership(parameter)) is not None]
+        for parameter, found in held:
+            _check_kind(optimizer, found)
+            _check_sum(parameter, found)
+        _check_parts(number, [found for _, found in held])
+
+
+def _check_kind(optimizer: Optimizer, found: Membership) -> None:
+    """Raise ConfigError where the update would not be that of the model."""
+    kind = type(optimizer)
+    reads = _READS.get(_step(kind))
+    if reads == "elements" or found.has_all or (reads == "parameters" and not found.is_part):
+        return
+    ways = 'run all ranks in one process (without torchrun), where parameters are whole; or use mode="data"'
+    if reads == "parameters":
+        problem = f"{kind.__name__} reads whole parameters, and this process has a part of {found.name}"
+        ways += ' or "pipeline", which keep them whole; or an optimizer that works element by element, as AdamW does'
+    elif reads == "model":
+        problem = f"{kind.__name__} reads all parameters at once, and this process has a part of the model"
+    else:
+        problem = f"{kind.__name__} may read several elements or parameters at once, and this process has a part of the model"
+        ways += f'; or, if it reads less, say so: partitioner.register_optimizer({kind.__name__}, "elements"), or "parameters"'
+    raise ConfigError(f"{problem}: its update would not be that of the model", remedy=ways)
+
+
+def _check_sum(parameter: Tensor, found: Membership) -> None:
+    if is_unsummed(parameter):
+        raise ConfigError(
+            f"the gradient of {found.name} is this rank's part of a sum: every step since it was cleared ran in no_sync(), and copies of "
+            "the parameter on other ranks would be updated by other gradients",
+            remedy="run the last step of an accumulation outside no_sync()",
+        )
+
+
+def _check_parts(number: int, found: list[Membership]) -> None:
+    """Raise ConfigError where a group has some parts of a parameter, and not the others."""
+    for each, count in Counter(found).items():
+        if count < each.n_parts:
+            raise ConfigError(
+                f"{each.name} lies in {each.n_parts} parts on several devices, and group {number} of the optimizer has {count} of them",
+                remedy="put all into one group: [p for name, p in pm.named_parameters() if ...] has every part under the one name, "
+                "and a dict of them keeps the last alone",
+            )

@@ -1,0 +1,107 @@
+"""A tensor of which a process holds blocks, as ``torch.distributed.checkpoint`` saves and loads it: nothing is put together.
+
+weight[(3 heads head), hidden] cut by heads over two ranks, rank 0:     q . k . v .     three chunks of one tensor
+
+Any number of processes reads what any other number has written: chunks are found by where they lie in the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from passes.ir.errors import ConfigError
+from passes.spmd.shards import Block
+
+__all__ = ["BlockTensor", "block_chunks"]
+
+Run = tuple[int, int, int]
+"""Indices of one dimension that follow each other: first in the whole, first in the block, how many."""
+
+
+def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """The chunks of a block: where each starts in the whole, and where it is in the block."""
+    unfolded = list(zip(block.unfolded, block.intervals, strict=True))
+    dimensions = []
+    for size in block.shape:
+        axes: list[tuple[int, tuple[int, int]]] = []
+        while unfolded and math.prod(length for length, _ in axes) < size:
+            axes.append(unfolded.pop(0))
+        dimensions.append(_runs(axes))
+    for runs in itertools.product(*dimensions):
+        yield tuple(start for start, _, _ in runs), tuple(slice(own, own + length) for _, own, length in runs)
+
+
+def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
+    """Of one dimension, written as its axes: all inside the last axis that is cut lies together."""
+    cut = max((index for index, (size, interval) in enumerate(axes) if interval != (0, size)), default=-1)
+    if cut < 0:
+        return [(0, 0, math.prod(size for size, _ in axes))]
+    strides = [math.prod(size for size, _ in axes[index + 1 :]) for index in range(cut + 1)]
+    first, last = axes[cut][1]
+    length = (last - first) * strides[cut]
+    outer = itertools.product(*(range(*interval) for _, interval in axes[:cut]))
+    return [
+        (sum(index * stride for index, stride in zip(indices, strides, strict=False)) + first * strides[cut], number * length, length)
+        for number, indices in enumerate(outer)
+        if length
+    ]
+
+
+class BlockTensor(Tensor):
+    """Blocks of one tensor of the model; it has the shape of the whole, and only checkpoints read it.
+
+    Args:
+        blocks: which, and the tensors that hold them.
+    """
+
+    blocks: tuple[tuple[Block, Tensor], ...]
+    _parts: dict[tuple[int, ...], Tensor]
+
+    @staticmethod
+    def __new__(cls: type[Self], blocks: Sequence[tuple[Block, Tensor]]) -> Self:
+        block, held = blocks[0]
+        # No public way leads to a tensor with a shape and without memory.
+        made = Tensor._make_wrapper_subclass(cls, block.shape, dtype=held.dtype, device=held.device)  # noqa: SLF001
+        made.blocks = tuple(blocks)
+        made._parts = {start: held[place] for block, held in blocks for start, place in block_chunks(block)}  # noqa: SLF001
+        return made
+
+    def __init__(self, blocks: Sequence[tuple[Block, Tensor]]) -> None:
+        super().__init__()
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"BlockTensor({tuple(self.shape)}, {len(self._parts)} chunks here)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise ConfigError(
+            f"{func} needs the whole of a tensor of which this process holds blocks",
+            remedy="pm.full_state_dict() puts all of them together",
+        )
+
+    def __create_write_items__(self, name: str, _tensor: Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(next(iter(self._parts.values())))
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(start), part.shape) for start, part in self._parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._parts[tuple(index.offset or (0,) * self.dim())]

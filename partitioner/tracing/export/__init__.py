@@ -1,0 +1,1 @@
+"""torch.export with a symbolic batch, and what it leaves out restored."""

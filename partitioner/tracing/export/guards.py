@@ -1,0 +1,171 @@
+"""What a trace assumed about the batch size.
+
+A trace that may assume something keeps it in the shape environment of its symbolic sizes, which is no public API:
+this file alone reads it.
+
+Notice where a model asks whether its batch is of one row.
+
+A trace takes for granted that an open size is two or more. Where the model's own code compares such a size and one row would have given
+another answer, the graph computes one row as it does several, and the user is told.
+
+Decide comparisons with random numbers that can only come out one way.
+
+Encoders of transformers drop layers in training: ``if torch.rand([]) < self.layerdrop``. A trace cannot follow a value, but with
+``layerdrop = 0.0`` there is nothing to follow. The number is drawn all the same, so that random numbers behind it stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from partitioner.tracing.inputs.flatten import BatchLayout
+from passes.graph.symbolic_sizes import size_of
+
+__all__ = ["DecidedRandomChoices", "assumptions_always_hold", "questions_about_one_row", "symbol_of"]
+
+
+_TRIED = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
+"""Batch sizes that assumptions are tried with. A trace takes for granted that a size is no 0 or 1."""
+
+
+def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symbol | None:
+    """The symbol of one size of an input; None when it was made static."""
+    size = size_of(_size(program, leaf, dimension))
+    return size if isinstance(size, sympy.Symbol) else None
+
+
+def assumptions_always_hold(program: ExportedProgram, layout: BatchLayout) -> bool:
+    """Whether everything that a trace assumed is true for every batch size tried, up to a million.
+
+    PyTorch cannot prove all that is: ``min(6, 6 * batch) == 6`` counts as an assumption, though a batch is never empty.
+    """
+    size = _size(program, *layout.dimensions[0])
+    assert isinstance(size, torch.SymInt)
+    symbol, environment = size.node.expr, size.node.shape_env
+    assumed = [guard.expr for guard in environment.guards]
+    assumed += [deferred.expr for several in environment.deferred_runtime_asserts.values() for deferred in several]
+    return all(_always_holds(expression.xreplace(environment.replacements), symbol) for expression in assumed)
+
+
+def _always_holds(expression: sympy.Basic, symbol: sympy.Symbol) -> bool:
+    if expression.free_symbols - {symbol}:
+        return False
+    return all(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true for size in _TRIED)
+
+
+def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.SymInt:
+    name = program.graph_signature.user_inputs[leaf]
+    placeholder = next(node for node in program.graph.nodes if node.name == name)
+    size: int | torch.SymInt = placeholder.meta["val"].shape[dimension]
+    return size
+
+
+# -- notice where a model asks whether its batch is of one row ---------------------------------------------------------------------
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "__eq__": operator.eq,
+    "__ge__": operator.ge,
+    "__gt__": operator.gt,
+    "__le__": operator.le,
+    "__lt__": operator.lt,
+    "__ne__": operator.ne,
+}
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextlib.contextmanager
+def questions_about_one_row() -> Iterator[list[str]]:
+    """Watch comparisons of open sizes while active.
+
+    Yields:
+        A list that grows by the source lines, ``file.py:12``, whose answers for one row would differ.
+    """
+    found: list[str] = []
+    originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
+
+    def watch(name: str) -> Callable[[Any, Any], Any]:
+        def compare(self: torch.SymInt, other: Any) -> Any:
+            frame = sys._getframe(1)  # noqa: SLF001  the line that compares; inspect.stack() would read source files
+            if not frame.f_code.co_filename.startswith(_TORCH) and _tells_one_from_two(self, other, _COMPARISONS[name]):
+                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                if line not in found:
+                    found.append(line)
+            return originals[name](self, other)
+
+        return compare
+
+    for name in _COMPARISONS:
+        setattr(torch.SymInt, name, watch(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(torch.SymInt, name, original)
+
+
+def _tells_one_from_two(size: torch.SymInt, other: Any, compare: Callable[[Any, Any], Any]) -> bool:
+    expression = size.node.expr
+    if not isinstance(other, int) or len(expression.free_symbols) != 1:
+        return False
+    (symbol,) = expression.free_symbols
+    one, two = (compare(expression.xreplace({symbol: sympy.Integer(rows)}), other) for rows in (1, 2))
+    return bool(one) != bool(two)
+
+
+# -- decide comparisons with random numbers that can only come out one way ---------------------------------------------------------
+
+
+_RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
+    Tensor.lt: operator.lt,
+    Tensor.__lt__: operator.lt,
+    torch.lt: operator.lt,
+    Tensor.le: operator.le,
+    Tensor.__le__: operator.le,
+    torch.le: operator.le,
+    Tensor.gt: operator.gt,
+    Tensor.__gt__: operator.gt,
+    torch.gt: operator.gt,
+    Tensor.ge: operator.ge,
+    Tensor.__ge__: operator.ge,
+    torch.ge: operator.ge,
+}
+
+_LEAST, _LARGEST = 0.0, 1.0 - 2.0**-24
+"""What ``torch.rand`` draws lies in [0, 1)."""
+
+
+class DecidedRandomChoices(TorchFunctionMode):
+    """While active, comparing one uniform random number with a constant gives a bool where every number gives the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        decided = self._decide(func, args)
+        if decided is not None:
+            return decided
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.ndim == 0:
+            self._drawn.append(result)
+        return result
+
+    def _decide(self, func: Any, args: Any) -> bool | None:
+        compare = _RANDOM_COMPARISONS.get(func) if len(args) == 2 else None
+        if compare is None or not isinstance(args[1], int | float) or not any(args[0] is drawn for drawn in self._drawn):
+            return None
+        answers = {compare(_LEAST, args[1]), compare(_LARGEST, args[1])}
+        return answers.pop() if len(answers) == 1 else None

@@ -1,0 +1,1 @@
+"""Inputs of a model: found, flattened, tied, and key-value caches among them."""

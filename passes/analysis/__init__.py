@@ -1,0 +1,1 @@
+"""Read facts from a normalized graph: its axes and their names, and how rows of the batch pass through it."""

@@ -1,0 +1,271 @@
+"""Find the axes of a model: which dimensions of which tensors are one and the same loop.
+
+Every dimension of every tensor starts with an axis of its own. One walk over the graph: where an operation's rule says that dimensions
+run together, their axes become one; where a reshape splits a dimension, its axis is split into parts, wherever it occurs.
+
+    linear      x[batch, sequence, hidden], weight[3*heads*head, hidden]  ->  y[batch, sequence, 3*heads*head]
+    view        y[batch, sequence, 3*heads*head]                          ->  z[batch, sequence, 3, heads, head]
+    so          weight[(3 heads head), hidden]        cut by heads, the weight's shard is three runs of rows
+
+A union-find with refinement; linear in the graph for all practical purposes (Tarjan 1975).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from passes.graph.schemas import bound_arguments, draws, node_leaves
+from passes.graph.symbolic_sizes import size_of
+from passes.rules.loops import Loops, Size
+from passes.rules.registry import loops_of
+from passes.rules.window import Window
+
+__all__ = ["Axes", "TensorAxes", "find_axes", "is_item", "returned_values", "tensor_operands"]
+
+TensorAxes = tuple[tuple[int, ...], ...]
+"""For each dimension of a tensor its axes, outermost first."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a graph. An axis is an index into ``sizes``.
+
+    Attributes:
+        sizes: of each axis.
+        tensors: node -> the axes of each tensor that it gives (one for a plain tensor).
+        loops: node -> what its rule says; absent where there is no rule, or no tensor.
+        factors: node -> for each factor of its loops, the axes, outermost first.
+        roles: for each axis the names that rules give the factors that run over it, with how often.
+        unruled: operations without a rule, by name of the node.
+        operands: call -> the tensors among its arguments; see ``tensor_operands``.
+    """
+
+    sizes: tuple[Size, ...]
+    tensors: Mapping[str, tuple[TensorAxes, ...]]
+    loops: Mapping[str, Loops]
+    factors: Mapping[str, tuple[tuple[int, ...], ...]]
+    roles: tuple[Mapping[str, int], ...]
+    unruled: Mapping[str, str]
+    operands: Mapping[str, tuple[fx.Node, ...]]
+
+    def of(self, node: str) -> TensorAxes:
+        """The axes of a node that gives one tensor."""
+        (axes,) = self.tensors[node]
+        return axes
+
+    def under(self, name: str, window: Window) -> tuple[int, ...]:
+        """The axes that a window of a call slides over, outermost first."""
+        return (
+            self.of(self.operands[name][window.operand].name)[window.dimension] if window.part is None else self.factors[name][window.part]
+        )
+
+    @functools.cached_property
+    def of_calls(self) -> Mapping[str, frozenset[int]]:
+        """Call -> all axes that it loops over; absent where there is no rule."""
+        return {name: frozenset(axis for axes in factors for axis in axes) for name, factors in self.factors.items()}
+
+    @functools.cached_property
+    def slid_over(self) -> Mapping[str, frozenset[int]]:
+        """Call -> the axes of its operands over which windows slide; absent where there are none."""
+        found = {
+            name: frozenset(self.under(name, each)[0] for each in loops.windows if each.factor is not None)
+            for name, loops in self.loops.items()
+            if loops.windows
+        }
+        return {name: each for name, each in found.items() if each}
+
+
+class _Axis:
+    """An axis in the making: one of a class (``root``), perhaps split into ``parts``, outermost first."""
+
+    __slots__ = ("parent", "parts", "roles", "size")
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.parent: _Axis | None = None
+        self.parts: tuple[_Axis, ...] = ()
+        self.roles: dict[str, int] = {}
+
+
+def _root(axis: _Axis) -> _Axis:
+    while axis.parent is not None:
+        if axis.parent.parent is not None:
+            axis.parent = axis.parent.parent
+        axis = axis.parent
+    return axis
+
+
+def _leaves(axes: Iterable[_Axis]) -> list[_Axis]:
+    """The unsplit axes that make up a dimension."""
+    found: list[_Axis] = []
+    for axis in axes:
+        root = _root(axis)
+        if root.parts:
+            found.extend(_leaves(root.parts))
+        else:
+            found.append(root)
+    return found
+
+
+def _quotient(size: Size, divisor: Size) -> Size | None:
+    """How often a size holds another; None where it does not hold it a whole number of times, whatever the batch."""
+    if isinstance(size, int) and isinstance(divisor, int):
+        return None if divisor == 0 or size % divisor else size // divisor
+    ratio = sympy.cancel(sympy.sympify(size) / sympy.sympify(divisor))
+    if ratio.is_number:
+        return int(ratio) if ratio.is_Integer else None
+    if not ratio.is_polynomial() or not all(number.is_integer for number in sympy.Poly(ratio).coeffs()):
+        return None
+    return ratio
+
+
+def _split(axis: _Axis, outer: Size, inner: Size) -> None:
+    """Split a leaf into an outer and an inner part."""
+    axis.parts = (_Axis(outer), _Axis(inner))
+    for part in axis.parts:
+        part.roles = dict(axis.roles)
+
+
+def _unify(left: Sequence[_Axis], right: Sequence[_Axis]) -> None:
+    """Let two ways to write one dimension be the same axes. Where neither refines the other, the rest stays apart."""
+    one, other = _leaves(left)[::-1], _leaves(right)[::-1]
+    while one and other:
+        first, second = one.pop(), other.pop()
+        if first is second:
+            continue
+        if first.size == second.size:
+            _join(first, second)
+        elif (inner := _quotient(first.size, second.size)) is not None:
+            _split(first, second.size, inner)
+            one += [first.parts[1], first.parts[0]]
+            other.append(second)
+        elif (inner := _quotient(second.size, first.size)) is not None:
+            _split(second, first.size, inner)
+            other += [second.parts[1], second.parts[0]]
+            one.append(first)
+        else:
+            return
+        # A split may have reached axes that are still to be compared.
+        one, other = _leaves(one[::-1])[::-1], _leaves(other[::-1])[::-1]
+
+
+def _join(first: _Axis, second: _Axis) -> None:
+    second.parent = first
+    for name, count in second.roles.items():
+        first.roles[name] = first.roles.get(name, 0) + count
+
+
+def find_axes(graph: fx.Graph) -> Axes:
+    """Analyse a graph whose nodes hold fake tensors in ``meta["val"]``."""
+    tensors: dict[fx.Node, list[list[list[_Axis]]]] = {}
+    loops: dict[str, Loops] = {}
+    factors: dict[str, list[_Axis]] = {}
+    unruled: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "call_function" and node.target is operator.getitem and node.args[0] in tensors:
+            tensors[node] = [tensors[node.args[0]][node.args[1]]]
+            continue
+        results = _tensors(node.meta.get("val"))
+        if not results:
+            continue
+        found = loops_of(node) if node.op == "call_function" else None
+        if found is None:
+            tensors[node] = [[[_Axis(size_of(size))] for size in result.shape] for result in results]
+            if node.op == "call_function" and not draws(node):
+                unruled[node.name] = str(node.target)
+            continue
+        axes = _factor_axes(found)
+        for operand, dimensions in zip(tensor_operands(node), found.operands, strict=True):
+            for own, dimension in zip(_single(tensors[operand]), dimensions, strict=True):
+                if dimension:
+                    _unify(own, [axes[factor] for factor in dimension])
+        for window in found.windows:
+            if window.factor is None:
+                continue
+            slid = _single(tensors[tensor_operands(node)[window.operand]])[window.dimension] if window.part is None else [axes[window.part]]
+            (outermost, *_) = _leaves(slid)
+            role = found.factors[window.factor].name
+            outermost.roles[role] = outermost.roles.get(role, 0) + 1
+        tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, found.results, strict=True)]
+        loops[node.name], factors[node.name] = found, axes
+    return _numbered(tensors, loops, factors, unruled)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a call's arguments, in the order of the operator's schema, lists spread."""
+    leaves = [leaf for value in bound_arguments(node).values() for leaf in node_leaves(value)]
+    return [leaf for leaf in leaves if isinstance(leaf.meta.get("val"), Tensor)]
+
+
+def returned_values(output: fx.Node) -> list[fx.Node]:
+    """The tensors that a graph's flat output names, each once; a size that is returned lies nowhere."""
+    (values,) = output.args
+    assert isinstance(values, tuple | list)
+    nodes = dict.fromkeys(value for value in values if isinstance(value, fx.Node))
+    return [node for node in nodes if not isinstance(node.meta.get("val"), torch.SymInt)]
+
+
+def _single(tensors: list[list[list[_Axis]]]) -> list[list[_Axis]]:
+    (tensor,) = tensors
+    return tensor
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether a node takes one result of a call that gives several."""
+    return node.target is operator.getitem
+
+
+def _factor_axes(loops: Loops) -> list[_Axis]:
+    axes = []
+    for factor in loops.factors:
+        axis = _Axis(factor.size)
+        axis.roles[factor.name] = 1
+        axes.append(axis)
+    return axes
+
+
+def _result_axes(result: Tensor, dimensions: Sequence[Sequence[int]], axes: Sequence[_Axis]) -> list[list[_Axis]]:
+    sizes = zip(result.shape, dimensions, strict=True)
+    return [[axes[factor] for factor in dimension] if dimension else [_Axis(size_of(size))] for size, dimension in sizes]
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """The tensors of a result: itself, or those of the tuple that it is."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
+        return list(value)
+    return []
+
+
+def _numbered(
+    tensors: Mapping[fx.Node, list[list[list[_Axis]]]],
+    loops: Mapping[str, Loops],
+    factors: Mapping[str, list[_Axis]],
+    unruled: Mapping[str, str],
+) -> Axes:
+    numbers: dict[int, int] = {}
+    kept: list[_Axis] = []
+
+    def number(axes: Iterable[_Axis]) -> tuple[int, ...]:
+        found = []
+        for leaf in _leaves(axes):
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(kept)
+                kept.append(leaf)
+            found.append(numbers[id(leaf)])
+        return tuple(found)
+
+    by_node = {node.name: tuple(tuple(number(dimension) for dimension in tensor) for tensor in each) for node, each in tensors.items()}
+    by_factor = {name: tuple(number([axis]) for axis in axes) for name, axes in factors.items()}
+    operands = {node.name: tuple(tensor_operands(node)) for node in tensors if node.op == "call_function" and not is_item(node)}
+    return Axes(tuple(axis.size for axis in kept), by_node, loops, by_factor, tuple(axis.roles for axis in kept), unruled, operands)

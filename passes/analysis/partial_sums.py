@@ -1,0 +1,47 @@
+"""Which values are, by calls that are linear, on their way to be added to another sum.
+
+a = mm(x, v)            b = mm(x, w)        parts of two sums, where what is contracted is cut
+c = a * mask            d = b * mask        both meet
+e = c + d                                   reduced once, for both
+y = x + e                                   e meets nothing: x is no sum
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from passes.analysis.axes import Axes
+
+__all__ = ["summed_together"]
+
+
+def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
+    """The values that add up two sums or more, and those that are added to another sum once calls are through that are linear in them."""
+    sums: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _contracts(node, axes) or any(all(each in sums and len(each.users) == 1 for each in read) for read in _linear_in(node, axes)):
+            sums.add(node)
+    together: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(len(read & sums) > 1 for read in _linear_in(node, axes)):
+            together.add(node)
+        elif len(node.users) == 1:
+            (reader,) = node.users
+            meets = any(node in read and len(read & sums) > 1 for read in _linear_in(reader, axes))
+            if meets or (reader in together and {node} in _linear_in(reader, axes)):
+                together.add(node)
+    return frozenset(node.name for node in together)
+
+
+def _contracts(node: fx.Node, axes: Axes) -> bool:
+    loops = axes.loops.get(node.name)
+    return loops is not None and len(axes.operands[node.name]) > 1 and any(factor.reduction == "sum" for factor in loops.factors)
+
+
+def _linear_in(node: fx.Node, axes: Axes) -> list[set[fx.Node]]:
+    """Sets of operands in each of which a call is linear."""
+    loops = axes.loops.get(node.name)
+    if loops is None or not isinstance(node.meta.get("val"), Tensor):
+        return []
+    operands = axes.operands[node.name]
+    return [{operands[place] for place in linear} for linear in loops.linear]

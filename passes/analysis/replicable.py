@@ -1,0 +1,88 @@
+"""Which values every stage may compute for itself instead of receiving them: position ids, masks, rotary tables.
+
+In a transformer:
+
+    batch ---- arange ---- unsqueeze ----+
+                                         +---- le ---- ...      replicable: nothing here is learned, drawn or written
+    input_ids ---- ne --- slice ---------+
+    input_ids + wte ---- embedding ---- ...                     not replicable: depends on a parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.graph.aliasing import aliasing
+from passes.graph.dependencies import is_differentiable
+from passes.graph.schemas import draws_random_numbers, packet
+from passes.ir.graph import ModelGraph
+
+__all__ = ["read_by_replicable", "replicable_nodes"]
+
+aten = torch.ops.aten
+
+_READS_SHAPE_ONLY = frozenset(
+    {aten.full_like, aten.new_full, aten.new_ones, aten.new_zeros, aten.ones_like, aten.sym_numel, aten.sym_size, aten.zeros_like}
+)
+
+_NEVER = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+"""Memory that was never written differs from rank to rank."""
+
+
+def replicable_nodes(graph: ModelGraph) -> frozenset[str]:
+    """Names of the computing nodes that give the same value on every rank, with no gradient to return.
+
+    Such a node is deterministic, and its arguments are replicable nodes, the batch size, constants, buffers that nobody writes, or
+    inputs of the model that carry no gradient. A floating-point input may carry one (a user may ask for it), so only results that
+    cut the gradient (``x != 0``, ``zeros_like(x)``) may be computed from it. Memory that anybody writes in place is never replicable:
+    its value depends on when it is read.
+    """
+    memory = aliasing(graph.graph)
+    without_gradient = graph.buffers.keys() | graph.constants.keys()
+    replicable: set[str] = set()
+    available: set[str] = set()
+    for node in graph.graph.nodes:
+        if memory.written(node):
+            continue
+        if node.op == "placeholder":
+            if node.name not in graph.parameters:
+                available.add(node.name)
+        elif node.op == "call_function" and _is_replicable(node, available, without_gradient):
+            available.add(node.name)
+            replicable.add(node.name)
+    return frozenset(replicable)
+
+
+def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
+    """The buffers and constants that replicable nodes read.
+
+    Which stages compute these nodes depends on how the batch is cut: what is exchanged between ranks is computed in one stage alone.
+    Whoever holds all of these can serve every cut.
+    """
+    replicable, held = replicable_nodes(graph), graph.buffers.keys() | graph.constants.keys()
+    read = (node.all_input_nodes for node in graph.graph.nodes if node.name in replicable)
+    return frozenset(source.name for sources in read for source in sources if source.name in held)
+
+
+def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient: AbstractSet[str]) -> bool:
+    if not _is_deterministic(node.target) or any(argument.name not in available for argument in node.all_input_nodes):
+        return False
+    cuts_gradient = packet(node.target) in _READS_SHAPE_ONLY or not is_differentiable(node)
+    return cuts_gradient or not any(
+        argument.op == "placeholder" and argument.name not in without_gradient and is_differentiable(argument)
+        for argument in node.all_input_nodes
+    )
+
+
+def _is_deterministic(target: Any) -> bool:
+    """Whether equal arguments give equal results: PyTorch's own operations that draw nothing, and arithmetic on sizes."""
+    if not isinstance(target, OpOverload):
+        return getattr(target, "__module__", None) in ("_operator", "math") or getattr(target, "__name__", "").startswith("sym_")
+    if target.namespace not in ("aten", "prims") or target.overloadpacket in _NEVER:
+        return False
+    return not draws_random_numbers(target)

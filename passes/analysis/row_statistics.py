@@ -1,0 +1,46 @@
+"""Find the normalisations that take their statistics over the rows of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import sympy
+import torch
+from torch import fx
+
+from passes.graph.provenance import module_path
+from passes.graph.schemas import bound_arguments, packet
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import ModelGraph
+
+__all__ = ["takes_row_statistics", "values_per_channel"]
+
+aten = torch.ops.aten
+_BATCH_NORMS = (aten.batch_norm, aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm)
+
+
+def takes_row_statistics(node: fx.Node) -> bool:
+    """Whether a call mixes rows in its statistics: batch normalisation in training, or running statistics of instances."""
+    found = packet(node.target)
+    if found in _BATCH_NORMS:
+        return bool(bound_arguments(node)["training"])
+    if found is not aten.instance_norm:
+        return False
+    bound = bound_arguments(node)
+    return bool(bound["use_input_stats"]) and bound["running_mean"] is not None
+
+
+def values_per_channel(graph: ModelGraph, rows: int) -> Iterator[tuple[str, int]]:
+    """Yield for each batch normalisation in training its module path and how many values of a channel it normalises.
+
+    Args:
+        rows: of the batch that statistics are taken of.
+    """
+    for node in graph.computing_nodes():
+        if packet(node.target) in _BATCH_NORMS and takes_row_statistics(node):
+            sizes = [size_of(size) for index, size in enumerate(bound_arguments(node)["input"].meta["val"].shape) if index != 1]
+            count = sympy.Integer(1) * math.prod(sizes)
+            count = count * rows / graph.batch_size if graph.batch is None else count.subs(graph.batch, rows)
+            if not count.free_symbols:
+                yield module_path(node), int(count)

@@ -1,0 +1,1 @@
+"""Differentiate stages: forward, input-gradient and weight-gradient graphs, and recomputation."""

@@ -1,0 +1,150 @@
+"""A joint graph with its nodes sorted: what is given, forward, backward, and who shares memory with whom.
+
+placeholders      (parameters, x | dy)       bound, inputs, tangents
+nodes             y = f(x)                   forward: all in front of the first node that reads a gradient
+                  dx, dw = ...               backward
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from passes.autograd.trace_joint import Joint
+from passes.graph.aliasing import aliasing, mutated_arguments
+from passes.graph.schemas import draws
+from passes.ir.comm.functional import all_gather, replicate, take, vary
+
+__all__ = ["JointNodes", "computed_by", "is_item"]
+
+GATHERED_AGAIN = ("fsdp",)
+"""Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
+
+_MAY_BE_ARGUMENT = frozenset({take, vary})
+"""Operators between layouts whose result lies in the memory of their argument once they are lowered."""
+
+
+class JointNodes:
+    """The nodes of a joint graph.
+
+    Args:
+        again: value of the forward -> the node that gives the same to the backward (``passes.autograd.recompute``).
+
+    Attributes:
+        position: of each node in the graph.
+        inputs: placeholders of the stage: what is bound to it, and its arguments.
+        tangents: placeholders of gradients.
+        bound: parameters, buffers and constants.
+        forward: computing nodes of the forward.
+        backward: computing nodes of the backward.
+        bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
+            What is gathered of a buffer that is written later is none: gathered again, it would have the new value.
+    """
+
+    def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:
+        self.again = again
+        nodes = list(joint.graph.nodes)
+        self.position = {node: index for index, node in enumerate(nodes)}
+        self.tangents = set(joint.gradient_placeholders)
+        self.inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangents]
+        self.bound = set(self.inputs[: len(joint.stage.bound)])
+        self._aliasing = aliasing(joint.graph)
+        self._by_name = {node.name: node for node in nodes}
+        start = _first_backward(nodes, self.tangents)
+        computing = [node for node in nodes if node.op not in ("placeholder", "output")]
+        self.forward = {node: None for node in computing if self.position[node] < start}
+        self.backward = {node: None for node in computing if self.position[node] >= start}
+        self.bound_views = self._bound_views()
+
+    def needed(self, results: Iterable[fx.Node], stop: Callable[[fx.Node], bool], *, in_backward: bool = False) -> set[fx.Node]:
+        """The nodes that must run to get the results, in-place writers included.
+
+        Args:
+            stop: whether a value is there already.
+            in_backward: whether the backward runs them, which has some values of the forward from nodes of its own.
+        """
+        found: set[fx.Node] = set()
+        stack = [node for node in results if not stop(node)]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                sources = (*node.all_input_nodes, *self.earlier_writers(node))
+                read = (self.again.get(source, source) for source in sources) if in_backward else sources
+                stack += [source for source in read if not stop(source)]
+        return found
+
+    def read_in_backward(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What nodes read where the backward runs them."""
+        return {self.again.get(source, source) for node in nodes for source in node.all_input_nodes}
+
+    def cannot_repeat(self, node: fx.Node) -> bool:
+        """Whether computing the node again would give another value or write a buffer again."""
+        source = computed_by(node)
+        if any(draws(writer) or self._writes_input(writer) for writer in (source, *self.writers(source))):
+            return True
+        read_writers = (writer for value in source.all_input_nodes for writer in self.writers(value))
+        return any(self.position[writer] > self.position[source] for writer in read_writers)
+
+    def _writes_input(self, node: fx.Node) -> bool:
+        return any(self.share_memory(written, placeholder) for written in mutated_arguments(node) for placeholder in self.inputs)
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that write in place in the memory of the node's value, or of what an operation that sends nothing makes it of.
+
+        ``vary(buffer)`` has memory of its own for a fake tensor; on a device it is the buffer.
+        """
+        memory = self._aliasing.storages[node.name]
+        if node.target in _MAY_BE_ARGUMENT:
+            memory |= frozenset().union(*(self._aliasing.storages[source.name] for source in node.all_input_nodes))
+        return [self._by_name[name] for storage in sorted(memory) for name in self._aliasing.writers.get(storage, ())]
+
+    def earlier_writers(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes of the same region that wrote the memory that this node reads, before it reads."""
+        region = self.forward if node in self.forward else self.backward
+        writers = {writer: None for source in node.all_input_nodes for writer in self.writers(source)}
+        return [writer for writer in writers if writer in region and self.position[writer] < self.position[node]]
+
+    def share_memory(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two values lie in common memory."""
+        return not self._aliasing.storages[one.name].isdisjoint(self._aliasing.storages[other.name])
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether a value lies in memory of what it is computed from."""
+        own = self._aliasing.storages[node.name]
+        return bool(own) and own <= frozenset[int]().union(*(self._aliasing.storages[source.name] for source in node.all_input_nodes))
+
+    def _bound_views(self) -> set[fx.Node]:
+        views: set[fx.Node] = set()
+        for node in self.forward:
+            sources = node.all_input_nodes
+            of_bound = bool(sources) and all(source in self.bound or source in views for source in sources)
+            if of_bound and (self.is_view(node) or (_is_gathered_again(node) and not self.cannot_repeat(node))):
+                views.add(node)
+        return views
+
+
+def _first_backward(nodes: Sequence[fx.Node], gradients: set[fx.Node]) -> int:
+    """Position of the first node that depends on a gradient: autograd runs nothing of the backward before it."""
+    for index, node in enumerate(nodes):
+        if node.op == "call_function" and any(source in gradients for source in node.all_input_nodes):
+            return index
+    return len(nodes)
+
+
+def _is_gathered_again(node: fx.Node) -> bool:
+    return node.target in (all_gather, replicate) and node.args[2] in GATHERED_AGAIN
+
+
+def computed_by(node: fx.Node) -> fx.Node:
+    """The operation that computes a value: of an item, the operation that returns the tuple."""
+    source = node.args[0] if is_item(node) else node
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether a node takes a tuple apart."""
+    return node.target is operator.getitem

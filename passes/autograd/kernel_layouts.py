@@ -1,0 +1,59 @@
+"""Give kernels the memory format that they check for.
+
+A composite operation such as ``group_norm`` calls ``contiguous`` on its input before it calls the kernel. Tracing omits that call where
+the fake tensor is contiguous already. The tensor of a run may have other strides than its fake: a convolution of one row returns
+channels-last strides, for example, and ``native_group_norm`` refuses them. So the call is written into the graph again; it copies nothing
+where the tensor has the format.
+
+Channels-last is written as a copy. A tensor of one row may be contiguous in channels-last order and still have a batch stride that the
+kernel does not recognise as channels-last; ``contiguous`` would return it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.schemas import bound_arguments, call_with
+
+__all__ = ["LAYOUT_SENSITIVE", "request_layouts"]
+
+aten = torch.ops.aten
+
+LAYOUT_SENSITIVE: Mapping[Any, tuple[str, ...]] = {
+    aten.native_group_norm.default: ("input",),
+    aten.native_group_norm_backward.default: ("grad_out", "input"),
+}
+"""Kernel -> the arguments that it takes in one memory format alone."""
+
+
+def request_layouts(graph: fx.Graph) -> None:
+    """Pass such arguments through ``contiguous``, with the memory format that their fake tensors have."""
+    requested: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        names = LAYOUT_SENSITIVE.get(node.target, ()) if node.op == "call_function" else ()
+        bound = bound_arguments(node) if names else {}
+        for name in names:
+            source = bound[name]
+            if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor):
+                if source not in requested:
+                    requested[source] = _in_format(graph, source, node)
+                bound[name] = requested[source]
+        if names:
+            node.args, node.kwargs = call_with(node, bound)
+
+
+def _in_format(graph: fx.Graph, source: fx.Node, reader: fx.Node) -> fx.Node:
+    value = source.meta["val"]
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    is_channels_last = channels_last is not None and not value.is_contiguous() and value.is_contiguous(memory_format=channels_last)
+    with graph.inserting_before(reader):
+        if is_channels_last:
+            made = graph.call_function(aten.clone.default, (source,), {"memory_format": channels_last})
+        else:
+            made = graph.call_function(aten.contiguous.default, (source,))
+    made.meta = {**reader.meta, "val": value}
+    return made

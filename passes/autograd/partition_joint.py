@@ -1,0 +1,259 @@
+"""Cut a joint graph into the graphs that a schedule runs: forward, backward, and the two halves of the backward.
+
+    joint      (parameters, x | dy)  ->  y, dx, dw
+
+    forward         F   (parameters, x)          -> y, (saved...)
+    backward        B   (parameters, saved, dy)  -> dx, (dw,)
+    input gradient  I   (parameters, saved, dy)  -> dx, (kept...)       what earlier stages wait for
+    weight gradient W   (parameters, kept)       -> (dw,)               what nobody waits for
+
+What the forward saves is the policy of ``recompute`` (``passes.autograd.recompute``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.autograd.joint_graph import computed_by, is_item
+from passes.autograd.recompute import Recompute, kept_values
+from passes.autograd.trace_joint import Joint
+from passes.graph.aliasing import mutated_arguments
+from passes.graph.buffer_writes import verify_writes
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.schemas import draws
+from passes.ir.comm.functional import AGAIN
+
+__all__ = ["DifferentiatedStage", "split_backward"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DifferentiatedStage:
+    """The graphs of one stage in training.
+
+    Attributes:
+        forward: bound, arguments -> outputs..., (saved...).
+        backward: backward_bound, saved, gradients of outputs -> gradients of arguments..., (gradients of parameters...).
+            None: no gradient flows.
+        backward_input: the same arguments -> gradients of arguments..., (kept...).
+        backward_weight: weight_bound, kept -> ((gradients of parameters...),).
+        backward_bound, weight_bound: which bound placeholders they read.
+        outputs_with_gradient: outputs whose gradients the backward takes, in order.
+        arguments_with_gradient: arguments whose gradients it gives, in order.
+        parameters_with_gradient: parameters whose gradients it gives, in order.
+        saved_values: the fake tensors (or ints) that the forward saves: their bytes are the activation memory.
+        dependence: argument or parameter -> the outputs whose gradients its gradient is computed from.
+        received: which gradients of parameters may lie in memory that is in use elsewhere: what collectives and the like give.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    backward_input: fx.GraphModule | None
+    backward_weight: fx.GraphModule | None
+    backward_bound: tuple[str, ...]
+    weight_bound: tuple[str, ...]
+    outputs_with_gradient: tuple[str, ...]
+    arguments_with_gradient: tuple[str, ...]
+    parameters_with_gradient: tuple[str, ...]
+    saved_values: tuple[object, ...]
+    dependence: Mapping[str, frozenset[str]]
+    received: tuple[int, ...] = ()
+
+
+def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
+    """Cut the joint graph; see the module's text."""
+    cut = _Cut(joint, recompute)
+    stage = joint.stage
+    arguments = tuple(name for name in stage.arguments if name in joint.gradients)
+    parameters = tuple(name for name in stage.parameters if name in joint.gradients)
+    label = f"Stage{stage.index}"
+    if not joint.gradients:
+        forward = cut.graph(cut.nodes.inputs, cut.forward_body(joint.outputs), joint.outputs, (), f"{label}Forward")
+        return DifferentiatedStage(forward, None, None, None, (), (), joint.outputs_with_gradient, (), (), (), {})
+
+    of_arguments = [joint.gradients[name] for name in arguments]
+    of_parameters = [joint.gradients[name] for name in parameters]
+    whole = cut.backward_nodes([*of_arguments, *of_parameters], set())
+    saved = [node for node in cut.read_by(whole, [*of_arguments, *of_parameters]) if node not in cut.nodes.tangents]
+    bound = cut.bound_read_by(whole, [*of_arguments, *of_parameters])
+    given = [*bound, *saved, *joint.gradient_placeholders]
+    first = cut.with_items(cut.with_overwritten_readers(cut.backward_nodes(of_arguments, set()), whole), whole)
+    second = whole - first
+    kept = cut.read_by(second, of_parameters)
+    owned = cut.owned(of_parameters, of_arguments)
+    weight_bound = cut.bound_read_by(second, of_parameters)
+    return DifferentiatedStage(
+        forward=cut.graph(cut.nodes.inputs, cut.forward_body([*joint.outputs, *saved]), joint.outputs, saved, f"{label}Forward"),
+        backward=cut.graph(given, whole, of_arguments, owned, f"{label}Backward"),
+        backward_input=cut.graph(given, first, of_arguments, kept, f"{label}BackwardInput"),
+        backward_weight=cut.graph([*weight_bound, *kept], second, (), owned, f"{label}BackwardWeight"),
+        backward_bound=tuple(node.name for node in bound),
+        weight_bound=tuple(node.name for node in weight_bound),
+        outputs_with_gradient=joint.outputs_with_gradient,
+        arguments_with_gradient=arguments,
+        parameters_with_gradient=parameters,
+        saved_values=tuple(node.meta["val"] for node in saved),
+        dependence=_dependence(joint),
+        received=tuple(index for index, result in enumerate(owned) if cut.is_received(result.node) and not result.shared),
+    )
+
+
+def _dependence(joint: Joint) -> dict[str, frozenset[str]]:
+    reached: dict[fx.Node, frozenset[str]] = dict(
+        zip(joint.gradient_placeholders, (frozenset({name}) for name in joint.outputs_with_gradient), strict=True)
+    )
+    for node in joint.graph.nodes:
+        if node not in reached:
+            reached[node] = frozenset[str]().union(*(reached[source] for source in node.all_input_nodes))
+    return {name: reached[node] for name, node in joint.gradients.items()}
+
+
+class _Cut:
+    """The joint graph and what the policy keeps of its forward."""
+
+    def __init__(self, joint: Joint, recompute: Recompute) -> None:
+        self.joint = joint
+        self.nodes, self.keep = kept_values(joint, recompute)
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Whether the backward gets the node's value from outside: an input, a gradient, or saved by the forward."""
+        return node.op == "placeholder" or node in self.keep
+
+    def backward_nodes(self, results: Iterable[fx.Node], done: set[fx.Node]) -> set[fx.Node]:
+        """The nodes that must run to get the results, without those that are given or done; in-place writers included."""
+        return self.nodes.needed(results, lambda node: self.is_given(node) or node in done, in_backward=True)
+
+    def forward_body(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        """The nodes of the forward graph: what the results need, and every effect of the forward."""
+        effects = [node for node in self.nodes.forward if draws(node) or mutated_arguments(node)]
+        return self.nodes.needed([*results, *effects], lambda node: node.op == "placeholder")
+
+    def with_overwritten_readers(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:
+        """Add to the first half what must read memory before the first half overwrites it."""
+        position, writers = self.nodes.position, self.nodes.writers
+        while True:
+            late = [
+                node
+                for node in whole - first
+                if any(
+                    writer in first and position[writer] > position[node] for source in node.all_input_nodes for writer in writers(source)
+                )
+            ]
+            if not late:
+                return first
+            first = first | self.backward_nodes(late, first)
+
+    def with_items(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:
+        """Add the items of what the first half computes, so that no tuple is kept for the sake of one of its items."""
+        return first | {node for node in whole if is_item(node) and node.args[0] in first}
+
+    def read_by(self, nodes: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
+        """What the nodes (and the results themselves) read from outside, in graph order; bound placeholders left out."""
+        read = self.nodes.read_in_backward(nodes) | set(results)
+        outside = (node for node in read if node not in nodes and node not in self.nodes.bound)
+        return sorted(outside, key=self.nodes.position.__getitem__)
+
+    def bound_read_by(self, nodes: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
+        read = {source for node in nodes for source in node.all_input_nodes} | set(results)
+        return [node for node in self.nodes.inputs if node in self.nodes.bound and node in read]
+
+    def owned(self, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[_Result]:
+        """The gradients, those marked that share memory with another value: what is added up, and ``.grad``, is nobody else's memory."""
+        return [_Result(node, self._shares_memory(node, gradients, others) or _overlaps(node)) for node in gradients]
+
+    def _shares_memory(self, gradient: fx.Node, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
+        elsewhere = [*(node for node in gradients if node is not gradient), *others, *self.nodes.inputs, *self.nodes.tangents]
+        return gradients.count(gradient) > 1 or any(self.nodes.share_memory(gradient, other) for other in elsewhere)
+
+    def is_received(self, gradient: fx.Node) -> bool:
+        """Whether a gradient is a view of what no ATen operator computes: nothing is known of the memory that this lies in."""
+        node = computed_by(gradient)
+        while self.nodes.is_view(node):
+            node = computed_by(node.all_input_nodes[0])
+        return getattr(node.target, "namespace", "") != "aten"
+
+    def graph(
+        self,
+        inputs: Sequence[fx.Node],
+        body: set[fx.Node],
+        values: Sequence[fx.Node],
+        group: Sequence[fx.Node | _Result],
+        name: str,
+    ) -> fx.GraphModule:
+        """The graph from the inputs through the body. Output: the values, then the group as one tuple."""
+        target = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            copies[node] = target.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        again = {} if inputs is self.nodes.inputs else self.nodes.again
+        for node in self._in_order(body, is_backward=inputs is not self.nodes.inputs):
+            copies[node] = target.node_copy(node, lambda argument: copies[again.get(argument, argument)])
+            if again is self.nodes.again and node in self.nodes.forward:
+                copies[node].meta[AGAIN] = True
+        collected = []
+        for result in group:
+            source = result.node if isinstance(result, _Result) else result
+            copied = copies[source]
+            if isinstance(result, _Result) and result.shared:
+                copied = target.call_function(aten.clone.default, (copied,))
+                copied.meta = dict(source.meta)
+            collected.append(copied)
+        target.output((*(_dense(target, node, copies[node]) for node in values), tuple(collected)))
+        target.lint()
+        verify_writes(target, "splitting the backward")
+        return LazyGraphModule({}, target, class_name=name)
+
+    def _in_order(self, body: set[fx.Node], *, is_backward: bool) -> list[fx.Node]:
+        """The body as it runs: what the backward makes again stands in front of its first reader there, so that it is short-lived.
+
+        Where something writes in place everything stands as it stood, for the sake of who reads before and who behind.
+        """
+        ordered = sorted(body, key=self.nodes.position.__getitem__)
+        if not is_backward or any(mutated_arguments(node) for node in ordered):
+            return ordered
+        placed: dict[fx.Node, None] = {}
+        for node in ordered:
+            if node not in self.nodes.forward:
+                self._place(node, body, placed)
+        for node in ordered:
+            self._place(node, body, placed)
+        return list(placed)
+
+    def _place(self, node: fx.Node, body: set[fx.Node], placed: dict[fx.Node, None]) -> None:
+        """Place a node behind what it reads, in the order of the joint graph."""
+        missing: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current in body and current not in placed and current not in missing:
+                missing.add(current)
+                stack += self.nodes.read_in_backward([current])
+        placed.update(dict.fromkeys(sorted(missing, key=self.nodes.position.__getitem__)))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A gradient that leaves the graph, and whether it needs a copy to own its memory."""
+
+    node: fx.Node
+    shared: bool
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """Whether elements of a value lie in one place, as those of an expanded one do."""
+    return any(stride == 0 for stride in node.meta["val"].stride())
+
+
+def _dense(target: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+    """A value that leaves the stage, laid out as its reader was traced with."""
+    if node.meta["val"].is_contiguous():
+        return copied
+    dense = target.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
+    dense.meta = dict(node.meta)
+    return dense

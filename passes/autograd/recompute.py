@@ -1,0 +1,201 @@
+"""What the backward computes again instead of keeping it: the policy of ``recompute``.
+
+    "none"        keeps every value that the backward reads
+    "selective"   keeps what is dear; makes again, cheapest per byte first, until no more than half of the bytes is left:
+                    1. values larger than all that they are made from: scores and weights of attention from queries and keys, embeddings
+                       from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
+                       dropout that are larger than what the dropped values are made from, drawn from the state of the generator
+                    2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks
+    "full"        keeps the stage's arguments; everything else is computed again
+
+A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
+reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random numbers are dear where they are
+no part of what is made again anyway: one that is drawn takes a CPU as long as 20 that are copied, and gives back a byte. In a transformer
+whose attention is written out, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
+Models, 2022) keep: 34 of the 34 + 5 heads x length / width bytes an element.
+
+Whatever the policy, results of random operations other than masks and of operations that write to buffers are saved: computing them again
+would draw other numbers or update twice. Views of parameters are taken again, never saved.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from passes.autograd.joint_graph import JointNodes, computed_by
+from passes.autograd.trace_joint import Joint
+from passes.graph.aliasing import OWN_MEMORY, memory_keys
+from passes.graph.fake_tensors import fake_mode
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
+from passes.normalize.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
+
+__all__ = ["Recompute", "kept_values"]
+
+aten = torch.ops.aten
+
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+"""What the backward computes again instead of keeping it."""
+
+GATHERS = frozenset({all_gather, replicate})
+"""Collectives whose results ``"selective"`` does not keep: they are the parts of several ranks, of which this rank has its own."""
+
+LOCAL = frozenset({vary, take, keep_first, local_index, take_runs, put_runs})
+"""Operators beside the collectives for which nothing is sent."""
+
+CONTRACTIONS = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
+DEAR = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL)
+"""What ``"selective"`` keeps: contractions with weights, and what other ranks had a part in computing."""
+
+ENOUGH = 0.5
+"""The part of the bytes of ``"none"`` down to which ``"selective"`` makes values again."""
+
+
+def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozenset[fx.Node]]:
+    """The nodes of a joint graph, and the values of the forward that its backward takes from it where it needs them.
+
+    Masks that the backward draws again are drawn with the state of the generator: the graph changes (``_draw_again``).
+    """
+    again: dict[fx.Node, fx.Node] = {}
+    if recompute == "selective":
+        again = _draw_again(joint, _masks_larger_than_sources(joint))
+        nodes = JointNodes(joint, again)
+        sizes, gradients = _Sizes(nodes), joint.gradients.values()
+        kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
+        enough = ENOUGH * sizes.saved(_where(nodes, lambda node: node not in nodes.bound_views), gradients)
+        if sizes.saved(kept, gradients) <= enough:
+            return nodes, kept
+    if recompute == "none":
+        nodes = JointNodes(joint, again)
+        return nodes, _where(nodes, lambda node: node not in nodes.bound_views)
+    nodes = JointNodes(joint, {**again, **_draw_again(joint, _masks(joint))})
+    return nodes, _where(nodes, nodes.cannot_repeat if recompute == "full" else lambda node: _is_dear(node, nodes))
+
+
+def _where(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
+    return frozenset(node for node in nodes.forward if keep(node))
+
+
+def _is_dear(node: fx.Node, nodes: JointNodes) -> bool:
+    return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node)
+
+
+def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The kept values from which each is made, itself alone where it is kept: what is dear, and what is no larger than its sources.
+
+    Args:
+        drawn: masks that are drawn from nothing.
+    """
+    found: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset() if node in nodes.bound else frozenset({node}) for node in nodes.inputs}
+    for node in nodes.forward:
+        inputs = (nodes.again.get(source, source) for source in computed_by(node).all_input_nodes)
+        made_from = frozenset[fx.Node]().union(*(found[source] for source in inputs))
+        is_dear = _is_dear(node, nodes) and node not in drawn
+        is_free = node in nodes.bound_views or computed_by(node).target in GATHERS or nodes.is_view(computed_by(node))
+        is_value = isinstance(node.meta.get("val"), Tensor)
+        is_kept = is_dear or (is_value and not is_free and sizes.of(node) <= sum(sizes.of(source) for source in made_from))
+        found[node] = frozenset({node}) if is_kept else made_from
+    return found
+
+
+def _masks(joint: Joint) -> list[fx.Node]:
+    """All that the forward draws, but those that it returns."""
+    return [node for node in joint.graph.nodes if node.target is dropout_mask and node not in joint.outputs]
+
+
+def _masks_larger_than_sources(joint: Joint) -> list[fx.Node]:
+    """Those that are larger, in the part that is read, than what the values are made from that they are laid over."""
+    masks = _masks(joint)
+    if not masks:
+        return []
+    nodes = JointNodes(joint, {})
+    sizes = _Sizes(nodes)
+    sources = _sources(nodes, sizes, drawn=masks)
+
+    def is_larger(part: fx.Node) -> bool:
+        for reader in (user for user in part.users if user in nodes.forward):
+            values = {value for value in reader.all_input_nodes if isinstance(value.meta.get("val"), Tensor)} - {part}
+            made_from = frozenset[fx.Node]().union(*(sources[value] for value in values))
+            if not (sizes.of(part) > sum(map(sizes.of, made_from)) if values else is_larger(reader)):
+                return False
+        return True
+
+    return [mask for mask in masks if is_larger(mask)]
+
+
+class _Sizes:
+    """Bytes of values at the number of rows that the stage was traced with."""
+
+    def __init__(self, nodes: JointNodes) -> None:
+        self._nodes = nodes
+        counts = (node.meta["val"] for node in nodes.inputs if isinstance(node.meta.get("val"), torch.SymInt))
+        rows = next((count for count in counts if count.node.expr.is_Symbol), None)
+        self._symbol = None if rows is None else rows.node.expr
+        self._rows = 1 if rows is None else int(rows.node.hint or 1)
+        self._known: dict[fx.Node, int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        """Of a value; nothing for what is no tensor."""
+        if node not in self._known:
+            value = node.meta.get("val")
+            self._known[node] = bytes_of(value, self._symbol, self._rows) if isinstance(value, Tensor) else 0
+        return self._known[node]
+
+    def saved(self, kept: Collection[fx.Node], gradients: Iterable[fx.Node]) -> int:
+        """Of what the backward takes from the forward if the forward keeps these values, common memory once."""
+        nodes = self._nodes
+        body = nodes.needed(gradients, lambda node: node.op == "placeholder" or node in kept, in_backward=True)
+        memory: dict[Any, int] = {}
+        for node in nodes.read_in_backward(body) | set(gradients):
+            if node in kept and isinstance(node.meta.get("val"), Tensor):
+                ((_, key),) = memory_keys(node)
+                memory[key] = max(memory.get(key, 0), self.of(node))
+        return sum(memory.values())
+
+
+def _draw_again(joint: Joint, masks: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Have the forward keep the generator's state beside each mask that is larger than that; mask -> the node that draws it again.
+
+    Before:                            After:
+
+        mask = dropout_mask(size, p)       drawn = dropout_mask_with_state(size, p)
+                                           mask, state = drawn[0], drawn[1]
+                                           again = dropout_mask_again(state, size, p)     for the backward alone
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    with fake_mode(joint.graph):
+        for node in masks:
+            values = fx.map_arg(node.args, lambda each: each.meta["val"])
+            drawn = dropout_mask_with_state(*values)
+            if _elements(drawn[0]) <= drawn[1].numel():
+                continue
+            found.update([_with_state(joint.graph, node, drawn)])
+    return found
+
+
+def _elements(mask: Tensor) -> int:
+    """At the number of rows that was traced with."""
+    sizes: Iterable[Any] = mask.shape
+    return math.prod(size if isinstance(size, int) else int(size.node.hint or 1) for size in sizes)
+
+
+def _with_state(graph: fx.Graph, node: fx.Node, drawn: tuple[Tensor, Tensor]) -> tuple[fx.Node, fx.Node]:
+    def write(target: Any, arguments: tuple[Any, ...], name: str, value: Any) -> fx.Node:
+        written = graph.create_node("call_function", target, arguments, name=name)
+        written.meta = {**{key: each for key, each in node.meta.items() if key != OWN_MEMORY}, "val": value}
+        return written
+
+    with graph.inserting_before(node):
+        both = write(dropout_mask_with_state, node.args, f"{node.name}_drawn", drawn)
+        mask = write(operator.getitem, (both, 0), f"{node.name}_of_forward", drawn[0])
+        state = write(operator.getitem, (both, 1), f"{node.name}_state", drawn[1])
+        again = write(dropout_mask_again, (state, *node.args), f"{node.name}_again", drawn[0].clone())
+    node.replace_all_uses_with(mask)
+    graph.erase_node(node)
+    return mask, again

@@ -1,0 +1,112 @@
+"""Cut a stage into regions that can be differentiated one by one: where blocks repeat, each is one.
+
+    h = embedding(tokens)        region 0
+    h_1 = block 0 of h           region 1
+    h_2 = block 1 of h_1         region 2, alike
+    logits = head(norm(h_2))     region 3
+
+Any cut is right; one at repeating blocks makes many regions alike. What only counts sizes belongs to no region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.repeated_subgraphs import longest_run, signatures
+
+__all__ = ["Region", "RegionStep", "boundary", "regions_of"]
+
+aten = torch.ops.aten
+
+_LEAST = 6
+"""Nodes that must repeat for a cut to be worth it: each region is traced by itself, which costs as much as some nodes do."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive nodes.
+
+    Attributes:
+        nodes: in order.
+        inputs: what they read from outside, in order of first use.
+        outputs: those that are read outside.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+RegionStep: TypeAlias = Region | fx.Node
+"""A region, or a node that counts sizes."""
+
+
+def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What nodes read from outside, in order of first use, and those of them that are read outside."""
+    inside = set(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    return tuple(inputs), tuple(node for node in nodes if any(user not in inside for user in node.users))
+
+
+def regions_of(graph: fx.Graph) -> tuple[RegionStep, ...]:
+    """The steps of a graph, sizes first: one region where nothing repeats, or regions cannot be told apart.
+
+    They cannot where something other than a tensor goes from region to region, where one writes a buffer that another reads, or where a
+    view counts from the beginning of memory.
+    """
+    sizes = _sizes(graph)
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node not in sizes]
+    regions = [_region(part) for part in _cut(nodes, signatures(nodes, lambda _: "")) if part]
+    counts_from_start = any(node.target is aten.as_strided.default for node in nodes)
+    if len(regions) > 1 and (counts_from_start or not all(map(_is_closed, regions)) or _writes_across(regions)):
+        regions = [_region(nodes)]
+    return (*(node for node in graph.nodes if node in sizes), *regions)
+
+
+def _region(nodes: Sequence[fx.Node]) -> Region:
+    return Region(tuple(nodes), *boundary(nodes))
+
+
+def _sizes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that count sizes, of placeholders alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_size = node.op == "call_function" and isinstance(node.meta.get("val"), int | torch.SymInt)
+        if is_size and all(source.op == "placeholder" or source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _cut(nodes: Sequence[fx.Node], found: Sequence[int]) -> Iterator[Sequence[fx.Node]]:
+    """The copies of the longest run, and likewise what stands before and behind it."""
+    run = longest_run(nodes, found)
+    if run is None or (run.count - 1) * run.length < _LEAST:
+        yield nodes
+        return
+    end = run.start + run.count * run.length
+    yield from _cut(nodes[: run.start], found[: run.start])
+    for first in range(run.start, end, run.length):
+        yield nodes[first : first + run.length]
+    yield from _cut(nodes[end:], found[end:])
+
+
+def _is_closed(region: Region) -> bool:
+    """Whether only tensors that autograd can start from go in, beside sizes, and only tensors come out."""
+    values = [node.meta.get("val") for node in region.inputs]
+    tensors = [value for value in values if not isinstance(value, torch.SymInt)] + [node.meta.get("val") for node in region.outputs]
+    return all(isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex() for value in tensors)
+
+
+def _writes_across(regions: Sequence[Region]) -> bool:
+    """Whether a region writes a buffer that another reads: autograd must see both to refuse a backward that reads what was overwritten."""
+    readers: dict[fx.Node, set[int]] = {}
+    for index, region in enumerate(regions):
+        for source in region.inputs:
+            readers.setdefault(source, set()).add(index)
+    written = {write.args[0] for region in regions for write in region.nodes if write.target is aten.copy_.default}
+    return any(len(readers.get(place, ())) > 1 for place in written if isinstance(place, fx.Node))

@@ -1,0 +1,106 @@
+"""The stages of a plan with their forward and training graphs: what programs are emitted from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from passes.autograd.partition_joint import DifferentiatedStage
+from passes.autograd.region_cache import RegionTemplates
+from passes.ir.graph import ModelGraph
+from passes.stages.split import StageGraph
+
+__all__ = ["Differentiation", "LoweredStages", "reached_gradients"]
+
+
+@dataclass(frozen=True)
+class Differentiation:
+    """What is differentiated with respect to what: one set of training graphs for each such value.
+
+    Attributes:
+        outputs: nodes that the model returns whose gradients will be given.
+        inputs: placeholders of model inputs whose gradients are wanted.
+        parameters: placeholders of parameters whose gradients are wanted.
+    """
+
+    outputs: frozenset[str]
+    inputs: frozenset[str]
+    parameters: frozenset[str]
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """The stages of a plan, ready to be scheduled.
+
+    Attributes:
+        graph: the model; where stages are of unlike width, as the last is cut from it.
+        stages: their forward graphs (without autograd).
+        stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
+        training: for each stage, its training graphs; empty when nothing is differentiated.
+        differentiation: what the training graphs differentiate; None when there are none.
+        requiring: the values between stages, and those returned, that autograd would track.
+        templates: what is known of their regions, however often they are differentiated.
+        parts: for each stage the model as it is cut from it; empty where that is ``graph`` for all.
+    """
+
+    graph: ModelGraph
+    stages: tuple[StageGraph, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
+    training: tuple[DifferentiatedStage, ...] = ()
+    differentiation: Differentiation | None = None
+    requiring: frozenset[str] = frozenset()
+    templates: RegionTemplates = field(default_factory=RegionTemplates, compare=False, repr=False)
+    parts: tuple[ModelGraph, ...] = ()
+
+    @property
+    def collectors(self) -> tuple[int, ...]:
+        """The ranks that collect what the model returns and compute the loss, each of its microbatches: the last stage's."""
+        return self.stage_ranks[-1]
+
+    @property
+    def n_ranks(self) -> int:
+        return max(map(max, self.stage_ranks)) + 1
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a stage on a microbatch; stage -1: the last, which the loss belongs to."""
+        ranks = self.stage_ranks[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def graph_of(self, rank: int) -> ModelGraph:
+        """The model as a rank's stages are cut from it."""
+        return self.parts[self.stages_of(rank)[0].index] if self.parts else self.graph
+
+    def stages_of(self, rank: int) -> tuple[StageGraph, ...]:
+        """The stages that a rank runs."""
+        return tuple(stage for stage in self.stages if rank in self.stage_ranks[stage.index])
+
+    def producer(self, value: str) -> int:
+        """The stage that computes a value."""
+        return next(stage.index for stage in self.stages if value in stage.outputs)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The nodes that the model returns, each once."""
+        return self.graph.returned
+
+    @cached_property
+    def shared_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
+        holders: dict[str, set[int]] = {}
+        for stage in self.stages:
+            for name in stage.parameters:
+                holders.setdefault(name, set()).update(self.stage_ranks[stage.index])
+        with_gradient = {name for stage in self.training for name in stage.parameters_with_gradient}
+        shared = (name for name in self.graph.parameters if len(holders.get(name, ())) > 1 and name in with_gradient)
+        return {name: tuple(sorted(holders[name])) for name in shared}
+
+
+def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
+    """Parameters and model inputs that get a gradient when only some of the differentiated outputs are given one."""
+    live, reached = set(outputs), set[str]()
+    for training in reversed(lowered.training):
+        for name, sources in training.dependence.items():
+            if not sources.isdisjoint(live):
+                reached.add(name)
+        live |= reached
+    return frozenset(reached)

@@ -1,0 +1,129 @@
+"""Send several small tensors in one message: what is gathered for the next calls, and what nobody reads before the end.
+
+    before                                      after
+
+    w1_all = all_gather([w1])                   both = all_gather([w1, w2])
+    h = linear(x, w1_all)                       h = linear(x, both[0])
+    w2_all = all_gather([w2])                   y = linear(h, both[1])
+    y = linear(h, w2_all)
+
+Gathers of parameters are bundled in the order of their first use, so that a bundle is about a layer; scattered gradients in the order in
+which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds
+enough bytes, or when something of it is read before the next one is there. What is large goes alone, and is not copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
+
+__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bundle_collectives", "is_held"]
+
+BUNDLE_BYTES = 4 * 2**20
+"""How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
+
+
+ALONE_BYTES = 2**18
+"""What is as large goes alone, where most lies in memory as it is sent: copying it into a bundle and out again takes longer than a message
+between processes of one machine waits."""
+
+
+def bundle_collectives(graph: fx.Graph) -> None:
+    """Bundle the gathers and scatters of a program, in place."""
+    for function, close_early in ((all_gather, False), (reduce_scatter, True)):
+        for bundle in _bundles(graph, function, close_early=close_early):
+            _merge(graph, bundle, at_first=not close_early)
+    graph.lint()
+
+
+def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[fx.Node]]:
+    """Starts of one kind that go together.
+
+    Args:
+        close_early: the bundle goes when the last is there, so nothing of it may be read before; else all of it is there from the start.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found: list[list[fx.Node]] = []
+    open_bundles: dict[Any, tuple[list[fx.Node], int]] = {}
+    for node in graph.nodes:
+        if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
+            continue
+        if int(node.meta.get("bytes", 0)) >= ALONE_BYTES:
+            continue
+        key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")))
+        bundle, size = open_bundles.get(key, ([], 0))
+        is_read = close_early and any(_first_reader(each, position) < position[node] for each in bundle)
+        if bundle and not is_read and size < BUNDLE_BYTES:
+            bundle.append(node)
+        else:
+            bundle, size = [node], 0
+            found.append(bundle)
+        open_bundles[key] = bundle, size + int(node.meta.get("bytes", 0))
+    return [bundle for bundle in found if len(bundle) > 1]
+
+
+def is_held(node: Any) -> bool:
+    """Whether a value stays with the rank, or is a view of what does."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Where a result is first read by anything but what takes it apart."""
+    readers = [start]
+    places = []
+    while readers:
+        for user in readers.pop().users:
+            if user.target in (wait, operator.getitem):
+                readers.append(user)
+            else:
+                places.append(position.get(user, -1))
+    return min(places, default=len(position))
+
+
+def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> None:
+    """One start and one wait for all; every result is an item of it."""
+    first, place = bundle[0], bundle[0] if at_first else bundle[-1]
+    if at_first:
+        for node in bundle[1:]:
+            _move_up(node.args[0][0], first)  # type: ignore[index]
+    keywords = dict(first.kwargs)
+    if "sizes" in keywords:
+        keywords["sizes"] = tuple(sizes for node in bundle for sizes in node.kwargs["sizes"])  # type: ignore[union-attr]
+    arguments = ([node.args[0][0] for node in bundle], tuple(node.args[1][0] for node in bundle))  # type: ignore[index]
+    with graph.inserting_after(place):
+        started = graph.create_node("call_function", first.target, arguments, keywords, name=f"{first.name}_bundle")
+        started.meta = {**first.meta, "bytes": sum(int(node.meta.get("bytes", 0)) for node in bundle)}
+    with graph.inserting_after(started):
+        finished = graph.create_node("call_function", wait, (started,), {}, name=f"wait_{first.name}_bundle")
+        finished.meta["section"] = first.meta.get("section")
+    behind = finished
+    for index, node in enumerate(bundle):
+        (old,) = node.users
+        for item in list(old.users):
+            with graph.inserting_after(behind):
+                new = graph.create_node("call_function", operator.getitem, (finished, index), {}, name=f"{item.name}_item")
+            new.meta = dict(item.meta)
+            behind = new
+            item.replace_all_uses_with(new)
+            graph.erase_node(item)
+        graph.erase_node(old)
+        graph.erase_node(node)
+
+
+def _move_up(node: Any, before: fx.Node) -> None:
+    """Move a held value, with the views that lead to it, in front of a node if it stands behind it."""
+    chain = [node]
+    while chain[-1].op != "get_attr":
+        (source,) = chain[-1].all_input_nodes
+        chain.append(source)
+    order = {each: index for index, each in enumerate(before.graph.nodes)}
+    for each in reversed(chain):
+        if order[each] > order[before]:
+            before.prepend(each)

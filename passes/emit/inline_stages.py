@@ -1,0 +1,366 @@
+"""Write the stages of a program into it, where they communicate: every collective becomes a node that anyone can read.
+
+Before:                                                       After:
+
+    f = self.stage0_forward(x_mb0)                                w1 = self.p_w1
+    y_mb0 = f[0]                                                  h = aten.linear(x_mb0, w1)
+    saved = f[1]                                                  h_sum = all_reduce([h], group=(0, 1))
+                                                                  h_sum_parts = wait(h_sum)
+    with, in the stage's own graph,                               y_mb0 = h_sum_parts[0]
+    all_reduce(linear(x, w1)) -> (y, (x, w1))
+
+A collective is started where its operand is there and waited for where its result is first read, so that what stands between overlaps
+with it (see ``passes.emit.overlap_collectives``). A backward whose gradients are summed over ranks is written out for that, too, and a
+stage that computes tiles in turn, so that what it no longer reads is forgotten. ``vary`` and what only renames are left out.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.graph.aliasing import OWN_MEMORY
+from passes.graph.program_printer import ProgramModule
+from passes.graph.schemas import draws
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.comm import functional as collectives
+from passes.ir.comm import primitives as communication
+from passes.ir.comm.index_ranges import from_text, length, put_runs, segments, take_runs
+from passes.ir.comm.microbatch import microbatch_sizes, take_part
+from passes.ir.mesh import Mesh
+from passes.ir.program import StageCall
+from passes.ir.schedule import Action, ActionKind
+from passes.tiling.steps import is_streamed
+
+__all__ = ["communicates", "inline_stages", "written_out"]
+
+
+def communicates(module: nn.Module) -> bool:
+    """Whether a module of a program is a stage whose graph holds collectives, or draws what other ranks draw, too."""
+    nodes = module.graph.graph.nodes if isinstance(module, StageCall) else ()
+    return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
+
+
+def _is_read_through(stage: StageCall) -> bool:
+    """Of a stage whose tiles are computed in turn, what it was given must be forgotten as soon as nobody reads it: a call would hold it."""
+    return communicates(stage) or is_streamed(stage.graph.graph)
+
+
+def is_written_out(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
+    """Whether a node calls a stage that communicates or computes tiles in turn, or one whose gradients are summed as soon as each is there.
+
+    Args:
+        all_stages: False: the last alone.
+    """
+    if node.op != "call_module":
+        return False
+    stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
+    is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
+    return isinstance(stage, StageCall) and ((all_stages and _is_read_through(stage)) or (is_backward and _is_summed(node)))
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """Whether a sum over ranks takes parts of a value."""
+    return any(user.target is communication.all_reduce or (user.target is operator.getitem and _is_summed(user)) for user in node.users)
+
+
+def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: bool = True) -> ProgramModule:
+    """A program with the stages that communicate written out, and sends named by the ranks of the mesh that they go to.
+
+    Args:
+        mesh: whose dimensions the stages' collectives name.
+        rank: whose program it is.
+        all_stages: False leaves stages as calls whose gradients are not summed at once.
+    """
+    sends = any(node.target is communication.send for node in module.graph.nodes)
+    if not sends and not any(is_written_out(node, module, all_stages=all_stages) for node in module.graph.nodes):
+        return module
+    return _Inliner(module, mesh, rank, all_stages).run()
+
+
+def written_out(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
+    """One call of a stage that communicates as a program of its own: its placeholders are the stage's arguments.
+
+    Args:
+        section: the action that the call belongs to.
+        like: the program that calls it.
+        n_saved: how many of the arguments come in one tuple.
+    """
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    batch.meta["val"] = next(node.meta.get("val") for node in like.graph.nodes if node.target == "batch")
+    arguments = []
+    for node in [node for node in stage.graph.graph.nodes if node.op == "placeholder"][len(stage.bound_names) :]:
+        arguments.append(graph.placeholder(f"given_{node.name}"))
+        arguments[-1].meta.update({key: node.meta[key] for key in ("val", OWN_MEMORY) if key in node.meta})
+    given: tuple[Any, ...] = (tuple(arguments[:n_saved]), *arguments[n_saved:]) if stage.takes_tuple else tuple(arguments)
+    call = graph.create_node("call_module", "stage", given, {}, name="call")
+    call.meta["section"] = Action(section.stage, section.kind, 0)
+    graph.output(call)
+    module = ProgramModule({"stage": stage}, graph, class_name="Call")
+    module.meta["batch_size"] = like.meta["batch_size"]
+    return inline_stages(module, mesh, rank)
+
+
+class _Inliner:
+    """Copies a program node by node."""
+
+    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int, all_stages: bool) -> None:
+        self.module = module
+        self.all_stages = all_stages
+        self.mesh = mesh
+        self.rank = rank
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.bound: dict[str, fx.Node] = {}
+        sections = [node.meta["section"] for node in module.graph.nodes if isinstance(node.meta.get("section"), Action)]
+        self.stages = {section.stage for section in sections}
+        self.like: fx.Node
+        traced = next((node.meta.get("val") for node in module.graph.nodes if node.target == "batch"), None)
+        self.symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
+        sizes = next((node for node in module.graph.nodes if node.target is microbatch_sizes), None)
+        n_microbatches = 1 + max((section.microbatch for section in sections), default=0) if sizes is None else sizes.args[1]
+        self.rows = microbatch_sizes(int(module.meta["batch_size"]), n_microbatches)
+
+    def run(self) -> ProgramModule:
+        kept: dict[str, nn.Module] = {}
+        for node in self.module.graph.nodes:
+            self.like = node
+            child = self.module.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(child, StageCall) and is_written_out(node, self.module, all_stages=self.all_stages):
+                self.values[node] = self._inline(child, node)
+                continue
+            arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)
+            if node.target is operator.getitem and not isinstance(arguments[0], fx.Node):
+                self.values[node] = arguments[0][arguments[1]]
+                continue
+            if child is not None:
+                kept[node.target] = child
+            if node.op == "output":
+                self.graph.output(arguments[0])
+                continue
+            name = node.name
+            if node.target is communication.send:
+                name = re.sub(r"_to_rank\d+(_\d+)?$", f"_to_rank{node.kwargs['destination']}", name)
+            copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=name)
+            copy.meta = dict(node.meta)
+            self.values[node] = copy
+        self.graph.lint()
+        unbound = {name: torch.empty(0, device="meta") for name in self.bound}  # ``Program.bind`` gives the tensors
+        module = ProgramModule({**kept, **unbound}, self.graph, class_name=type(self.module).__name__)
+        module.meta.update(self.module.meta)
+        return module
+
+    def _mapped(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+        return fx.node.map_aggregate(argument, lambda each: values[each] if isinstance(each, fx.Node) else each)
+
+    # -- one call of a stage -------------------------------------------------------------------------------------------------------
+
+    def _inline(self, stage: StageCall, call: fx.Node) -> Any:
+        """The stage's results as the program's values: nodes, and tuples of nodes."""
+        arguments = list(self._mapped(call.args, self.values))
+        placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
+        if stage.takes_tuple:
+            spread = arguments[0]
+            if isinstance(spread, fx.Node):
+                count = len(placeholders) - len(stage.bound_names) - len(arguments) + 1
+                saved = placeholders[len(stage.bound_names) :][:count]
+                items = [self._call(operator.getitem, (spread, index), f"{spread.name}_{index}") for index in range(count)]
+                spread = [self._describe(item, node) for item, node in zip(items, saved, strict=True)]
+            arguments = [*spread, *arguments[1:]]
+        state = dict(zip(placeholders, stage.bound_names, strict=False))
+        values: dict[fx.Node, Any] = dict(zip(placeholders[len(state) :], arguments, strict=True))
+        label = self._label(call)
+        for node in stage.graph.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            for source in node.all_input_nodes:
+                if source in state:
+                    values[source] = self._state(state[source], source.meta.get("val"))
+            if node.op == "output":
+                return self._mapped(node.args[0], values)
+            values[node] = self._node(node, values, f"{node.name}_{label}")
+        raise AssertionError("a graph ends with its output")
+
+    def _label(self, call: fx.Node) -> str:
+        """Of which microbatch a value is, and of which stage if the rank has several; else the name of the call."""
+        section = call.meta.get("section")
+        if not isinstance(section, Action):
+            return call.name
+        return f"mb{section.microbatch}" if len(self.stages) == 1 else f"stage{section.stage}_mb{section.microbatch}"
+
+    def _state(self, name: str, fake: Any) -> fx.Node:
+        """What stays with the rank: read once, in front of its first use."""
+        if name not in self.bound:
+            self.bound[name] = self.graph.create_node("get_attr", name, name=name)
+            self.bound[name].meta.update(section=self.like.meta.get("section"), val=fake)
+        return self.bound[name]
+
+    def _node(self, node: fx.Node, values: Mapping[fx.Node, Any], name: str) -> Any:
+        arguments = self._mapped(node.args, values)
+        write = _WRITERS.get(node.target)
+        if write is not None:
+            return write(self, node, arguments, name)
+        assert callable(node.target)
+        if draws(node):
+            group = self.mesh.group(self.rank, self.mesh.cutting.names)
+            drawn = self._call(communication.draw_alike, (node.target, group, *arguments), name, **self._mapped(node.kwargs, values))
+            return self._describe(drawn, node)
+        copy = self._call(node.target, arguments, name, **self._mapped(node.kwargs, values))
+        return self._describe(copy, node)
+
+    def _describe(self, copy: fx.Node, node: fx.Node) -> fx.Node:
+        """What is known of a node of the stage holds for one microbatch."""
+        copy.meta.update({key: value for key, value in node.meta.items() if key != "section"}, is_of_microbatch=True)
+        return copy
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", function, arguments, keywords, name=name)
+        node.meta["section"] = self.like.meta.get("section")
+        return node
+
+    # -- collectives ---------------------------------------------------------------------------------------------------------------
+
+    def communicate(
+        self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any
+    ) -> fx.Node:
+        """Start, wait, take the one result."""
+        return self.communicate_part(node, function, arguments, keywords, name, Fraction(1))
+
+    def communicate_part(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        name: str,
+        share: Fraction,
+    ) -> fx.Node:
+        """``communicate`` where a part of the tensor travels.
+
+        Args:
+            share: which.
+        """
+        started = self._call(function, arguments, f"start_{name}", **keywords)
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        section = self.like.meta.get("section")
+        rows = self.rows[section.microbatch if isinstance(section, Action) else 0]
+        started.meta["bytes"] = int(bytes_of(value, self.symbol, rows) * share)
+        started.meta["reason"] = node.name
+        started.meta[collectives.AGAIN] = node.meta.get(collectives.AGAIN, False)
+        finished = self._call(communication.wait, (started,), f"wait_{name}")
+        result = self._call(operator.getitem, (finished, 0), name)
+        return self._describe(result, node)
+
+    def group(self, over: str) -> tuple[int, ...]:
+        return self.mesh.group(self.rank, (over,))
+
+    def place(self, over: str) -> int:
+        return self.mesh.coordinate(self.rank)[over]
+
+    def times(self, count: int, size: fx.Node | int, name: str) -> fx.Node | int:
+        """A multiple of a size, which may follow from the batch."""
+        return count * size if isinstance(size, int) else self._call(operator.mul, (count, size), name)
+
+    def call(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return self._describe(self._call(function, arguments, name), node)
+
+
+def _all_reduce(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, over, operation = arguments
+    return inliner.communicate(node, communication.all_reduce, ([x],), name, group=inliner.group(over), operation=operation)
+
+
+def _gathered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, _, sizes, _ = arguments
+    return inliner.communicate(node, communication.all_gather, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+
+
+def _scattered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, _, sizes, _ = arguments
+    return inliner.communicate(node, communication.reduce_scatter, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+
+
+def _exchanged(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, split_dim, concat_dim, over, _, split, _, concat, _ = arguments
+    sizes = {"split_sizes": (tuple(split),), "concat_sizes": (tuple(concat),)} if split else {}
+    dims = ([x], (split_dim,), (concat_dim,))
+    return inliner.communicate(node, communication.all_to_all, dims, name, group=inliner.group(over), **sizes)
+
+
+def _sizes(sizes: Sequence[int]) -> dict[str, Any]:
+    return {"sizes": (tuple(sizes),)} if sizes else {}
+
+
+def _taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, count, sizes, _ = arguments
+    return inliner.call(node, take_part, (x, dim, tuple(sizes) if sizes else count, inliner.place(over)), name)
+
+
+def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, over = arguments
+    return x if inliner.place(over) == 0 else inliner.call(node, torch.zeros_like, (x,), name)
+
+
+def _fetched(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, owned, wanted, _, _, fill = arguments
+    fetch = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,), "fill": fill}
+    return inliner.communicate_part(node, communication.halo_exchange, *fetch, name, _halo_share(inliner.place(over), owned, wanted))
+
+
+def _given_back(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, owned, wanted, *_ = arguments
+    give = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,)}
+    return inliner.communicate_part(node, communication.halo_add, *give, name, _halo_share(inliner.place(over), owned, wanted, back=True))
+
+
+def _halo_share(place: int, owned: Sequence[int], wanted: str, *, back: bool = False) -> Fraction:
+    """Which part of a tensor a rank gives to others."""
+    read = segments(tuple(owned), wanted)
+    others = [rank for rank in range(len(owned)) if rank != place]
+    given = [read[place][other] if back else read[other][place] for other in others]
+    whole = length(from_text(wanted)[place]) if back else owned[place]
+    return Fraction(sum(copy.count for segment in given for copy in segment), whole)
+
+
+def _runs_taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, wanted, _, _, fill = arguments
+    return inliner.call(node, take_runs, (x, dim, from_text(wanted)[inliner.place(over)], fill), name)
+
+
+def _runs_put(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, dim, over, wanted, own, _, _ = arguments
+    return inliner.call(node, put_runs, (x, dim, from_text(wanted)[inliner.place(over)], own), name)
+
+
+def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    index, over, _, size, sizes, _ = arguments
+    place = inliner.place(over)
+    if place == 0:
+        return index
+    start = sum(sizes[:place]) if sizes else inliner.times(place, size, f"{name}_start")
+    return inliner.call(node, torch.ops.aten.sub.Scalar, (index, start), name)
+
+
+_WRITERS: Mapping[Any, Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]] = {
+    collectives.all_reduce: _all_reduce,
+    collectives.vary: lambda _inliner, _node, arguments, _name: arguments[0],
+    collectives.all_gather: _gathered,
+    collectives.replicate: _gathered,
+    collectives.take: _taken,
+    collectives.reduce_scatter: _scattered,
+    collectives.exchange: _exchanged,
+    collectives.keep_first: _first,
+    collectives.local_index: _indexed,
+    collectives.halo_exchange: _fetched,
+    collectives.halo_add: _given_back,
+    collectives.take_runs: _runs_taken,
+    collectives.put_runs: _runs_put,
+}
+"""How a program carries out each operator of ``passes.ir.comm.functional``."""

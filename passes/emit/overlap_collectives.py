@@ -1,0 +1,127 @@
+"""Start every collective as early and wait for it as late as the program allows, so that compute in between hides it.
+
+    before                                  after
+
+    dw2 = mm(...)                           dw2 = mm(...)
+    dx = mm(...)                            pending = all_reduce([dw2])      as soon as dw2 is there
+    dw1 = mm(...)                           dx = mm(...)
+    pending = all_reduce([dw2])             dw1 = mm(...)
+    sums = wait(pending)                    ...
+    ...                                     sums = wait(pending)             in front of its first reader
+    store(sums)                             store(sums)
+
+Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read. So is what a backward
+gathers again, instead of which it keeps the rank's own part.
+
+All ranks of a group move theirs alike: their programs differ in numbers alone, and ``passes.verify.programs`` proves what comes out. A
+start does not move up past a call that writes in place, which might write what it sends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+from torch import fx
+
+from passes.emit.coalesce_collectives import is_held
+from passes.graph.schemas import written_arguments
+from passes.ir.comm.functional import AGAIN
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
+
+__all__ = ["overlap_communication"]
+
+
+def overlap_communication(graph: fx.Graph) -> None:
+    """Reorder a program in place."""
+    order = _Order(graph)
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    for node in nodes:
+        if not order.is_late(node):
+            order.place(node)
+    for node in nodes:
+        order.place(node)  # what nobody reads is waited for at the end
+    output = graph.output_node()
+    for node in order.placed:
+        output.prepend(node)
+    graph.lint()
+
+
+class _Order:
+    """The new order, as far as it has been decided."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.placed: dict[fx.Node, None] = {}
+        self._late = _late_nodes(graph)
+        self._ahead = _gathered_ahead(graph)
+        self._starts = _early_starts(graph, self._late)
+
+    def is_late(self, node: fx.Node) -> bool:
+        """Whether a node stands in front of its first reader, not where it stood."""
+        return node in self._late
+
+    def place(self, node: fx.Node) -> None:
+        """Place a node behind what it reads, and behind it the collectives that it was the last to be ready for."""
+        if node in self.placed:
+            return
+        for source in node.all_input_nodes:
+            self.place(source)
+        if node in self._ahead:
+            self.place(self._ahead[node])
+        self.placed[node] = None
+        for start in self._starts.get(node, ()):
+            self.place(start)
+
+
+def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Waits for collectives, and what takes their results apart."""
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if (node.target is wait and source.target in COLLECTIVES) or (node.target is operator.getitem and source in late):
+            late.add(node)
+    return late
+
+
+def _is_gather(node: fx.Node) -> bool:
+    """Whether a node gathers parameters, or again what a forward kept: they could all start at once, and would all be whole at once."""
+    return node.target is all_gather and (_is_of_kept(node) or all(is_held(part) for part in node.all_input_nodes))
+
+
+def _is_of_kept(node: fx.Node) -> bool:
+    """Whether a node gathers again what is there when its backward begins."""
+    source = node.args[0][0] if node.meta.get(AGAIN) else None  # type: ignore[index]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
+
+
+def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For the wait of each such gather, the next one: it is under way while what this one brings is used.
+
+    Of what is gathered again, the next one of the same backward follows.
+    """
+    gathers = [node for node in graph.nodes if _is_gather(node)]
+    of_parameters = [node for node in gathers if not _is_of_kept(node)]
+    of_kept = itertools.pairwise(node for node in gathers if _is_of_kept(node))
+    alike = [(one, other) for one, other in of_kept if one.meta.get("section") == other.meta.get("section")]
+    pairs = [*itertools.pairwise(of_parameters), *alike]
+    return {next(iter(node.users)): following for node, following in pairs if node.users}
+
+
+def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the collectives that can start as soon as it is there: it is the last of what they read, or writes in place."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    starts: dict[fx.Node, list[fx.Node]] = {}
+    barrier: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "call_function" and written_arguments(node):
+            barrier = node
+        if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node):
+            continue
+        candidates = [*node.all_input_nodes, *([barrier] if barrier is not None else [])]
+        if candidates:
+            starts.setdefault(max(candidates, key=position.__getitem__), []).append(node)
+    return starts

@@ -1,0 +1,282 @@
+"""Give the programs of one pipeline their places on a mesh of several.
+
+The programs of a pipeline count its ranks from 0 and know nothing of the pipelines beside it. Here
+
+- sends, receives and sums of tied weights are addressed to the ranks of the mesh;
+- stages that communicate are written out, their mesh dimensions made groups of ranks (``passes.emit.inline_stages``);
+- gradients of parameters that every pipeline uses on its own rows, or on its own part of the work, are summed over the mesh;
+- the loss of a rank's rows is summed over the ranks that hold the others;
+- results that lie by rows are put together.
+
+                 tensor 0          tensor 1
+    stage 0      rank 0   ══════   rank 1        ══ collectives
+                   │                 │            │ send, receive
+    stage 1      rank 2   ══════   rank 3
+
+Where stages are of unlike width, what crosses is whole on the ranks of both: one of a wider stage sends it to a narrower one, which sends
+gradients back to all of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from passes.emit.coalesce_collectives import bundle_collectives
+from passes.emit.gradient_buckets import gradient_buckets
+from passes.emit.inline_stages import inline_stages
+from passes.emit.overlap_collectives import overlap_communication
+from passes.graph.program_printer import ProgramModule
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.comm.primitives import all_gather, all_reduce, receive, send, wait
+from passes.ir.comm.unsummed import AddUnsummed
+from passes.ir.graph import ModelGraph
+from passes.ir.mesh import STAGES, WIDTH, Mesh, receivers
+from passes.ir.program import Program, StoreGradients
+
+__all__ = ["Gradients", "place_on_mesh"]
+
+Gradients = Literal["sum", "keep", "add"]
+"""What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum
+them together with the parts that were kept (``passes.ir.comm.unsummed``)."""
+
+
+def place_on_mesh(
+    program: Program,
+    graph: ModelGraph,
+    mesh: Mesh,
+    pipeline: Sequence[int],
+    gradients: Gradients = "sum",
+    results: Literal["global", "local"] = "global",
+    *,
+    written_out: bool = True,
+) -> Program:
+    """One rank's program among all of the mesh.
+
+    Args:
+        program: as written for its pipeline alone.
+        graph: what the pipeline computes.
+        mesh: of all ranks.
+        pipeline: for each rank of the pipeline, the rank of the mesh.
+        gradients: whether those of parameters are summed.
+        results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
+        written_out: write out all stages that communicate; else those alone whose gradients are summed as soon as each is there, for a
+            program that is looked at and does not run.
+    """
+    writer = _Writer(program, graph, mesh, pipeline)
+    writer.address()
+    writer.sum_totals()
+    writer.sum_gradients(gradients)
+    writer.sum_loss()
+    if results == "global":
+        writer.gather_rows()
+    program.module.graph.lint()
+    assert isinstance(program.module, ProgramModule)
+    rank = pipeline[program.rank]
+    module = inline_stages(program.module, mesh, rank, all_stages=written_out)
+    bundle_collectives(module.graph)
+    overlap_communication(module.graph)
+    # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.
+    type(module).__name__ = re.sub(r"^Rank\d+", f"Rank{rank}", type(module).__name__)
+    return replace(program, rank=rank, module=module)
+
+
+class _Writer:
+    """Rewrites one program in place."""
+
+    def __init__(self, program: Program, graph: ModelGraph, mesh: Mesh, pipeline: Sequence[int]) -> None:
+        self.program = program
+        self.graph = graph
+        self.part = graph.part
+        self.mesh = mesh
+        self.pipeline = pipeline
+        self.rank = pipeline[program.rank]
+        self.nodes: fx.Graph = program.module.graph
+        self.fakes = {node.name: node.meta.get("val") for node in graph.graph.nodes}
+
+    def address(self) -> None:
+        """Ranks of the pipeline -> ranks of the mesh; a tied weight is summed over the other pipelines at once."""
+        for node in list(self.nodes.nodes):
+            if node.target is receive:
+                node.update_kwarg("source", self.pipeline[node.kwargs["source"]])
+            if node.target is send:
+                self._send(node)
+            if node.target is all_reduce and self.mesh.widths and not set(node.meta["reduces"]) & self.graph.parameters.keys():
+                self._sum_over_stages(node)
+            elif node.target is all_reduce:
+                over = {self.part.reduced.get(name, ()) for name in node.meta.get("reduces", ())}
+                assert len(over) == 1, "tied weights that are summed together are used alike"
+                (names,) = over
+                ranks = {rank for member in node.kwargs["group"] for rank in self.mesh.group(self.pipeline[member], names)}
+                node.update_kwarg("group", tuple(sorted(ranks)))
+
+    def _send(self, node: fx.Node) -> None:
+        """To the rank of the pipeline; to those of a wider stage that have no other to receive from, of a narrower one to one of them."""
+        place = node.kwargs["destination"]
+        assert isinstance(place, int)
+        if not self.mesh.widths:
+            node.update_kwarg("destination", self.pipeline[place])
+            return
+        for rank in receivers(self.mesh, self.rank, self.program.rank, place):
+            with self.nodes.inserting_before(node):  # named by its rank when it is written out
+                copy = self.nodes.create_node("call_function", send, node.args, {**node.kwargs, "destination": rank}, name=node.name)
+            copy.meta = dict(node.meta)
+        self.nodes.erase_node(node)
+
+    def _sum_over_stages(self, node: fx.Node) -> None:
+        """The loss, or an input's gradient: stages have parts of it, and the ranks that share one have alike ones: the first counts."""
+        along = next(name for name in self.mesh.names if name in STAGES)
+        node.update_kwarg("group", self.mesh.group(self.rank, (along, WIDTH)))
+        if self.mesh.coordinate(self.rank)[WIDTH]:
+            (own,) = node.all_input_nodes
+            with self.nodes.inserting_before(node):
+                nothing = self._call(node, torch.zeros_like, (own,), f"{own.name}_of_the_first")
+            node.args = ([nothing],)
+
+    # -- gradients of parameters ---------------------------------------------------------------------------------------------------
+
+    def sum_gradients(self, mode: Gradients) -> None:
+        """In front of every store: sums of what each pipeline adds to the gradient."""
+        for node in list(self.nodes.nodes):
+            if node.op != "call_module":
+                continue
+            store = self.program.module.get_submodule(node.target)
+            if isinstance(store, StoreGradients) and not node.meta.get("is_summed"):
+                if mode == "keep":
+                    over = {name: self.part.reduced.get(name or "", ()) for name in store.names if name is not None}
+                    store.unsummed = {name: self.mesh.group(self.rank, names) for name, names in over.items() if names}
+                    continue
+                if mode == "add":
+                    self._add_unsummed(node, store)
+                self._sum(node, store)
+
+    def _add_unsummed(self, node: fx.Node, store: StoreGradients) -> None:
+        """In front of the sums: what earlier steps kept."""
+        name = f"{node.target}_unsummed"
+        self.program.module.add_module(name, AddUnsummed([each if self.part.reduced.get(each or "") else None for each in store.names]))
+        with self.nodes.inserting_before(node):
+            added = self.nodes.create_node("call_module", name, (node.args[0],), {}, name=name)
+        added.meta["section"] = node.meta.get("section", "gradients of parameters")
+        node.args = (added,)
+
+    def _sum(self, node: fx.Node, store: StoreGradients) -> None:
+        gradients = node.args[0]
+        places: dict[tuple[str, ...], list[int]] = {}
+        for index, name in enumerate(store.names):
+            names = self.part.reduced.get(name or "", ())
+            if names:
+                places.setdefault(names, []).append(index)
+        if not places:
+            return
+        with self.nodes.inserting_before(node):
+            parts: list[Any] = [
+                self._call(node, operator.getitem, (gradients, index), f"{node.target}_{index}") for index in range(len(store.names))
+            ]
+            for names, indices in places.items():
+                ranks = self.mesh.group(self.rank, names)
+                for bucket in self._buckets(store, indices):
+                    label = f"{node.target}_{bucket[0]}"
+                    started = self._call(node, all_reduce, ([parts[index] for index in bucket],), f"all_reduce_{label}", group=ranks)
+                    started.meta["reduces"] = tuple(store.names[index] for index in bucket)
+                    started.meta["bytes"] = sum(self._bytes(store.names[index]) for index in bucket)
+                    summed = self._call(node, wait, (started,), f"wait_all_reduce_{label}")
+                    for position, index in enumerate(bucket):
+                        parts[index] = self._call(node, operator.getitem, (summed, position), f"summed_{node.target}_{index}")
+        node.args = (parts,)
+
+    def _buckets(self, store: StoreGradients, indices: Sequence[int]) -> list[list[int]]:
+        found = gradient_buckets([self._bytes(store.names[index]) for index in indices])
+        return [[indices[place] for place in bucket] for bucket in found]
+
+    def _bytes(self, name: str | None) -> int:
+        value = self.fakes[name or ""]
+        return int(value.numel()) * int(value.dtype.itemsize)
+
+    # -- loss and results ----------------------------------------------------------------------------------------------------------
+
+    def sum_totals(self) -> None:
+        """What is counted over a rank's rows (``passes.spmd.mean_to_sum``) -> over the batch."""
+        if self.part.n_row_parts == 1:
+            return
+        names = {total.placeholder for total in self.graph.totals}
+        for node in list(self.nodes.nodes):
+            if node.op == "call_module" and node.name in names:
+                self._sum_value(node, f"all_reduce_{node.name}", f"{node.name}_of_all_rows")
+
+    def _sum_value(self, node: fx.Node, start: str, name: str) -> None:
+        """Put the sum over the ranks that hold other rows in a value's place."""
+        users = list(node.users)
+        with self.nodes.inserting_after(node):
+            started = self._call(node, all_reduce, ([node],), start, group=self.mesh.group(self.rank, self.part.rows))
+        started.meta["bytes"] = self._bytes_of_number(node)
+        started.meta["reduces"] = (node.name,)
+        with self.nodes.inserting_after(started):
+            summed = self._call(node, wait, (started,), f"wait_{start}")
+        with self.nodes.inserting_after(summed):
+            result = self._call(node, operator.getitem, (summed, 0), name)
+        for user in users:
+            user.replace_input_with(node, result)
+
+    def _bytes_of_number(self, node: fx.Node) -> int:
+        """Of the loss, or of a count that the model divides by."""
+        dtype = node.meta["dtype"] if "dtype" in node.meta else node.meta["val"].dtype
+        return int(dtype.itemsize)
+
+    def sum_loss(self) -> None:
+        """The loss of a rank's rows -> that of the batch."""
+        if self.part.n_row_parts == 1 or self.program.kind != "train_step" or self.part.results != "loss":
+            return
+        for node in list(self.nodes.nodes):
+            if node.name == "loss_of_batch":
+                self._sum_value(node, "all_reduce_loss", "loss_of_all_rows")
+
+    def gather_rows(self) -> None:
+        """Results of a forward, and gradients of inputs: every rank gets those of all rows."""
+        if self.part.n_row_parts == 1:
+            return
+        by_rows = self.part.results != "whole"
+        outputs = {each.node: each.batch_dim for each in self.graph.outputs if each.combine == "concatenate" and by_rows}
+        inputs = {f"{leaf.placeholder}_gradient": leaf.batch_dim for leaf in self.graph.inputs}
+        output = self.nodes.output_node()
+        results: Any = output.args[0]
+        if self.program.kind == "forward":
+            saves = len(results) == 2 and isinstance(results[0], tuple)
+            names = list(self.graph.returned)
+            gathered = self._gather(output, results[0] if saves else results, names, [outputs.get(name) for name in names])
+            output.args = ((gathered, results[1]) if saves else gathered,)
+        else:
+            gradients = results[1] if self.program.kind == "train_step" else results
+            names = [getattr(each, "name", "").removesuffix("_gradient") for each in gradients]
+            gathered = self._gather(output, gradients, names, [inputs.get(f"{name}_gradient") for name in names])
+            output.args = ((results[0], gathered) if self.program.kind == "train_step" else gathered,)
+
+    def _gather(self, output: fx.Node, values: Sequence[Any], names: Sequence[str], dims: Sequence[int | None]) -> tuple[Any, ...]:
+        """Put rows together.
+
+        Args:
+            names: of the values in the model's graph.
+        """
+        places = [index for index, (value, dim) in enumerate(zip(values, dims, strict=True)) if value is not None and dim is not None]
+        if not places:
+            return tuple(values)
+        found = list(values)
+        with self.nodes.inserting_before(output):
+            arguments = ([values[index] for index in places], tuple(dims[index] for index in places))
+            started = self._call(output, all_gather, arguments, "all_gather_rows", group=self.mesh.group(self.rank, self.part.rows))
+            fakes = [self.fakes[names[index]] for index in places]
+            started.meta["bytes"] = sum(bytes_of(fake, self.graph.batch, self.graph.batch_size) for fake in fakes)
+            gathered = self._call(output, wait, (started,), "all_rows")
+            for position, index in enumerate(places):
+                found[index] = self._call(output, operator.getitem, (gathered, position), f"{values[index].name}_of_all_rows")
+        return tuple(found)
+
+    def _call(self, like: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
+        node = self.nodes.create_node("call_function", function, arguments, keywords, name=name)
+        node.meta["section"] = like.meta.get("section", "results" if like.op == "output" else "gradients of parameters")
+        return node

@@ -1,0 +1,342 @@
+"""Write the programs of all ranks: a training step by a schedule; a forward; the backward of a forward.
+
+A training step of rank 1 of 2, 1F1B with two microbatches (sizes left out):
+
+    receive_h_mb0 = receive(...)                            posted early
+    receive_h_mb1 = receive(...)
+    h_mb0 = wait(receive_h_mb0)
+    stage1_forward_mb0 = self.stage1_forward(h_mb0)         1F0
+    loss_call_mb0 = self.loss([out_mb0], target_mb0, ...)
+    stage1_backward_mb0 = self.stage1_backward(...)         1B0
+    send_h_gradient_mb0 = send(...)
+    ...                                                     1F1, 1B1
+    stage1_store_gradients = self.stage1_store_gradients(accumulate_gradients_stage1_mb1)
+    return (loss, ())
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from passes.autograd.staged_model import LoweredStages, reached_gradients
+from passes.emit.communication_plan import Item, Message, Script, number_messages, step_scripts, sweep_scripts
+from passes.emit.program_builder import StageEmitter
+from passes.ir.comm.microbatch import concatenate, microbatch_weights, split_batch, split_target, total, weighted_total
+from passes.ir.comm.primitives import all_reduce, wait
+from passes.ir.program import LossCall, Program, ProgramKind
+from passes.ir.schedule import Action, ActionKind, Schedule
+
+__all__ = ["LossForm", "LossReduction", "differentiated_outputs", "emit_backward", "emit_forward", "emit_train_step"]
+
+LossReduction = Literal["mean", "sum", "batch"]
+"""What a loss is over the rows of a batch: their mean, their sum, or a function of all of them at once."""
+
+LOOKAHEAD = 1
+"""How many actions ahead receives are posted: enough for a transfer to overlap the action before."""
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """What programs know of the loss.
+
+    Attributes:
+        reduction: whether it is a mean or a sum over the batch, or needs all rows of the batch at once.
+        dtype: of its value.
+        is_weighted: whether programs are given what each microbatch counts; else it follows from its rows.
+    """
+
+    reduction: LossReduction = "mean"
+    dtype: torch.dtype = torch.float32
+    is_weighted: bool = False
+
+
+def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+    """One training step by a schedule; by one that has all forwards first where the loss needs all rows at once.
+
+    Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
+    ``(loss, (gradients of inputs...))``.
+    """
+    scripts = step_scripts(lowered, schedule, of_all_rows=loss.reduction == "batch")
+    tags = number_messages(scripts)
+    programs = []
+    for rank, script in enumerate(scripts):
+        extra = ("target", "loss_fn", *(["loss_weights"] if loss.is_weighted else [])) if rank in lowered.collectors else ()
+        emitter = StageEmitter(lowered, rank, schedule.n_microbatches, tags, extra, loss.dtype)
+        emitter.prepare(devices[rank])
+        losses: list[fx.Node] = []
+        for position, item in enumerate(script):
+            emitter.section = item.action or "gradients of parameters"
+            emitter.post(script[position : position + 1 + LOOKAHEAD])
+            if item.action is not None:
+                _run(emitter, item.action, training=True)
+                if loss.reduction != "batch" and _is_last_forward(lowered, item.action):
+                    _loss(emitter, item.action.microbatch, loss, losses)
+            if item.takes_loss:
+                _loss_of_all_rows(emitter, loss)
+            _send_all(emitter, item)
+        emitter.store_gradients()
+        emitter.section = "results"
+        result = (_loss_of_batch(emitter, script, loss), emitter.input_gradients())
+        programs.append(_program("train_step", lowered, rank, emitter.finish(result, f"Rank{rank}TrainStep")))
+    return tuple(programs)
+
+
+def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device], *, training: bool) -> tuple[Program, ...]:
+    """A forward. Programs return the tuple of ``lowered.returned`` over the batch; in training also what ``emit_backward`` takes."""
+    scripts = sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=True)
+    tags = number_messages(scripts)
+    programs = []
+    for rank, script in enumerate(scripts):
+        emitter = StageEmitter(lowered, rank, n_microbatches, tags)
+        emitter.prepare(devices[rank])
+        for position, item in enumerate(script[:-1]):
+            assert item.action is not None
+            emitter.section = item.action
+            emitter.post(script[position : position + 1 + LOOKAHEAD])
+            _run(emitter, item.action, training=training)
+            _send_all(emitter, item)
+        emitter.section = "results"
+        outputs = _outputs(emitter, script[-1])
+        result = (outputs, tuple(emitter.saved.values())) if training else outputs
+        programs.append(_program("forward", lowered, rank, emitter.finish(result, f"Rank{rank}Forward")))
+    return tuple(programs)
+
+
+def emit_backward(
+    lowered: LoweredStages, n_microbatches: int, given: frozenset[str], devices: Sequence[torch.device]
+) -> tuple[Program, ...]:
+    """The backward of a forward.
+
+    Programs take ``batch``, ``saved`` and on collectors ``output_gradients``, for each of ``differentiated_outputs``; they return the
+    gradients of inputs.
+
+    Args:
+        given: the outputs whose gradients are not mere zeros: what depends on no other keeps no gradient.
+    """
+    stored = reached_gradients(lowered, given)
+    scripts = sweep_scripts(lowered, n_microbatches, ActionKind.BACKWARD, share_outputs=False)
+    tags = number_messages(scripts)
+    programs = []
+    for rank, script in enumerate(scripts):
+        extra = ("saved", "output_gradients") if rank in lowered.collectors else ("saved",)
+        emitter = StageEmitter(lowered, rank, n_microbatches, tags, extra)
+        emitter.prepare(devices[rank], stored)
+        for index, key in enumerate(_saved_keys(lowered, rank, n_microbatches)):
+            emitter.saved[key] = emitter.item(emitter.inputs["saved"], index, f"stage{key[0]}_saved_mb{key[1]}")
+        if rank in lowered.collectors:
+            emitter.section = "gradients of the results, by microbatch"
+            _cut_output_gradients(emitter)
+        for position, item in enumerate(script):
+            emitter.section = item.action or emitter.section
+            emitter.post(script[position : position + 1 + LOOKAHEAD])
+            if item.action is not None:
+                emitter.backward(item.action)
+            _send_all(emitter, item)
+        emitter.section = "gradients of parameters"
+        emitter.store_gradients()
+        emitter.section = "gradients of inputs"
+        programs.append(_program("backward", lowered, rank, emitter.finish(emitter.input_gradients(), f"Rank{rank}Backward")))
+    return tuple(programs)
+
+
+def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
+    """The results whose gradients the backward takes, in order."""
+    assert lowered.differentiation is not None
+    wanted = lowered.differentiation.outputs
+    return tuple(
+        name for name in lowered.returned if name in wanted and name in lowered.training[lowered.producer(name)].outputs_with_gradient
+    )
+
+
+def _program(kind: ProgramKind, lowered: LoweredStages, rank: int, module: fx.GraphModule) -> Program:
+    return Program(kind, rank, module, tuple(stage.index for stage in lowered.stages_of(rank)))
+
+
+def _run(emitter: StageEmitter, action: Action, *, training: bool) -> None:
+    if action.kind is ActionKind.FORWARD:
+        emitter.forward(action, training=training)
+    else:
+        emitter.backward(action)
+
+
+def _is_last_forward(lowered: LoweredStages, action: Action) -> bool:
+    return action.kind is ActionKind.FORWARD and action.stage == len(lowered.stages) - 1
+
+
+def _send_all(emitter: StageEmitter, item: Item) -> None:
+    for message in item.sends:
+        if message.kind == "activation":
+            emitter.send(message, emitter.values[message.value, _microbatch(message)])
+        elif message.kind == "gradient":
+            emitter.send(message, emitter.value_gradients[message.value, _microbatch(message), message.consumer])
+        elif message.microbatch is None:
+            emitter.send(message, emitter.values[message.value, None])
+        else:
+            emitter.send(message, emitter.value(message.value, message.microbatch))
+
+
+def _microbatch(message: Message) -> int:
+    assert message.microbatch is not None
+    return message.microbatch
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------------------
+
+
+def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[fx.Node]) -> None:
+    """The loss of one microbatch and its gradients, where the model's results are collected."""
+    emitter.section = f"loss of microbatch {microbatch}"
+    lowered = emitter.lowered
+    if not losses:
+        emitter.targets = emitter.call(split_target, (emitter.inputs["target"], emitter.sizes()), "target_parts")
+        part = lowered.graph.part
+        parts = (part.n_row_parts,) if part.results == "loss" and part.n_row_parts > 1 else ()
+        if form.is_weighted:
+            emitter.weights = emitter.inputs["loss_weights"]
+        else:
+            emitter.weights = emitter.call(microbatch_weights, (emitter.sizes(), form.reduction, *parts), "weights")
+    values = [emitter.value(name, microbatch) for name in lowered.returned]
+    target = emitter.item(emitter.targets, microbatch, f"target_mb{microbatch}")
+    weight = emitter.item(emitter.weights, microbatch, f"weight_mb{microbatch}")
+    arguments = (values, target, emitter.inputs["loss_fn"], weight, emitter.size(microbatch))
+    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, f"loss_call_mb{microbatch}")
+    losses.append(emitter.item(call, 0, f"loss_mb{microbatch}"))
+    for position, name in enumerate(differentiated_outputs(lowered)):
+        node = emitter.item(call, 1 + position, f"{name}_gradient_of_loss_mb{microbatch}")
+        emitter.value_gradients[name, microbatch, -1] = node
+    if len(losses) == len(emitter.collected):
+        emitter.values["loss", None] = emitter.call(total, (list(losses),), "loss_of_batch")
+        emitter.values["loss", None].meta["dtype"] = form.dtype
+
+
+def _loss_call(lowered: LoweredStages) -> LossCall:
+    outputs, returned = lowered.graph.outputs, lowered.returned
+    leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
+    tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
+    differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
+    constants = [output.constant for output in outputs]
+    return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
+
+
+def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
+    """The loss of the results of all microbatches at once, and its gradients, cut into microbatches."""
+    emitter.section = "loss of all rows"
+    lowered = emitter.lowered
+    values = [_over_batch(emitter, name) for name in lowered.returned]
+    rows = emitter.batch
+    if _row_parts(lowered) > 1:
+        rows = emitter.call(operator.mul, (emitter.batch, _row_parts(lowered)), "rows_of_all_ranks")
+    arguments = (values, emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
+    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
+    loss = emitter.item(call, 0, "loss_of_batch")
+    if emitter.rank != lowered.collectors[0]:  # it has the same loss, and the sum over ranks counts the first
+        loss = emitter.call(torch.zeros_like, (loss,), "loss_of_another_rank")
+    loss.meta["dtype"] = form.dtype
+    emitter.values["loss", None] = loss
+    for position, name in enumerate(differentiated_outputs(lowered)):
+        _cut_gradient(emitter, name, emitter.item(call, 1 + position, f"{name}_gradient_of_loss"))
+
+
+def _row_parts(lowered: LoweredStages) -> int:
+    """How many ranks cut the batch whose rows a result has all, rank after rank."""
+    part = lowered.graph.part
+    return part.n_row_parts if part.results == "whole" else 1
+
+
+def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.Node:
+    """The loss, on every rank: told by the one that collects; or the sum over all ranks, of which those that collect have parts."""
+    own = emitter.values.get(("loss", None))
+    if len(emitter.lowered.collectors) == 1:
+        return emitter.arrive(script[-1].needs[0]) if own is None else own
+    if own is None:
+        own = emitter.call(torch.zeros, ((),), "no_loss", dtype=form.dtype, device=emitter.device)
+    pending = emitter.call(all_reduce, ([own],), "all_reduce_loss_of_microbatches", group=tuple(range(emitter.lowered.n_ranks)))
+    pending.meta["reduces"], pending.meta["bytes"] = ("loss",), form.dtype.itemsize
+    return emitter.item(emitter.call(wait, (pending,), "loss_parts"), 0, "loss_of_all_microbatches")
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------------------
+
+
+def _outputs(emitter: StageEmitter, end: Item) -> tuple[fx.Node, ...]:
+    """The model's results over the batch: put together where they are collected, received everywhere else.
+
+    Where several ranks collect, each has some microbatches, and all ranks put them together.
+    """
+    if len(emitter.lowered.collectors) > 1:
+        emitter.post((end,))
+        _send_all(emitter, end)
+        return tuple(_over_batch(emitter, name) for name in emitter.lowered.returned)
+    if emitter.rank in emitter.lowered.collectors:
+        for name in emitter.lowered.returned:
+            emitter.values[name, None] = _over_batch(emitter, name)
+        _send_all(emitter, end)
+        return tuple(emitter.values[name, None] for name in emitter.lowered.returned)
+    emitter.post((end,))
+    arrived = {message.value: emitter.arrive(message) for message in end.needs}
+    return tuple(arrived[name] for name in emitter.lowered.returned)
+
+
+def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
+    output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
+    parts = [_result(emitter, name, microbatch) for microbatch in range(emitter.n_microbatches)]
+    if len(parts) == 1 or output.combine == "same":
+        return parts[0]
+    if output.combine == "concatenate":
+        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
+        return emitter.call(concatenate, (parts, output.batch_dim, *of_ranks), f"{name}_batch")
+    if output.combine == "mean":
+        return emitter.call(weighted_total, (parts, _mean_weights(emitter)), f"{name}_batch")
+    assert output.combine == "sum", "a result that mixes the batch has one microbatch"
+    return emitter.call(total, (parts,), f"{name}_batch")
+
+
+def _result(emitter: StageEmitter, name: str, microbatch: int) -> fx.Node:
+    """What the model returns of one microbatch: collected here, or told by the rank that has it."""
+    if microbatch in emitter.collected:
+        return emitter.value(name, microbatch)
+    return emitter.arrive(Message("output", name, microbatch, -1, emitter.lowered.rank_of(-1, microbatch), emitter.rank))
+
+
+def _mean_weights(emitter: StageEmitter) -> fx.Node:
+    return emitter.call(microbatch_weights, (emitter.sizes(), "mean"), "weights")
+
+
+def _saved_keys(lowered: LoweredStages, rank: int, n_microbatches: int) -> list[tuple[int, int]]:
+    """The order in which a forward program returns what it saved."""
+    stages = [stage.index for stage in lowered.stages_of(rank)]
+    return [(stage, number) for stage in stages for number in range(n_microbatches) if lowered.rank_of(stage, number) == rank]
+
+
+def _cut_output_gradients(emitter: StageEmitter) -> None:
+    """The gradients of the results over the batch -> those of every microbatch."""
+    lowered = emitter.lowered
+    for position, name in enumerate(differentiated_outputs(lowered)):
+        output = next(output for output in lowered.graph.outputs if output.node == name)
+        gradient = emitter.item(emitter.inputs["output_gradients"], position, f"{name}_gradient")
+        gradient.meta["val"] = emitter.fake_over_batch(name, output.batch_dim)
+        _cut_gradient(emitter, name, gradient)
+
+
+def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
+    """The gradient of one result over the batch -> that of every microbatch."""
+    output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
+    parts = None
+    if output.combine == "concatenate" and emitter.n_microbatches > 1:
+        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
+        parts = emitter.call(split_batch, (gradient, emitter.sizes(), output.batch_dim, *of_ranks), f"{name}_gradient_parts")
+    for microbatch in emitter.collected:
+        label = f"{name}_gradient_of_loss_mb{microbatch}"
+        part = gradient if parts is None else emitter.item(parts, microbatch, label)
+        if output.combine == "mean" and emitter.n_microbatches > 1:
+            weight = emitter.item(_mean_weights(emitter), microbatch, f"weight_mb{microbatch}")
+            part = emitter.call(torch.mul, (gradient, weight), label)
+        elif output.combine == "same" and microbatch > 0:
+            part = emitter.call(torch.zeros_like, (gradient,), label)
+        emitter.value_gradients[name, microbatch, -1] = part

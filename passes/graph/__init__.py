@@ -1,0 +1,1 @@
+"""Facts about fx graphs that every phase reads: schemas, aliasing, sizes, provenance, dependencies, printing."""

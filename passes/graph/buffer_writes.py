@@ -1,0 +1,111 @@
+"""Declared writes: the only calls of a graph that write memory are those that give a buffer its new value.
+
+    y, n = ...                         forward(batch, x)       the last forward of a step, or the only one
+    copy_ = aten.copy_(buffer, n)      a declared write
+
+Under microbatches a declared write leaves the stage: each forward returns the new value beside its outputs, and one write at the end of
+the step takes them together (``ModelGraph.updates``), so that the buffer is what one forward of the whole batch makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph.aliasing import Aliasing, aliasing, mutated_arguments, writes_statistics
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.provenance import place_of
+from passes.ir.errors import VerificationError
+
+__all__ = ["declared_writes", "returning_writes", "verify_writes", "writing_module"]
+
+aten = torch.ops.aten
+
+
+def declared_writes(graph: fx.Graph, names: Collection[str] | None = None) -> dict[str, fx.Node]:
+    """Return buffer placeholder -> the ``copy_`` that writes it.
+
+    Args:
+        names: the placeholders to look for; None: all.
+    """
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    written = ((copy, copy.args[0]) for copy in copies)
+    return {place.name: copy for copy, place in written if _is_placeholder(place) and (names is None or place.name in names)}
+
+
+def _is_placeholder(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
+
+
+def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> None:
+    """Prove that no call of a graph writes memory, except the declared writes of buffers.
+
+    Args:
+        phase: what has just written the graph.
+        owns_memory: whether calls may also write memory that the graph itself made: where tiles are put together one by one.
+
+    Raises:
+        VerificationError: a call writes anything else.
+    """
+    memory: Aliasing | None = None
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        written = mutated_arguments(node)
+        if not written or (all(map(_is_placeholder, written)) and (node.target is aten.copy_.default or writes_statistics(node))):
+            continue
+        if owns_memory:
+            memory = memory or aliasing(graph)
+            placeholders = {
+                name for each in graph.nodes if each.op in ("placeholder", "get_attr") for name in memory.storages.get(each.name, ())
+            }
+            if all(memory.storages[each.name].isdisjoint(placeholders) for each in written):
+                continue
+        raise VerificationError(
+            f"after {phase}, {node.name} writes {', '.join(each.name for each in written)} in place, and is no declared write of a buffer",
+            place=place_of(node),
+            remedy="this is a defect of the pass; please report it with the model",
+        )
+
+
+def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """Return a stage's graph that returns the new values of buffers behind its other results, and their names, in place of writing them.
+
+    Args:
+        names: the buffers whose writes leave the graph.
+    """
+    if not declared_writes(module.graph, names):
+        return module, ()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    writes = declared_writes(module.graph, names)
+    for node in module.graph.nodes:
+        if node.op != "output" and node not in writes.values():
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    results: Any = fx.map_arg(module.graph.output_node().args[0], copies.__getitem__)
+    values = tuple(copies[write.args[1]] for write in writes.values())  # type: ignore[index]
+    graph.output((*results, *values))
+    graph.lint()
+    returning = LazyGraphModule({}, graph, class_name=type(module).__name__)
+    returning.meta.update(module.meta)
+    return returning, tuple(writes)
+
+
+def writing_module(values: Mapping[str, fx.Node]) -> fx.GraphModule:
+    """Return the graph of a step's writes: buffers, then their new values -> ``()``.
+
+    Args:
+        values: buffer -> a node that has its value's fake tensor.
+    """
+    graph = fx.Graph()
+    places = [graph.placeholder(name) for name in values]
+    new = [graph.placeholder(f"{name}_new") for name in values]
+    for place, value, like in zip(places, new, values.values(), strict=True):
+        place.meta["val"] = value.meta["val"] = like.meta["val"]
+        write = graph.call_function(aten.copy_.default, (place, value))
+        write.meta["val"] = like.meta["val"]
+    graph.output(())
+    return LazyGraphModule({}, graph, class_name="WriteBuffers")

@@ -1,0 +1,185 @@
+"""Remove what a traced backward leaves behind: operations that return their input unchanged.
+
+Before:                                        After:
+
+    detach = aten.detach(weight)
+    t = aten.t(detach)                             t = aten.t(weight)
+    t_1 = aten.t(t)                                mm = aten.mm(gradient, weight)
+    mm = aten.mm(gradient, t_1)
+
+Programs run without autograd, so ``detach`` is the identity; a transpose of a transpose and a slice of everything are too.
+
+Remove operations that do nothing, and values that nobody reads, from a graph without in-place writes (``passes.normalize.functionalize``).
+
+Before:                                              After:
+
+    a = aten.to.dtype(x, float32)      (x is float32)
+    b = aten.dropout(a, 0.1, False)
+    c = aten.alias(b)
+    d = aten.relu(c)                                     d = aten.relu(x)
+
+What writes memory, draws random numbers or checks values stays, read or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from passes.graph.aliasing import mutated_arguments
+from passes.graph.dependencies import may_require_gradient
+from passes.graph.schemas import bound_arguments
+
+__all__ = ["remove_dead", "remove_noise", "simplify"]
+
+
+aten = torch.ops.aten
+_EVERYTHING = 2**63 - 1
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Replace each such operation by its input, in place."""
+    for node in list(graph.nodes):
+        source = _same_as(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and node.target in _VIEWS:
+            graph.erase_node(node)
+
+
+_VIEWS = frozenset({aten.t.default, aten.detach.default, aten.slice.Tensor, aten.view.default, aten.sym_size.int})
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node that this one equals, if it does nothing."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if node.target is aten.detach.default:
+        return source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        inner = source.args[0]
+        return inner if isinstance(inner, fx.Node) else None
+    if node.target is aten.slice.Tensor:
+        start, end, step = [*node.args, *(None, None, None, None, 1)[len(node.args) :]][2:5]
+        if start in (None, 0) and end in (None, _EVERYTHING) and step == 1:
+            return source
+    return None
+
+
+# -- remove operations that do nothing ---------------------------------------------------------------------------------------------
+
+
+_ASSERT_METADATA = aten._assert_tensor_metadata.default  # noqa: SLF001
+_ASSERT_NUMBER = aten._assert_scalar.default  # noqa: SLF001
+
+
+def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> None:
+    """Remove them in place.
+
+    Args:
+        without_gradient: placeholders that never require a gradient; ``detach`` of what follows from them alone does nothing.
+    """
+    carriers = may_require_gradient(graph, without_gradient)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _ASSERT_METADATA or _is_about_sizes(node):
+            graph.erase_node(node)
+        elif (
+            (node.target in _IDENTITIES and _IDENTITIES[node.target](node))
+            or (node.target is aten.detach.default and node.args[0] not in carriers)
+            or (node.target is aten.lift_fresh_copy.default and not _is_returned(node))
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    remove_dead(graph)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Remove nodes without users whose computation nobody can notice, in place."""
+    for node in reversed(list(graph.nodes)):
+        is_unread = node.op in ("call_function", "get_attr") and not node.users
+        if is_unread and not node.is_impure() and not mutated_arguments(node):
+            graph.erase_node(node)
+
+
+def _source(node: fx.Node) -> Tensor:
+    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _is_about_sizes(node: fx.Node) -> bool:
+    """An assertion about the batch size, which the trace has proved; those about values stay."""
+    return node.target is _ASSERT_NUMBER and not _reads_values(node.args[0])
+
+
+def _reads_values(argument: Any) -> bool:
+    """Whether arithmetic on numbers starts at the value of a tensor."""
+    if not isinstance(argument, fx.Node) or argument.op == "placeholder":
+        return False
+    if isinstance(argument.target, OpOverload):
+        return True
+    return any(_reads_values(source) for source in argument.all_input_nodes)
+
+
+def _always(_: fx.Node) -> bool:
+    return True
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Dropout with probability 0, or in evaluation."""
+    bound = bound_arguments(node)
+    return bound["p"] == 0 or not bound["train"]
+
+
+def _converts_nothing(node: fx.Node) -> bool:
+    """A conversion to the same type on the same device that asks for no copy and no memory format."""
+    before, after, bound = _source(node), node.meta["val"], bound_arguments(node)
+    asks = bound.get("copy") or bound.get("memory_format") not in (None, torch.preserve_format)
+    return not asks and before.dtype == after.dtype and before.device == after.device
+
+
+def _keeps_everything(node: fx.Node) -> bool:
+    """A slice from the first to the last element."""
+    bound = bound_arguments(node)
+    return bound["start"] in (None, 0) and bound["end"] in (None, _EVERYTHING) and bound["step"] == 1
+
+
+def _is_dense_already(node: fx.Node) -> bool:
+    """``contiguous`` of what ``contiguous`` gave."""
+    source = node.args[0]
+    return (
+        isinstance(source, fx.Node)
+        and source.target is aten.contiguous.default
+        and source.args[1:] == node.args[1:]
+        and (source.kwargs == node.kwargs)
+    )
+
+
+_IDENTITIES: Mapping[Any, Callable[[fx.Node], bool]] = {
+    aten.alias.default: _always,
+    aten.contiguous.default: _is_dense_already,
+    aten.dropout.default: _draws_nothing,
+    aten.feature_dropout.default: _draws_nothing,
+    aten.alpha_dropout.default: _draws_nothing,
+    aten.feature_alpha_dropout.default: _draws_nothing,
+    aten.slice.Tensor: _keeps_everything,
+    aten.to.dtype: _converts_nothing,
+    aten.to.dtype_layout: _converts_nothing,
+    aten.to.device: _converts_nothing,
+    aten.to.other: _converts_nothing,
+    aten.type_as.default: _converts_nothing,
+}
+"""Operation -> when it gives its first argument, unchanged."""

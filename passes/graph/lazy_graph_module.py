@@ -1,0 +1,44 @@
+"""Graph modules whose Python is written when somebody calls or prints them.
+
+``fx.GraphModule`` writes and compiles its ``forward`` as soon as it has a graph. Most graphs of a compiler are read, cut and thrown away,
+and no program runs by that ``forward``: writing it was two fifths of the time from a plan to its programs.
+
+Work on graphs of many nodes without looks for garbage.
+
+What such work makes, hundreds of thousands of small objects, mostly lives to its end. To look for garbage among them, again and again,
+takes a third of the time of planning and of lowering, and half of that of a simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+__all__ = ["LazyGraphModule", "nothing_collected", "traced_lazily"]
+
+
+class LazyGraphModule(_LazyGraphModule):
+    """What ``fx.GraphModule`` is; ``forward`` and ``code`` are written when they are asked for."""
+
+
+def traced_lazily() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, what PyTorch's tracers give is lazy, too."""
+    return _use_lazy_graph_module(should_use=True)
+
+
+# -- work on graphs of many nodes without looks for garbage ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Look for no garbage meanwhile; a decorator, too. What nobody refers to is freed as ever: only circles wait."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

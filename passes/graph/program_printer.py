@@ -1,0 +1,279 @@
+"""Write a program as the Python text that a person reads.
+
+Beside fx's own text: functions are called by the name that they are imported under, every action has a heading, every communication says
+how many bytes it moves, and ``x = None`` behind a last use is left out (the executor sees to it). A node whose ``meta`` has a ``"comment"``
+or an ``"origin"``, in the model's code, says it in a line above. The text is valid Python and does what the graph does.
+
+    # 1B0: backward of stage 1 on microbatch 0
+    stage1_backward_mb0 = self.stage1_backward(stage1_saved_mb0, linear_gradient_of_loss_mb0)
+    relu_gradient_of_stage1_mb0 = stage1_backward_mb0[0]
+    send_relu_gradient_from_stage1_mb0_to_rank0 = send(relu_gradient_of_stage1_mb0, destination=0, tag=0)  # 2.00 KiB
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.ir.program import LossCall
+from passes.ir.schedule import Action, ActionKind
+
+__all__ = ["ProgramModule", "class_text", "program_text"]
+
+
+_OPERATORS: Mapping[Callable[..., Any], str] = {
+    operator.add: "+",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.mul: "*",
+    operator.pow: "**",
+    operator.sub: "-",
+}
+
+_WORDS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "input gradients",
+    ActionKind.BACKWARD_WEIGHT: "weight gradients",
+}
+
+
+def program_text(graph: fx.Graph, batch_size: int | None = None) -> str:
+    """The imports and the ``forward`` method of a program.
+
+    Args:
+        batch_size: of the batch that the bytes are told for.
+    """
+    return "\n".join([*_imports(graph), "", "", *_method(graph, batch_size)]) + "\n"
+
+
+def class_text(graph: fx.Graph, name: str, batch_size: int | None = None) -> str:
+    """The program as a class; see ``program_text``."""
+    body = (f"    {line}" if line else "" for line in _method(graph, batch_size))
+    return "\n".join([*_imports(graph), "", "", f"class {name}(torch.nn.Module):", *body]) + "\n"
+
+
+def _imports(graph: fx.Graph) -> list[str]:
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    libraries: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            libraries |= {each.namespace for each in (node.target, *node.args) if isinstance(each, OpOverload)}
+            if _is_imported(node.target):
+                names[node.target.__module__].add(node.target.__name__)
+    imports = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
+    short = [f"{library} = torch.ops.{library}" for library in sorted(libraries)]
+    return ["import torch", "", *imports, *([""] if short and imports else []), *short]
+
+
+def _is_imported(target: Any) -> bool:
+    """Whether the text calls the function by its bare name."""
+    return target is not operator.getitem and target not in _OPERATORS and not isinstance(target, OpOverload) and not _is_torch(target)
+
+
+def _is_torch(target: Any) -> bool:
+    return getattr(torch, target.__name__, None) is target
+
+
+def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
+    arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
+    counted = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
+    lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if counted else "")]
+    section: Action | str = ""
+    origin = ""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        new = node.meta.get("section", section)
+        if new != section:
+            section, origin = new, ""
+            lines += ["", f"    # {_heading(section)}"][len(lines) == 1 :]
+        if node.meta.get("origin", origin) != origin:
+            origin = node.meta["origin"]
+            lines += [f"    # {origin}"] if origin else []
+        if "comment" in node.meta:
+            lines.append(f"    # {node.meta['comment']}")
+            origin = ""  # the heading of what comes next would seem to be the comment's
+        lines.append("    " + _statement(node) + _comment(node))
+    return lines
+
+
+def _heading(section: Action | str) -> str:
+    if isinstance(section, Action):
+        return f"{section}: {_WORDS[section.kind]} of stage {section.stage} on microbatch {section.microbatch}"
+    return section
+
+
+def _comment(node: fx.Node) -> str:
+    return f"  # {_bytes(node.meta['bytes'])}" if "bytes" in node.meta else ""
+
+
+def _bytes(size: int) -> str:
+    """Exact below a KiB; the unit that leaves one to four digits before the point above."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def _statement(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_value(node.args[0])}"
+    return f"{node.name} = {_call(node)}"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"self.{node.target}({_arguments(node)})"
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    if node.target is operator.getitem:
+        value, index = node.args
+        return f"{_value(value)}[{_value(index)}]"
+    if node.target in _OPERATORS:
+        left, right = node.args
+        return f"{_value(left)} {_OPERATORS[node.target]} {_value(right)}"  # type: ignore[index]
+    if isinstance(node.target, OpOverload):
+        return f"{node.target}({_arguments(node)})"
+    assert callable(node.target)
+    prefix = "torch." if _is_torch(node.target) else ""
+    return f"{prefix}{node.target.__name__}({_arguments(node)})"
+
+
+def _arguments(node: fx.Node) -> str:
+    keywords = [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    return ", ".join([*(_value(value) for value in node.args), *keywords])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(_value(part) for part in value)}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(_value(part) for part in value)}]"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return str(value) if isinstance(value, OpOverload) else repr(value)
+
+
+# -- the graph module of a program -------------------------------------------------------------------------------------------------
+
+
+class ProgramModule(LazyGraphModule):
+    """What ``fx.GraphModule`` is, with ``code`` and ``print_readable`` written by ``passes.graph.program_printer``.
+
+    Copies and pickles keep the names of the nodes and what they say of themselves (fx's own pickle traces the code again, which
+    renames them); fake tensors in ``meta["val"]`` are left out of a pickle.
+    """
+
+    @property
+    def code(self) -> str:
+        """The imports and the ``forward`` method, as valid Python."""
+        return program_text(self.graph, self.meta.get("batch_size"))
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """The program as a class. What else ``fx.GraphModule`` takes here is taken and changes nothing.
+
+        Args:
+            print_output: whether to print the text, too.
+        """
+        text = class_text(self.graph, type(self).__name__, self.meta.get("batch_size"))
+        if print_output:
+            print(text)  # noqa: T201  what the method of this name does
+        return text
+
+    def __str__(self) -> str:
+        return self.print_readable(print_output=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        # Structures of results are immutable, and those of leaves warn when they are made anew.
+        memo.update({id(module.tree): module.tree for module in self.children() if isinstance(module, LossCall)})
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        meta = {key: value for key, value in self.meta.items() if key == "batch_size"}
+        named = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        attributes = {**dict(self.named_children()), **{name: getattr(self, name) for name in named}}
+        return _restore, (_records(self.graph), attributes, type(self).__name__, meta)
+
+
+Record = tuple[str, str, Any, Any, Any, dict[str, Any]]
+"""A node as plain data: op, name, target, args, kwargs, meta."""
+
+
+class _Reference(str):
+    """Stands for a node, by name, in saved arguments."""
+
+    __slots__ = ()
+
+
+class _Operator(str):
+    """Stands for an ATen operator, by name: torch pickles none."""
+
+    __slots__ = ()
+
+    def found(self) -> OpOverload:
+        library, packet, overload = self.split(".")
+        operator: OpOverload = getattr(getattr(getattr(torch.ops, library), packet), overload)
+        return operator
+
+
+def _records(graph: fx.Graph) -> list[Record]:
+    def saved(argument: Any) -> Any:
+        return fx.node.map_aggregate(argument, _stand_in)
+
+    kept = ("section", "message", "reduces", "bytes", "comment", "origin")
+    return [
+        (
+            node.op,
+            node.name,
+            _stand_in(node.target),
+            saved(node.args),
+            saved(node.kwargs),
+            {key: node.meta[key] for key in kept if key in node.meta},
+        )
+        for node in graph.nodes
+    ]
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, OpOverload):
+        return _Operator(str(value))
+    return _Reference(value.name) if isinstance(value, fx.Node) else value
+
+
+def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor], name: str, meta: Mapping[str, Any]) -> ProgramModule:
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+
+    def found(argument: Any) -> Any:
+        if isinstance(argument, _Reference):
+            return nodes[argument]
+        if isinstance(argument, _Operator):
+            return argument.found()
+        if isinstance(argument, tuple | list):
+            return type(argument)(found(part) for part in argument)
+        if isinstance(argument, Mapping):
+            return {key: found(part) for key, part in argument.items()}
+        return argument
+
+    for op, node_name, target, args, kwargs, node_meta in records:
+        node = graph.create_node(op, found(target), tuple(found(args)), found(kwargs), name=node_name)
+        node.meta.update(node_meta)
+        nodes[node_name] = node
+    module = ProgramModule(dict(attributes), graph, class_name=name)
+    module.meta.update(meta)
+    return module

@@ -1,0 +1,147 @@
+"""Write a size, a sympy expression in the batch, as nodes of integer arithmetic.
+
+4*batch + 1    ->    mul = 4 * size;  add = 1 + mul
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
+
+from passes.ir.errors import TraceError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_at", "size_of"]
+
+
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Pow: operator.pow,
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    sympy.Mod: operator.mod,
+}
+
+SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
+    operator.add: sympy.Add,
+    operator.mul: sympy.Mul,
+    operator.pow: sympy.Pow,
+    operator.floordiv: FloorDiv,
+    operator.mod: Mod,
+}
+"""What ``emit_size`` writes sizes with, and the expression that each stands for."""
+
+
+def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
+    """The expression of a traced size; an int when it is one."""
+    if isinstance(value, int):
+        return value
+    expression = value.node.expr
+    return int(expression) if expression.is_Integer else expression
+
+
+def canonical_size(size: int | sympy.Expr) -> int | sympy.Expr:
+    """The size in the functions of ``SIZE_OPERATORS`` alone, as ``emit_size`` writes it."""
+    if isinstance(size, int):
+        return size
+    return size.replace(ModularIndexing, lambda base, divisor, modulus: Mod(FloorDiv(base, divisor), modulus)).replace(sympy.Mod, Mod)
+
+
+def apply_to_sizes(function: Callable[[Any, Any], Any], left: int | sympy.Expr, right: int | sympy.Expr) -> int | sympy.Expr:
+    """The expression of what one of ``SIZE_OPERATORS`` computes from two sizes."""
+    result = SIZE_OPERATORS[function](sympy.sympify(left), sympy.sympify(right))
+    return int(result) if result.is_Integer else result
+
+
+def bytes_of(value: torch.Tensor, symbol: sympy.Symbol | None, batch: int) -> int:
+    """Bytes of a traced tensor when the batch has this size; other symbols stand for what they were traced with."""
+    sizes = tuple(size_of(size) if _is_of_batch(size, symbol) else size_at(size, symbol, batch) for size in value.shape)
+    return _elements(sizes, symbol, batch) * value.dtype.itemsize
+
+
+def size_at(size: int | torch.SymInt, symbol: sympy.Symbol | None, batch: int) -> int:
+    """A traced size when the batch has this size; other symbols stand for what they were traced with."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs(symbol, batch) if _is_of_batch(size, symbol) else size.node.hint)
+
+
+def _is_of_batch(size: int | torch.SymInt, symbol: sympy.Symbol | None) -> bool:
+    """Whether nothing but the batch decides a traced size."""
+    return isinstance(size, int) or size.node.expr.free_symbols <= {symbol}
+
+
+@functools.lru_cache(maxsize=65536)
+def _elements(sizes: tuple[int | sympy.Expr, ...], symbol: sympy.Symbol | None, batch: int) -> int:
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) == len(sizes):
+        return math.prod(numbers)
+    elements = sympy.Mul(*sizes)
+    return int(elements.subs(symbol, batch) if symbol is not None else elements)
+
+
+def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: fx.Node | int) -> fx.Node | int:
+    """Nodes (at the graph's insertion point) that compute a size.
+
+    Args:
+        symbol: the symbol of the batch.
+        batch: what it stands for here.
+
+    Raises:
+        TraceError: the size depends on anything but the batch, or on it through an unknown function.
+    """
+    if isinstance(size, int) or size.is_Integer:
+        return int(size)
+    if size == symbol:
+        return batch
+    if isinstance(size, ModularIndexing):
+        base, divisor, modulus = size.args
+        return emit_size(graph, Mod(FloorDiv(base, divisor), modulus), symbol, batch)
+    function = _OPERATORS.get(type(size))
+    if function is None:
+        raise TraceError(
+            f"a size of the graph, {size}, does not follow from the batch size",
+            remedy="sizes that depend on values (nonzero, boolean indexing) cannot cross between ranks; cut elsewhere",
+        )
+    parts = [emit_size(graph, part, symbol, batch) for part in size.args]
+    result = parts[0]
+    for part in parts[1:]:
+        result = _described(graph.call_function(function, (result, part)))
+    return result
+
+
+def _described(node: fx.Node) -> fx.Node:
+    """The node with its traced value, where those of its arguments are known."""
+    values = [part.meta.get("val") if isinstance(part, fx.Node) else part for part in node.args]
+    if all(value is not None for value in values):
+        assert callable(node.target)
+        node.meta["val"] = node.target(*values)
+    return node
+
+
+# -- how large the values of a graph are -------------------------------------------------------------------------------------------
+
+
+class ValueBytes:
+    """Bytes of the values of a graph, each counted once for all walks."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self._graph = graph
+        self._counted: dict[fx.Node, int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        """At the batch size that the graph was traced with; of a call that gives several values, all together."""
+        if node not in self._counted:
+            value = node.meta["val"]
+            tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]
+            self._counted[node] = sum(bytes_of(tensor, self._graph.batch, self._graph.batch_size) for tensor in tensors)
+        return self._counted[node]

@@ -1,0 +1,252 @@
+"""Communication as graph nodes: the functions that programs call, and the transport that carries them out.
+
+Nothing communicates outside these nodes. A communication is started by one node and finished by a ``wait`` node, so that compute
+between the two overlaps with it:
+
+    pending = receive((2, 16), dtype=float32, source=0, tag=7)     # posted: returns at once
+    ...                                                             # compute
+    x = wait(pending)                                               # the value
+    send(y, destination=2, tag=9)                                   # returns at once; y is kept alive until it has left
+
+Messages go between two ranks. Collectives go between the ranks of a group, ``(0, 2)`` say, and take several tensors at once, which travel
+together; ``wait`` gives a list. For one tensor and two ranks (letters are pieces along a dimension, ``ab`` one after the other):
+
+                     rank 0     rank 1           rank 0     rank 1
+    all_reduce       x          y           ->   x + y      x + y
+    all_gather       a          b           ->   ab         ab
+    reduce_scatter   ab         cd          ->   a + c      b + d
+    all_to_all       ab         cd          ->   ac         bd
+    halo_exchange    ab         cd          ->   abc        bcd         each reads one element of the other
+    halo_add         abc        def         ->   a, b+d     c+e, f      its gradient: elements go back to who has them, and are added
+
+Pieces may differ in size, and be empty: then ``sizes`` tells how large the piece of each rank of the group is, in the group's order.
+Programs do not change tensors that are communicated, before or after. The collectives of a group pair up in the order of their calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from passes.ir.errors import CommunicationError
+
+__all__ = [
+    "COLLECTIVES",
+    "COMMUNICATION",
+    "Operation",
+    "Sizes",
+    "Transport",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "draw_alike",
+    "halo_add",
+    "halo_exchange",
+    "receive",
+    "reduce_scatter",
+    "send",
+    "use_transport",
+    "wait",
+]
+
+Operation: TypeAlias = Literal["sum", "max", "min"]
+"""How numbers of several ranks become one."""
+
+Sizes: TypeAlias = Sequence[Sequence[int] | None]
+"""For each tensor, how large the piece of each rank of a group is along a dimension; None: all are equal."""
+
+
+class Transport(Protocol):
+    """What carries out the communication of one rank. A pending value is whatever the transport says it is."""
+
+    rank: int
+    device: torch.device
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
+        """Start sending; the tensor is kept alive until it has left."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
+        """Post a receive and return what ``wait`` takes."""
+
+    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
+        """Start reducing each tensor over the ranks of the group and return what ``wait`` takes."""
+
+    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start putting the group's tensors together and return what ``wait`` takes."""
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+        """Start summing this rank's pieces of the group's tensors and return what ``wait`` takes."""
+
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        split_dims: Sequence[int],
+        concat_dims: Sequence[int],
+        group: tuple[int, ...],
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> Any:
+        """Start exchanging pieces with every rank of the group and return what ``wait`` takes."""
+
+    def halo_exchange(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+        fill: float = 0.0,
+    ) -> Any:
+        """Start fetching runs of elements from the ranks that have them and return what ``wait`` takes."""
+
+    def halo_add(
+        self,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        group: tuple[int, ...],
+        owned: Sequence[tuple[int, ...]],
+        wanted: Sequence[str],
+    ) -> Any:
+        """Start giving gradients of fetched elements back to the ranks that have these and return what ``wait`` takes."""
+
+    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function that draws random numbers: every rank of the group gets the same."""
+
+    def ready(self, pending: Any) -> bool:
+        """Whether ``wait`` may be called now; a transport whose ``wait`` blocks always says yes."""
+
+    def wait(self, pending: Any) -> Any:
+        """The received tensor, or the list of tensors that a collective gives; raises CommunicationError when it cannot come."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+
+
+_TRANSPORT: contextvars.ContextVar[Transport | None] = contextvars.ContextVar("transport", default=None)
+
+
+@contextlib.contextmanager
+def use_transport(transport: Transport) -> Iterator[None]:
+    """Carry out the communication of programs that are called inside."""
+    token = _TRANSPORT.set(transport)
+    try:
+        yield
+    finally:
+        _TRANSPORT.reset(token)
+
+
+def current_transport() -> Transport:
+    transport = _TRANSPORT.get()
+    if transport is None:
+        raise CommunicationError(
+            "a program was called with no other ranks to communicate with",
+            remedy="call the PartitionedModel, which runs all programs; or call it inside use_transport(...)",
+        )
+    return transport
+
+
+def send(tensor: Tensor, destination: int, tag: int) -> None:
+    """Start sending a tensor to a rank. The tag names the message: unique in a step between two ranks in one direction."""
+    current_transport().send(tensor, destination, tag)
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
+    """Post the receive of a message; ``wait`` gives its tensor."""
+    return current_transport().receive(shape, dtype, source, tag)
+
+
+def all_reduce(tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
+    """Start reducing tensors over a group of ranks; ``wait`` gives the list of sums (or maxima, minima), bitwise the same on every rank."""
+    return current_transport().all_reduce(tensors, group, operation)
+
+
+def all_gather(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+    """Start putting tensors of a group of ranks together, each along its dimension, in the group's order; ``wait`` gives the list.
+
+    Args:
+        sizes: how large each rank's tensor is along that dimension.
+    """
+    return current_transport().all_gather(tensors, dims, group, sizes)
+
+
+def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
+    """Start summing tensors over a group of ranks; ``wait`` gives the list of this rank's pieces of the sums.
+
+    Args:
+        dims: for each tensor, along which its sum is cut.
+        sizes: how large each rank's piece is.
+    """
+    return current_transport().reduce_scatter(tensors, dims, group, sizes)
+
+
+def all_to_all(
+    tensors: Sequence[Tensor],
+    split_dims: Sequence[int],
+    concat_dims: Sequence[int],
+    group: tuple[int, ...],
+    split_sizes: Sizes | None = None,
+    concat_sizes: Sizes | None = None,
+) -> Any:
+    """Start giving each rank of a group its piece of each tensor; ``wait`` gives the list of what all ranks gave to this one, put together.
+
+    Args:
+        split_dims: for each tensor, along which it is cut.
+        concat_dims: for each tensor, along which what comes is put together, in the group's order.
+        split_sizes: how large the piece for each rank is.
+        concat_sizes: how large the piece from each rank is, along ``concat_dims``.
+    """
+    return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
+
+
+def halo_exchange(
+    tensors: Sequence[Tensor],
+    dims: Sequence[int],
+    group: tuple[int, ...],
+    owned: Sequence[tuple[int, ...]],
+    wanted: Sequence[str],
+    fill: float = 0.0,
+) -> Any:
+    """Start fetching, of a dimension that lies over a group of ranks, the elements that each reads; ``wait`` gives the list.
+
+    Args:
+        dims: for each tensor, the dimension.
+        owned: for each, how many elements each rank of the group has.
+        wanted: for each, the runs of elements that each rank reads (``passes.ir.comm.index_ranges``): ``"_1 0:9|7:16 _1"``.
+        fill: what padding holds.
+    """
+    return current_transport().halo_exchange(tensors, dims, group, owned, wanted, fill)
+
+
+def halo_add(
+    tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], owned: Sequence[tuple[int, ...]], wanted: Sequence[str]
+) -> Any:
+    """Start giving gradients of what ``halo_exchange`` fetched back: every element's owner adds them; ``wait`` gives the list."""
+    return current_transport().halo_add(tensors, dims, group, owned, wanted)
+
+
+def draw_alike(function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
+    """Call a function that draws random numbers: all ranks of a group call it alike, and get the numbers that one model draws.
+
+    It goes between ranks, but brings no message to wait for.
+    """
+    return current_transport().draw_alike(function, group, *arguments, **keywords)
+
+
+def wait(pending: Any) -> Any:
+    """Finish a receive or a collective."""
+    return current_transport().wait(pending)
+
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange, halo_add)
+"""What goes between all ranks of a ``group``; the first argument is the tensors."""
+
+COMMUNICATION = (send, receive, *COLLECTIVES, wait)
+"""Every function of this module that a program may call: kept by dead-code elimination."""
+
+for _function in (*COMMUNICATION, draw_alike):
+    torch.fx.node.has_side_effect(_function)

@@ -1,0 +1,1 @@
+"""Rewrite an exported graph into the form that later phases rely on: functional, typed, named, without no-ops."""

@@ -1,0 +1,184 @@
+"""Write the casts of ``torch.autocast`` as operations.
+
+Before, traced inside autocast("cpu", bfloat16):     After:
+
+    linear = aten.linear(x, w, b)                        to = aten.to(x, bfloat16);  to_1 = aten.to(w, bfloat16);  to_2 = ...
+                                                         linear = aten.linear(to, to_1, to_2)
+    norm = aten.layer_norm(linear, ...)                  norm = aten.layer_norm(linear, ...)
+
+What is cast is not looked up but seen: each operation runs once more on fake tensors inside autocast, and the casts of its arguments are
+recorded. Without autocast, on the cast arguments, it must give the same dtypes; else it is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.graph.fake_tensors import fake_mode
+from passes.graph.provenance import place_of
+from passes.graph.schemas import written_arguments
+from passes.ir.errors import TraceError
+from passes.ir.graph import Autocast
+
+__all__ = ["write_casts"]
+
+aten = torch.ops.aten
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
+_PRODUCTS = frozenset({aten.einsum.default, aten.tensordot.default, aten.linalg_multi_dot.default, aten.chain_matmul.default})
+"""Operations that are nothing but products inside, behind views: what is cast there may be cast in front."""
+
+
+def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
+    """Write the casts of a graph, and of those that it calls, in place.
+
+    Args:
+        autocast: what the graph was traced in; regions of it may say otherwise.
+
+    Raises:
+        TraceError: an operation changes its precision inside, where no cast of arguments can say it.
+    """
+    with fake_mode(module.graph):
+        _write(module, autocast)
+
+
+def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, HigherOrderOperator):
+            for called in [argument for argument in node.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]:
+                inner = operator.attrgetter(str(called.target))(module)
+                if isinstance(inner, fx.GraphModule):  # and not what a function is called with
+                    _write(inner, _region(node) if node.target is _AUTOCAST else autocast)
+            if node.target is _AUTOCAST:
+                node.args = (*node.args[:2], False, *node.args[3:])
+        elif autocast is not None and isinstance(node.target, OpOverload):
+            _cast_arguments(node, autocast)
+    module.recompile()
+
+
+def _region(call: fx.Node) -> Autocast | None:
+    """What a call of a region turns on."""
+    device_type, dtype, enabled = call.args[:3]
+    if not enabled:
+        return None
+    assert isinstance(device_type, str)
+    return Autocast(device_type, dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(device_type))
+
+
+class _Recorder(TorchDispatchMode):
+    """Records which tensors are cast, and to what.
+
+    Args:
+        arguments: tensors to look for, among other values.
+
+    Attributes:
+        casts: of arguments, by index.
+        inner: how many other tensors were cast.
+    """
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._index = {id(value): index for index, value in enumerate(arguments) if isinstance(value, Tensor)}
+        self.casts: dict[int, torch.dtype] = {}
+        self.inner = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        dtype = (kwargs or {}).get("dtype")
+        if func is _CAST and dtype not in (None, args[0].dtype):
+            if id(args[0]) in self._index:
+                self.casts.setdefault(self._index[id(args[0])], dtype)
+            else:
+                self.inner += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one run of an operation showed.
+
+    Attributes:
+        dtypes: of its results; None where dtypes do not go together.
+        casts: of its arguments, by index.
+        inner: how many other tensors it cast.
+    """
+
+    dtypes: list[torch.dtype] | None
+    casts: dict[int, torch.dtype]
+    inner: int
+
+
+def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
+    leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+    values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    # Each argument is a tensor of its own here, also where one value is given twice.
+    fresh = [value.detach() if isinstance(value, Tensor) else value for value in values]
+    if not any(_may_be_cast(value) for value in fresh):
+        return
+    if any(isinstance(value, Tensor) and value.is_meta for value in fresh):
+        raise TraceError(
+            "the model enables torch.autocast inside its forward, which knows nothing of the meta device, where the model is",
+            place=place_of(node),
+            remedy="build the model on the CPU",
+        )
+    inside = _run(node, tree, fresh, autocast.enabled())
+    own = _run(node, tree, fresh, contextlib.nullcontext()).casts
+    casts = {index: dtype for index, dtype in inside.casts.items() if own.get(index) != dtype}
+    if node.target in _PRODUCTS:
+        casts = {index: autocast.dtype for index, value in enumerate(fresh) if _may_be_cast(value)}
+    given = [value.to(casts[index]) if isinstance(value, Tensor) and index in casts else value for index, value in enumerate(fresh)]
+    outside = _run(node, tree, given, contextlib.nullcontext())
+    written = {leaves.index(each) for each in written_arguments(node)}
+    same_inside = node.target in _PRODUCTS or outside.inner == inside.inner
+    if outside.dtypes != _dtypes(node.meta.get("val")) or not same_inside or not written.isdisjoint(casts):
+        raise TraceError(
+            f"{node.target} changes its precision inside under torch.autocast: no cast of its arguments says what it computes",
+            place=place_of(node),
+            remedy='let the model turn autocast off around it, torch.autocast("cpu", enabled=False), or choose another precision',
+        )
+    _insert(node, leaves, tree, casts)
+
+
+def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Run:
+    """Run an operation on fake tensors. Random numbers are drawn from a copy of the generator."""
+    recorder = _Recorder(values)
+    args, kwargs = pytree.tree_unflatten(list(values), tree)
+    assert callable(node.target)
+    dtypes = None
+    with torch.no_grad(), torch.random.fork_rng(devices=()), context, recorder, contextlib.suppress(RuntimeError):
+        dtypes = _dtypes(node.target(*args, **kwargs))
+    return _Run(dtypes, recorder.casts, recorder.inner)
+
+
+def _may_be_cast(value: Any) -> bool:
+    """Autocast leaves double precision alone."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _insert(node: fx.Node, leaves: Sequence[Any], tree: pytree.TreeSpec, casts: dict[int, torch.dtype]) -> None:
+    found = list(leaves)
+    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    with node.graph.inserting_before(node):
+        for index, dtype in casts.items():
+            source = leaves[index]
+            if (source, dtype) not in made:
+                cast = node.graph.call_function(aten.to.dtype, (source, dtype))
+                cast.meta = {**node.meta, "val": source.meta["val"].to(dtype)}
+                made[source, dtype] = cast
+            found[index] = made[source, dtype]
+    node.args, node.kwargs = pytree.tree_unflatten(found, tree)

@@ -1,0 +1,133 @@
+"""Inline graphs that a graph calls to change the grad mode.
+
+Before:                                                           After:
+
+    (inner) (x): y = aten.cos(x); return (y,)
+    outer = wrap_with_set_grad_enabled(False, inner, x)               detach = aten.detach(x)
+    item = outer[0]                                                   y = aten.cos(detach)
+
+A region without gradients computes on detached inputs: then no result of it carries a gradient, and neither does what it writes in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+
+from passes.graph.aliasing import mutated_arguments
+from passes.graph.dependencies import may_require_gradient
+from passes.graph.provenance import place_of
+from passes.graph.schemas import returns_argument
+from passes.ir.errors import TraceError
+
+__all__ = ["inline_subgraphs"]
+
+_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_GRAPH_ARGUMENT: Mapping[Any, int] = {_GRAD_MODE: 1, _AUTOCAST: 4}
+"""Calls that can be inlined -> which argument is the called graph; its own arguments follow."""
+
+
+def inline_subgraphs(module: fx.GraphModule, without_gradient: Collection[str] = ()) -> None:
+    """Inline every called graph, in place.
+
+    Args:
+        without_gradient: placeholders that never require a gradient: buffers and constants.
+
+    Raises:
+        TraceError: a graph is called by anything but a change of grad mode or a region of autocast, whose casts are written.
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
+            carriers = may_require_gradient(module.graph, without_gradient)
+            _inline(module, node, carriers)
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+
+
+def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]) -> None:
+    """Replace a call by the nodes of the graph that it calls, and its items by their results."""
+    inner, arguments, grad_enabled = _callee(module, call)
+    graph = module.graph
+    detached: dict[fx.Node, fx.Node] = {}
+
+    def seen(node: fx.Node) -> fx.Node:
+        if grad_enabled or node not in carriers:
+            return node
+        if node not in detached:
+            detached[node] = graph.call_function(torch.ops.aten.detach.default, (node,))
+            detached[node].meta = {**call.meta, "val": node.meta["val"].detach()}
+        return detached[node]
+
+    originals: dict[fx.Node, Any] = {}
+    results: Any = ()
+    with graph.inserting_before(call):
+        values = iter(arguments)
+        for node in inner.graph.nodes:
+            if node.op == "placeholder":
+                originals[node] = next(values)
+            elif node.op == "get_attr":
+                originals[node] = _adopt(module, call, inner, node)
+            elif node.op == "call_function":
+                nested = isinstance(node.target, HigherOrderOperator)
+                originals[node] = graph.node_copy(node, _reader(originals, None if nested else seen))
+            else:
+                results = fx.map_arg(node.args[0], lambda result: _result(result, originals, seen))
+    for item in list(call.users):
+        assert item.target is operator.getitem, "the results of a called graph are read one by one"
+        item.replace_all_uses_with(results[item.args[1]])
+        graph.erase_node(item)
+    graph.erase_node(call)
+    for node in originals.values():
+        if isinstance(node, fx.Node) and isinstance(node.target, HigherOrderOperator):
+            _inline(module, node, carriers)
+
+
+def _result(result: fx.Node, originals: Mapping[fx.Node, Any], seen: Any) -> Any:
+    """What a result of a called graph is outside of it: of an in-place operation on an argument, the argument, with its history."""
+    written = result
+    while written.op == "call_function" and (arguments := mutated_arguments(written)) and returns_argument(written.target):
+        written = arguments[0]
+    if written is not result and written.op == "placeholder":
+        return originals[written]
+    return _reader(originals, seen)(result)
+
+
+def _reader(originals: Mapping[fx.Node, Any], seen: Any) -> Any:
+    def read(node: fx.Node) -> Any:
+        value = originals[node]
+        return seen(value) if seen is not None and isinstance(value, fx.Node) else value
+
+    return read
+
+
+def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
+    """The called graph, its arguments, and whether gradients flow in it."""
+    position = _GRAPH_ARGUMENT.get(call.target)
+    if position is None:
+        raise TraceError(
+            f"the model calls a nested graph through {call.target}, which cannot be partitioned",
+            place=place_of(call),
+            remedy="write it with plain tensor operations (torch.where in place of torch.cond)",
+        )
+    attribute, *arguments = call.args[position:]
+    assert isinstance(attribute, fx.Node)
+    inner = module.get_submodule(str(attribute.target))
+    assert isinstance(inner, fx.GraphModule)
+    assert call.target is not _AUTOCAST or not call.args[2], "casts have been written"
+    return inner, tuple(arguments), call.target is not _GRAD_MODE or bool(call.args[0])
+
+
+def _adopt(module: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """A graph nested in a called graph becomes one of the module's own."""
+    name = f"{call.name}_{node.name}"
+    module.add_submodule(name, inner.get_submodule(str(node.target)))
+    adopted = module.graph.get_attr(name)
+    adopted.meta = dict(node.meta)
+    return adopted

@@ -1,0 +1,137 @@
+"""Replace a region under ``torch.vmap`` by the batched operations that it stands for.
+
+Before:                                              After:
+
+    _vmap_increment_nesting(6)
+    rows = _add_batch_dim(arange, 0, 1)                  unsqueeze = aten.unsqueeze(arange, 1)
+    le = aten.le(columns, rows)                          le = aten.le(columns, unsqueeze)
+    mask = _remove_batch_dim(le, 1, 6, 0)
+    _vmap_decrement_nesting()
+
+Between increment and decrement, values belong to a level of ``vmap`` and cannot leave their rank. The region is run once on fake tensors,
+below ``vmap``, and what it dispatches takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.graph.dependencies import is_differentiable
+from passes.graph.provenance import place_of
+from passes.ir.errors import TraceError
+
+__all__ = ["inline_vmap"]
+
+_LEVELS = "torch._functorch.predispatch"
+"""Where the functions live that a trace holds for levels of function transforms."""
+
+_INDEXING = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"
+"""An autograd function of PyTorch whose backward is that of its forward."""
+
+
+def inline_vmap(module: fx.GraphModule) -> None:
+    """Replace every such region, in place.
+
+    Raises:
+        TraceError: the graph holds another function transform (``torch.func.grad``, ``torch.func.jvp``).
+    """
+    while (region := _next_region(module.graph)) is not None:
+        for node in region:
+            _refuse_custom_function(node)
+        inside = set(region)
+        sources = dict.fromkeys(source for node in region for source in node.all_input_nodes)
+        inputs = [source for source in sources if source not in inside and source.op != "get_attr"]
+        results = [node for node in region if any(user not in inside for user in node.users)]
+        traced = _trace_below_vmap(module, region, inputs, results)
+        _replace(module.graph, region, inputs, results, traced)
+    for node in list(module.graph.nodes):
+        if _level_function(node) == "lazy_load_decompositions":
+            module.graph.erase_node(node)
+        elif _level_function(node) is not None:
+            raise TraceError(
+                "the model transforms a function (torch.func.grad, torch.func.jvp) inside its forward",
+                place=place_of(node),
+                remedy="compute the derivative outside of the model, or write it out with tensor operations",
+            )
+
+
+def _level_function(node: fx.Node) -> str | None:
+    if node.op == "call_function" and getattr(node.target, "__module__", None) == _LEVELS:
+        return str(node.target.__name__)  # type: ignore[union-attr]
+    return None
+
+
+def _refuse_custom_function(node: fx.Node) -> None:
+    """A custom autograd function that gradients flow through; running its forward would forget its backward."""
+    if node.target is not torch.ops.higher_order.flat_apply or _INDEXING in node.args:
+        return
+    if any(is_differentiable(source) for source in node.all_input_nodes if source.op != "get_attr"):
+        raise TraceError(
+            "the model applies a custom autograd function under torch.vmap, and its backward would be lost",
+            place=place_of(node),
+            remedy="write the function with differentiable tensor operations",
+        )
+
+
+def _next_region(graph: fx.Graph) -> list[fx.Node] | None:
+    """The first outermost region, from the increment to the decrement that closes it."""
+    region: list[fx.Node] = []
+    depth = 0
+    for node in graph.nodes:
+        function = _level_function(node)
+        depth += (function == "_vmap_increment_nesting") - (function == "_vmap_decrement_nesting")
+        if depth or region:
+            region.append(node)
+        if region and not depth:
+            return region
+    return None
+
+
+def _trace_below_vmap(module: fx.GraphModule, region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
+    def run(*values: Any) -> tuple[Any, ...]:
+        environment = dict(zip(inputs, values, strict=True))
+
+        def value(node: fx.Node) -> Any:
+            return getattr(module, str(node.target)) if node.op == "get_attr" else environment[node]
+
+        for node in region:
+            if node.op != "get_attr":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                environment[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return tuple(environment[node] for node in results)
+
+    with _fake_mode(module.graph):
+        return make_fx(run)(*(node.meta["val"] for node in inputs)).graph
+
+
+@contextlib.contextmanager
+def _fake_mode(graph: fx.Graph) -> Iterator[None]:
+    """The mode of the graph's fake tensors, so that operations without tensor arguments are fake too."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"))
+    with mode:
+        yield
+
+
+def _replace(graph: fx.Graph, region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], traced: fx.Graph) -> None:
+    provenance = {key: value for key, value in region[0].meta.items() if key in ("nn_module_stack", "stack_trace")}
+    known = iter(inputs)
+    copies: dict[fx.Node, Any] = {}
+    with graph.inserting_before(region[0]):
+        for node in traced.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(known)
+            elif node.op == "output":
+                for old, new in zip(results, node.args[0], strict=True):
+                    old.replace_all_uses_with(copies[new], delete_user_cb=lambda user: user not in region)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {"val": node.meta["val"], **provenance}
+    for node in reversed(region):
+        graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""Rules of ops whose loops depend on their arguments: functions instead of lines of the rule language."""

@@ -1,0 +1,162 @@
+"""Which rule an operation follows, and the loops of a call.
+
+Rules of operators that this package does not know: the user's own.
+
+    register_rule(torch.ops.mine.gated_product, "batch* in, out in, out -> batch* out; linear input | weight")
+
+``passes.rules.language`` explains the line, ``passes.rules.validate.prove_rule`` checks it by execution.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.graph.schemas import functional, packet, parameters_of, takes_lists_of_tensors, tensor_parameters
+from passes.ir.errors import ConfigError
+from passes.rules.bind import MisfitError, bind
+from passes.rules.call import Call, call_of
+from passes.rules.language import Line, parse
+from passes.rules.loops import Loops
+from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, SHAPES, SPACE
+
+__all__ = ["RULES", "Rule", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
+
+
+Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
+"""A line of the language, or what writes the line (or the loops) of a call."""
+
+
+def _lines() -> Iterator[tuple[Any, Rule]]:
+    tables: tuple[Mapping[Any, list[Any]], ...] = (
+        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, SHAPES, INDEXING, ALONG,
+    )  # fmt: skip
+    for rule, operators in itertools.chain.from_iterable(table.items() for table in tables):
+        for operator in operators:
+            yield operator, rule
+
+
+RULES: Mapping[Any, Rule] = dict(_lines())
+"""Operator, or one of its overloads, -> its rule."""
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operation: of the overload, else of the operator; an in-place one follows the functional one.
+
+    What PyTorch tags as pointwise is elementwise; None when there is no rule.
+    """
+    if not isinstance(target, OpOverload):
+        return None
+    return registered_rule(target) or _rule_of_the_table(target)
+
+
+@functools.cache
+def _rule_of_the_table(target: OpOverload) -> Rule | None:
+    target = functional(target) or target
+    found = RULES.get(target) or RULES.get(packet(target))
+    if found is None and torch.Tag.pointwise in target.tags:
+        return "..."
+    return found
+
+
+def loops_of(node: fx.Node) -> Loops | None:
+    """What a rule says of a call; None when there is no rule, or the call is not as its operation's rule knows it.
+
+    Args:
+        node: a call of an operator whose operands have ``meta["val"]``.
+
+    Raises:
+        ConfigError: a rule that the user registered does not fit the call.
+    """
+    if node.op != "call_function" or rule_of(node.target) is None:
+        return None
+    call = call_of(node)
+    return None if call is None else loops_of_call(call)
+
+
+def loops_of_call(call: Call) -> Loops | None:
+    """What a rule says of a call of which only sizes are known; see ``loops_of``."""
+    rule = rule_of(call.operator)
+    if rule is None:
+        return None
+    try:
+        return _cached_loops(call, rule)
+    except TypeError:  # an argument that does not hash
+        return _loops(call, rule)
+
+
+def _loops(call: Call, rule: Rule) -> Loops | None:
+    try:
+        found = rule(call) if callable(rule) else rule
+        return bind(parse(found), call) if isinstance(found, str) else found
+    except MisfitError as error:
+        if rule == registered_rule(call.operator):
+            raise ConfigError(
+                f"the rule registered for {call.operator} does not fit a call: {error}",
+                remedy=f"the rule is {rule!r}; operands have the shapes {[operand.shape for operand in call.operands]}",
+            ) from error
+        return None
+
+
+_cached_loops = functools.lru_cache(maxsize=8192)(_loops)
+
+
+# -- rules of operators that this package does not know ----------------------------------------------------------------------------
+
+
+_registered: dict[Any, str] = {}
+
+
+def register_rule(operator: Any, rule: str) -> None:
+    """Say what loops an operator is. A rule of an overload goes before that of the operator, and both before those of this package.
+
+    Args:
+        operator: ``torch.ops.mine.gated_product``, or one overload of it; a registration of before is replaced.
+        rule: a line of the rule language.
+
+    Raises:
+        ConfigError: the line cannot be read (its token is shown), or it does not fit the operator's schema.
+    """
+    line = parse(rule)
+    if isinstance(operator, OpOverload):
+        overloads = [operator]
+    elif callable(getattr(operator, "overloads", None)):
+        overloads = [getattr(operator, name) for name in operator.overloads()]
+    else:
+        raise ConfigError(
+            f"{operator!r} is no operator", remedy="pass torch.ops.<namespace>.<name>; torch.library.custom_op defines operators"
+        )
+    for overload in overloads:
+        _check(overload, line)
+    _registered[operator] = rule
+
+
+def registered_rule(target: Any) -> str | None:
+    """What the user registered for an operation; None when nothing."""
+    return _registered.get(target) or _registered.get(packet(target))
+
+
+def _check(operator: OpOverload, line: Line) -> None:
+    known = set(parameters_of(operator))
+    named = {
+        *(argument for argument in line.sizes.values() if isinstance(argument, str)),
+        *(name for members in line.linear for name, _ in members),
+        *([line.shape] if line.shape is not None else []),
+    }
+    if named - known:
+        raise ConfigError(
+            f"the rule of {operator} names {', '.join(sorted(named - known))}, which the operator does not take",
+            remedy=f"its parameters are {', '.join(parameters_of(operator))}",
+        )
+    tensors = tensor_parameters(operator)
+    if line.operands is not None and not takes_lists_of_tensors(operator) and len(line.operands) != len(tensors):
+        raise ConfigError(
+            f"the rule of {operator} has terms for {len(line.operands)} operands: {line.text!r}",
+            remedy=f"the operator takes {len(tensors)} tensors: {', '.join(tensors) or 'none'}; write a term for each",
+        )

@@ -1,0 +1,118 @@
+"""Windows: which elements of an operand's dimension a part of a loop reads, as formulas in the part's first and last step.
+
+    convolution, kernel k, stride s, padding p, dilation d       first  s o - p                    last  s o - p + d (k - 1)
+    transposed                                                   first  ceil((o + p - d (k - 1)) / s)      last  floor((o + p) / s)
+    slice from a in steps of s                                   first  a + s o                    last  a + s o
+    interpolation between neighbours by a factor f               first  floor((o + 1/2) / f - 1/2)         last  one more
+
+Formulas of a chain are composed by putting one into another (``through``): what a part of the last result needs of the first operand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+
+from passes.ir.comm.index_ranges import Runs, forward_runs
+
+__all__ = ["STEP", "Border", "Reach", "Window", "through"]
+
+STEP = sympy.Symbol("o", integer=True)
+"""A step of the loop."""
+
+Border = Literal["fill", "clamp", "replicate", "reflect", "circular"]
+"""What is read beyond the ends of a dimension: padding; nothing; the last element; what lies behind a mirror; the other end."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a part of a loop reads of a dimension.
+
+    Attributes:
+        first: the first element, in the part's first step.
+        last: the last element, in the part's last step.
+        size: of the dimension.
+        border: what is read beyond its ends.
+        fill: what padding holds.
+        skip: how many results of the operation on what is read stand before the part's own, in the part's first step.
+        written: whether a part is not the same operation on what is read: ``passes.spmd.decompose`` writes it.
+    """
+
+    first: sympy.Expr
+    last: sympy.Expr
+    size: int
+    border: Border = "fill"
+    fill: float = 0.0
+    skip: sympy.Expr | int = 0
+    written: bool = False
+
+    @functools.lru_cache(maxsize=2**16)  # noqa: B019  a reach is a value; the cache is of all of them
+    def reads(self, start: int, stop: int) -> Runs:
+        """What the steps from ``start`` to ``stop`` read."""
+        first, last = _at(self.first, start), _at(self.last, stop - 1)
+        step = 1 if last >= first else -1
+        return forward_runs(self._elements(range(first, last + step, step)))
+
+    def skipped(self, start: int) -> int:
+        """How many results stand before the part's own."""
+        return _at(self.skip, start)
+
+    def _elements(self, indices: Sequence[int]) -> list[int | None]:
+        size = self.size
+        if self.border == "clamp":
+            return [index for index in indices if 0 <= index < size]
+        if self.border == "fill":
+            return [index if 0 <= index < size else None for index in indices]
+        if self.border == "replicate":
+            return [min(max(index, 0), size - 1) for index in indices]
+        if self.border == "circular":
+            return [index % size for index in indices]
+        return [_mirrored(index, size) for index in indices]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A dimension of an operand over which a loop slides.
+
+    Attributes:
+        operand: which operand.
+        dimension: of it.
+        factor: the loop; None for one of a single step.
+        reach: what a part of the loop reads.
+        part: of a dimension that holds two factors (places of patches, height times width), the one that is slid over; None: all of it.
+    """
+
+    operand: int
+    dimension: int
+    factor: int | None
+    reach: Reach
+    part: int | None = None
+
+
+def through(reaches: Sequence[Reach]) -> tuple[sympy.Expr, sympy.Expr]:
+    """First and last element of the first operand of a chain, in the first and last step of its last loop.
+
+    >>> three = Reach(STEP - 1, STEP + 1, 64)
+    >>> through([three, Reach(2 * STEP - 1, 2 * STEP + 1, 64)])
+    (2*o - 2, 2*o + 2)
+    """
+    first, last = STEP, STEP
+    for reach in reversed(reaches):
+        first, last = reach.first.subs(STEP, first), reach.last.subs(STEP, last)
+    return sympy.expand(first), sympy.expand(last)
+
+
+def _mirrored(index: int, size: int) -> int:
+    """Without repeating the element at the end."""
+    period = 2 * (size - 1)
+    index = index % period if period else 0
+    return min(index, period - index)
+
+
+@functools.lru_cache(maxsize=65536)
+def _at(expression: sympy.Expr | int, step: int) -> int:
+    return int(sympy.sympify(expression).subs(STEP, step))

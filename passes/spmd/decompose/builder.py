@@ -1,0 +1,140 @@
+"""What an operation that reduces inside is written with, on one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.comm import functional as collectives
+from passes.rules.loops import Size
+from passes.spmd.local_shapes import product
+
+__all__ = ["InsideCut", "InsideWriter"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InsideCut:
+    """One mesh dimension that cuts what an operation reduces over.
+
+    Attributes:
+        over: the mesh dimension.
+        factor: name of the factor that is cut.
+        parts: the sizes of all ranks' parts of it.
+        own: this rank's.
+    """
+
+    over: str
+    factor: str
+    parts: tuple[Size, ...]
+    own: Size
+
+
+class InsideWriter:
+    """Writes calls on parts.
+
+    Args:
+        emit: writes one call: function, arguments, keywords, name.
+        write_size: writes a size of the whole operation.
+        cuts: the mesh dimensions that cut inside.
+        arguments: the operation's, its tensors those of the part.
+        factors: name of each factor of the operation -> its size in the whole.
+        name: of the call that is written out.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node],
+        write_size: Callable[[Size], Any],
+        cuts: Sequence[InsideCut],
+        arguments: Mapping[str, Any],
+        factors: Mapping[str, Size],
+        name: str,
+    ) -> None:
+        self._emit = emit
+        self._write_size = write_size
+        self.cuts = tuple(cuts)
+        self.arguments = arguments
+        self.factors = factors
+        self._name = name
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def in_single_precision(self, write: Callable[[InsideWriter], fx.Node]) -> fx.Node:
+        """Write with half-precision arguments made float32, and the result in their precision: as torch's kernels compute inside."""
+        source = self.arguments["input"] if "input" in self.arguments else self.arguments["self"]
+        dtype = source.meta["val"].dtype
+        if dtype not in _HALF:
+            return write(self)
+        arguments = {
+            name: self.call(aten.to.dtype, value, torch.float32) if name in _WIDENED and _is_half(value) else value
+            for name, value in self.arguments.items()
+        }
+        result = write(InsideWriter(self._emit, self._write_size, self.cuts, arguments, self.factors, self._name))
+        wanted = self.arguments.get("dtype") or dtype
+        return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """One call, named after the operation."""
+        return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
+
+    def rank(self, name: str) -> int:
+        """How many dimensions an argument has."""
+        return int(self.arguments[name].meta["val"].dim())
+
+    def total(self, part: fx.Node) -> fx.Node:
+        """The sum over all parts."""
+        for cut in self.cuts:
+            part = self._emit(collectives.all_reduce, (part, cut.over, "sum"), {}, f"{self._name}_all_reduce_{cut.over}")
+        return part
+
+    def greatest(self, part: fx.Node) -> fx.Node:
+        """The maximum over all parts, without a gradient."""
+        part = self.call(aten.detach.default, part)
+        for cut in self.cuts:
+            part = self._emit(collectives.all_reduce, (part, cut.over, "max"), {}, f"{self._name}_greatest_{cut.over}")
+        return part
+
+    def vary(self, whole: fx.Node) -> fx.Node:
+        """A whole value on its way into work that is cut."""
+        for cut in self.cuts:
+            whole = self._emit(collectives.vary, (whole, cut.over), {}, f"{self._name}_vary_{cut.over}")
+        return whole
+
+    def from_own_start(self, index: fx.Node) -> fx.Node:
+        """Indices into what is cut, counted from where this rank's part starts: an outer mesh dimension's, and in it an inner one's."""
+        for cut in self.cuts:
+            even = len(set(cut.parts)) == 1
+            sizes: tuple[Any, Any] = ([], 0) if even else (list(cut.parts), cut.own)
+            arguments = (index, cut.over, len(cut.parts), self._write_size(cut.own), *sizes)
+            index = self._emit(collectives.local_index, arguments, {}, f"{self._name}_local_index")
+        return index
+
+    def own_size(self) -> Any:
+        """How long this rank's part is of what is cut."""
+        return self._write_size(self.cuts[-1].own)
+
+    def local_index(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Indices into the axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
+        local = self.from_own_start(index)
+        inside = self.call(aten.logical_and.default, self.call(aten.ge.Scalar, local, 0), self.call(aten.lt.Scalar, local, self.own_size()))
+        return self.call(aten.mul.Tensor, local, inside), inside
+
+    def count(self, *factors: str) -> Any:
+        """How many elements the whole operation reduces over: the product of factors' sizes."""
+        return self._write_size(product(self.factors[name] for name in factors))
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_WIDENED = ("input", "self", "weight", "bias")
+"""Arguments that are read; stored statistics are written, and stay what they are."""
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.meta["val"].dtype in _HALF

@@ -1,0 +1,290 @@
+"""Operations whose windows are not alike everywhere, on a part: averages that count what they hold, interpolation by any factor.
+
+Each step of a part knows its number in the whole, and computes from it what it reads and by which weight: the formulas of the operation,
+for the steps from ``start`` to ``stop`` and elements counted from ``first``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph.schemas import packet
+from passes.ir.comm.index_ranges import length
+from passes.ir.errors import PartitionError
+from passes.rules.window import Reach
+
+__all__ = ["Along", "WindowWriter", "write_windows"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Along:
+    """One dimension of space.
+
+    Attributes:
+        dim: counted from the end.
+        reach: what a step reads.
+        start, stop: the part's steps.
+        steps: of the whole.
+        first: the first element that is there.
+        is_fetched: whether what the steps read is there as they read it, with padding; else the whole dimension is.
+    """
+
+    dim: int
+    reach: Reach
+    start: int
+    stop: int
+    steps: int
+    first: int
+    is_fetched: bool
+
+
+class WindowWriter:
+    """Writes calls on parts.
+
+    Args:
+        emit: writes one call: function, arguments, keywords, name.
+        arguments: of the operation, its tensors those of the part.
+        space: its dimensions of space.
+        name: of the call that is written out.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node],
+        arguments: Mapping[str, Any],
+        space: Sequence[Along],
+        name: str,
+    ) -> None:
+        self._emit = emit
+        self.arguments = arguments
+        self.space = tuple(space)
+        self._name = name
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """One call, named after the operation."""
+        return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
+
+    @property
+    def x(self) -> fx.Node:
+        """What is resampled."""
+        found: fx.Node = self.arguments["self"] if "self" in self.arguments else self.arguments["input"]
+        return found
+
+    def steps(self, along: Along, dtype: torch.dtype) -> fx.Node:
+        """The numbers of the part's steps."""
+        return self.call(aten.arange.start, along.start, along.stop, dtype=dtype, device=self.x.meta["val"].device)
+
+    def taken(self, x: fx.Node, along: Along, index: fx.Node) -> fx.Node:
+        """Elements by their numbers in the whole."""
+        size = int(x.meta["val"].shape[along.dim])
+        local = self.call(aten.sub.Scalar, index, along.first) if along.first else index
+        return self.call(aten.index_select.default, x, along.dim, self.call(aten.clamp.default, local, 0, size - 1))
+
+    def upright(self, vector: fx.Node, along: Along) -> fx.Node:
+        """One number for each step, in the place of the dimension."""
+        return self.call(aten.reshape.default, vector, [-1, *[1] * (-along.dim - 1)])
+
+
+def write_windows(node: fx.Node, write: WindowWriter) -> fx.Node:
+    """The part of a call whose windows are not alike everywhere."""
+    writer = _WRITERS.get(packet(node.target))
+    if writer is None:
+        raise PartitionError(
+            f"nothing writes a part of {node.target}", remedy="passes/spmd/decompose/pooling_resize.py lacks what its rule promises"
+        )
+    return writer(write)
+
+
+# -- averages --------------------------------------------------------------------------------------------------------------------------
+
+
+def _average(write: WindowWriter) -> fx.Node:
+    """Sums of windows, padding as zeros, by how many elements each counts."""
+    x, rank = write.x, len(write.space)
+    for along in write.space:
+        if not along.is_fetched:
+            x = _padded(write, x, along)
+    kernel, stride, padding = (_spread(write.arguments[name], rank) for name in ("kernel_size", "stride", "padding"))
+    stride = stride or kernel
+    function = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[rank]
+    if rank == 1:
+        result = write.call(aten.mul.Tensor, write.call(function, x, kernel, stride, [0]), float(kernel[0]))
+    else:
+        result = write.call(function, x, kernel, stride, [0] * rank, False, True, 1)
+    for along, size, step, before in zip(write.space, kernel, stride, padding, strict=True):
+        counts = _counts(write, along, size, step, before)
+        result = write.call(aten.div.Tensor, result, write.upright(counts, along))
+    return result
+
+
+def _padded(write: WindowWriter, x: fx.Node, along: Along) -> fx.Node:
+    """A dimension that is not cut, as all steps read it."""
+    runs = along.reach.reads(0, along.steps)
+    before = runs[0].count if runs[0].step == 0 else 0
+    whole = int(x.meta["val"].shape[along.dim])
+    after = length(runs) - before - whole
+    return write.call(aten.constant_pad_nd.default, x, [*[0] * (2 * (-along.dim - 1)), before, after])
+
+
+def _counts(write: WindowWriter, along: Along, kernel: int, stride: int, padding: int) -> fx.Node:
+    """How many elements each window counts."""
+    size = along.reach.size
+    steps = write.steps(along, write.x.meta["val"].dtype)
+    first = write.call(aten.sub.Scalar, write.call(aten.mul.Scalar, steps, stride), padding)
+    last = write.call(aten.clamp.default, write.call(aten.add.Scalar, first, kernel), None, size + padding)
+    if not write.arguments["count_include_pad"]:
+        first, last = write.call(aten.clamp.default, first, 0), write.call(aten.clamp.default, last, None, size)
+    return write.call(aten.sub.Tensor, last, first)
+
+
+def _adaptive_average(write: WindowWriter) -> fx.Node:
+    """Windows from ``floor(o n / m)`` to ``ceil((o + 1) n / m)``, of ``n`` elements and ``m`` steps."""
+    x = write.x
+    for along in write.space:
+        size, steps = along.reach.size, along.steps
+        number = write.steps(along, torch.int64)
+        first = write.call(aten.div.Tensor_mode, write.call(aten.mul.Scalar, number, size), steps, rounding_mode="floor")
+        beyond = write.call(aten.add.Scalar, write.call(aten.mul.Scalar, number, size), size + steps - 1)
+        last = write.call(aten.div.Tensor_mode, beyond, steps, rounding_mode="floor")
+        counts = write.call(aten.sub.Tensor, last, first)
+        terms = []
+        for offset in range(-(-size // steps) + 1):
+            found = write.taken(x, along, write.call(aten.add.Scalar, first, offset))
+            inside = write.call(aten.gt.Scalar, counts, offset)
+            terms.append(write.call(aten.mul.Tensor, found, write.upright(inside, along)))
+        x = write.call(aten.div.Tensor, _sum(write, terms), write.upright(counts, along))
+    return x
+
+
+# -- interpolation ---------------------------------------------------------------------------------------------------------------------
+
+
+def _nearest(write: WindowWriter, *, exact: bool) -> fx.Node:
+    """The element under each step; the operation computes in single precision whatever the dtype."""
+    x = write.x
+    for along, scale in zip(write.space, _scales(write), strict=True):
+        steps = write.steps(along, torch.float32)
+        steps = write.call(aten.add.Scalar, steps, 0.5) if exact else steps
+        place = write.call(aten.floor.default, write.call(aten.mul.Scalar, steps, scale))
+        index = write.call(aten.clamp.default, write.call(aten.to.dtype, place, torch.int64), 0, along.reach.size - 1)
+        x = write.taken(x, along, index)
+    return x
+
+
+def _linear(write: WindowWriter) -> fx.Node:
+    """Between the two elements beside each step."""
+    x = write.x
+    for along, scale in zip(write.space, _scales(write), strict=True):
+        centre = write.call(aten.clamp.default, _centres(write, along, scale), 0.0)
+        below = write.call(aten.clamp.default, write.call(aten.floor.default, centre), None, float(along.reach.size - 1))
+        weight = write.upright(write.call(aten.sub.Tensor, centre, below), along)
+        index = write.call(aten.to.dtype, below, torch.int64)
+        above = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, 1), None, along.reach.size - 1)
+        one, other = write.taken(x, along, index), write.taken(x, along, above)
+        x = _sum(
+            write, [write.call(aten.mul.Tensor, one, write.call(aten.rsub.Scalar, weight, 1.0)), write.call(aten.mul.Tensor, other, weight)]
+        )
+    return x
+
+
+_SHARPNESS = -0.75
+"""Of PyTorch's cubic convolution: Keys, "Cubic convolution interpolation for digital image processing", 1981, has -0.5."""
+
+
+def _cubic(write: WindowWriter) -> fx.Node:
+    """Between the four elements around each step."""
+    x = write.x
+    for along, scale in zip(write.space, _scales(write), strict=True):
+        centre = _centres(write, along, scale)
+        below = write.call(aten.floor.default, centre)
+        part = write.call(aten.sub.Tensor, centre, below)
+        rest = write.call(aten.rsub.Scalar, part, 1.0)
+        index = write.call(aten.to.dtype, below, torch.int64)
+        weights = [_far(write, part), _near(write, part), _near(write, rest), _far(write, rest)]
+        terms = []
+        for offset, weight in zip((-1, 0, 1, 2), weights, strict=True):
+            shifted = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, offset), 0, along.reach.size - 1)
+            terms.append(write.call(aten.mul.Tensor, write.taken(x, along, shifted), write.upright(weight, along)))
+        x = _sum(write, terms)
+    return x
+
+
+def _near(write: WindowWriter, distance: fx.Node) -> fx.Node:
+    """``((a + 2) d - (a + 3)) d² + 1``: the weight of an element less than one step away."""
+    inner = write.call(aten.sub.Scalar, write.call(aten.mul.Scalar, distance, _SHARPNESS + 2), _SHARPNESS + 3)
+    square = write.call(aten.mul.Tensor, distance, distance)
+    return write.call(aten.add.Scalar, write.call(aten.mul.Tensor, inner, square), 1.0)
+
+
+def _far(write: WindowWriter, distance: fx.Node) -> fx.Node:
+    """``((a e - 5 a) e + 8 a) e - 4 a`` with ``e = d + 1``: of an element one to two steps away."""
+    beyond = write.call(aten.add.Scalar, distance, 1.0)
+    result = write.call(aten.sub.Scalar, write.call(aten.mul.Scalar, beyond, _SHARPNESS), 5 * _SHARPNESS)
+    result = write.call(aten.add.Scalar, write.call(aten.mul.Tensor, result, beyond), 8 * _SHARPNESS)
+    return write.call(aten.sub.Scalar, write.call(aten.mul.Tensor, result, beyond), 4 * _SHARPNESS)
+
+
+def _centres(write: WindowWriter, along: Along, scale: float) -> fx.Node:
+    """Where each step stands among the elements."""
+    dtype = torch.float64 if write.x.meta["val"].dtype == torch.float64 else torch.float32
+    steps = write.steps(along, dtype)
+    if write.arguments.get("align_corners"):
+        return write.call(aten.mul.Scalar, steps, scale)
+    middle = write.call(aten.mul.Scalar, write.call(aten.add.Scalar, steps, 0.5), scale)
+    return write.call(aten.sub.Scalar, middle, 0.5)
+
+
+def _scales(write: WindowWriter) -> list[float]:
+    """How many elements a step is, in each dimension."""
+    given = _given_scales(write)
+    found = []
+    for along, scale in zip(write.space, given, strict=True):
+        size, steps = along.reach.size, along.steps
+        if write.arguments.get("align_corners"):
+            found.append((size - 1) / (steps - 1) if steps > 1 else 0.0)
+        else:
+            found.append(1.0 / scale if scale else size / steps)
+    return found
+
+
+def _given_scales(write: WindowWriter) -> Sequence[float | None]:
+    rank = len(write.space)
+    if write.arguments.get("scale_factors"):
+        return list(write.arguments["scale_factors"])
+    names = ("scales",) if rank == 1 else ("scales_d", "scales_h", "scales_w")[3 - rank :]
+    return [write.arguments.get(name) for name in names]
+
+
+def _sum(write: WindowWriter, terms: Sequence[fx.Node]) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        total = write.call(aten.add.Tensor, total, term)
+    return total
+
+
+def _spread(value: Any, rank: int) -> list[int]:
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+_WRITERS: Mapping[Any, Callable[[WindowWriter], fx.Node]] = {
+    **dict.fromkeys((aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d), _average),
+    **dict.fromkeys((aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d), _adaptive_average),
+    **dict.fromkeys(
+        (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d), lambda write: _nearest(write, exact=False)
+    ),
+    **dict.fromkeys(
+        (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),  # noqa: SLF001
+        lambda write: _nearest(write, exact=True),
+    ),
+    **dict.fromkeys((aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d), _linear),
+    aten.upsample_bicubic2d: _cubic,
+}
+"""Operator -> how its part is written."""

@@ -1,0 +1,1 @@
+"""Halo exchange for windowed axes: which elements a rank needs, how it gets them, and what overlaps."""

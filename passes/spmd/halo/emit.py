@@ -1,0 +1,133 @@
+"""Write what ranks read beyond their own parts: fetched from ranks that have it, or taken from what a rank has computed of it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from passes.analysis.axes import Axes, TensorAxes
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.comm import functional as collectives
+from passes.ir.layout import Layout, Shard
+from passes.rules.loops import Size
+from passes.spmd.halo.regions import Slide, fetch_of, held_for, own_part_of
+from passes.spmd.local_shapes import Extents
+from passes.spmd.propagate import Layouts
+from passes.spmd.reshard import CHANGE, Change, Resharder
+
+__all__ = ["HaloWriter"]
+
+
+class HaloWriter:
+    """Knows what this rank has of every value that windows read.
+
+    Args:
+        axes: of the whole graph.
+        layouts: how its values lie.
+        extents: sizes at the rank's coordinate.
+        emit: writes a call.
+        resharder: has every rank's own parts.
+    """
+
+    def __init__(self, axes: Axes, layouts: Layouts, extents: Extents, emit: Callable[..., fx.Node], resharder: Resharder) -> None:
+        self._axes, self._layouts, self._extents = axes, layouts, extents
+        self._emit, self._resharder = emit, resharder
+        self._wide: dict[fx.Node, fx.Node] = {}
+        self._fetched: dict[Any, fx.Node] = {}
+
+    # -- what a rank computes of the parts of others -------------------------------------------------------------------------------
+
+    def keep_wide(self, node: fx.Node, copy: fx.Node) -> None:
+        """A value of which this rank has computed more than its own part."""
+        self._wide[node] = copy
+
+    def computed(self, node: fx.Node) -> list[tuple[int, int, int]]:
+        """Where this rank computes more than its own part of a value: mesh dimension, first element, the one behind the last."""
+        wide = self._layouts.wide.get(node.name, ())
+        return [(index, *parts[self._extents.coordinate[index]]) for index, parts in enumerate(wide) if parts is not None]
+
+    def shape(self, node: fx.Node, axes: TensorAxes, layout: Layout) -> tuple[Size, ...]:
+        """The shape of what this rank computes of a value."""
+        shape = list(self._extents.shape(axes, layout))
+        for index, start, stop in self.computed(node):
+            place = layout[index]
+            assert isinstance(place, Shard)
+            shape[place.dimension] = stop - start
+        return tuple(shape)
+
+    def part(self, node: fx.Node, place: int, operand: fx.Node, need: Layout) -> fx.Node:
+        """What a call reads: all that this rank has of an operand, where that is enough; else its own part, in the layout needed."""
+        holding, _ = held_for(node.name, place, self._axes, self._layouts, self._extents)
+        if holding == "computed":
+            return self._wide[operand]
+        part = self.own_part(operand, need, node)
+        return self._moved(operand, part, fetch_of(operand.name, self._layouts, self._extents), node) if holding == "fetched" else part
+
+    def own_part(self, value: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
+        """A value in the layout that a reader needs, without what this rank has computed of the parts of others."""
+        if value in self._wide and not self._resharder.knows(value):
+            slides = own_part_of(value.name, self._layouts, self._extents)
+            part = self._moved(value, self._wide[value], slides, reader)
+            part.meta["part_of"] = value.name
+            self._resharder.register(value, 0, part, self._layouts.results[value.name][0], self._axes.of(value.name))
+        return self._resharder.read(value, need, reader)
+
+    def _moved(self, value: fx.Node, part: fx.Node, slides: Sequence[Slide], reader: fx.Node) -> fx.Node:
+        for slide in slides:
+            part = self._fetch(value, part, slide, self._layouts.results[value.name][0], reader)
+        return part
+
+    # -- what windows read ---------------------------------------------------------------------------------------------------------
+
+    def fetched(self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node], slides: Sequence[Slide]) -> list[fx.Node]:
+        """The operands with what windows read beyond a rank's own elements; what several calls read alike is fetched once."""
+        found = list(parts)
+        for slide in slides:
+            place = slide.window.operand
+            if not slide.is_as_it_lies:
+                found[place] = self._fetch(operands[place], found[place], slide, self._layouts.needs[node.name][place], node)
+        return found
+
+    def _fetch(self, value: fx.Node, source: fx.Node, slide: Slide, layout: Layout, reader: fx.Node) -> fx.Node:
+        """What a window reads along one mesh dimension.
+
+        Args:
+            value: of the whole graph.
+            source: what this rank has of it.
+            layout: how it lies.
+        """
+        dimension, name = slide.window.dimension, f"{value.name}_halo_{slide.over}"
+        around = self._around(source, slide, reader)
+        key = (source, dimension, around, slide.over, slide.owned, slide.wanted, slide.window.reach.fill)
+        if key not in self._fetched and around is None:
+            self._fetched[key] = self._read(value, source, dimension, slide, layout, name, reader)
+        elif key not in self._fetched:
+            assert around is not None
+            outer, inner = around
+            shape = [size_of(size) for size in source.meta["val"].shape]
+            unfolded = self._resharder.reshaped(source, shape, dimension, (outer, slide.own, inner), f"{name}_unfolded", reader)
+            read = self._read(value, unfolded, dimension + 1, slide, layout, f"{name}_rows", reader)
+            self._fetched[key] = self._resharder.reshaped(read, shape, dimension, (outer * slide.size * inner,), name, reader)
+        return self._fetched[key]
+
+    def _around(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
+        """What a dimension holds, on this rank, outside and inside the part of it that a window slides over; None: it has no parts."""
+        window = slide.window
+        if window.part is None:
+            return None
+        factors = self._axes.loops[reader.name].operands[window.operand][window.dimension]
+        rest = int(source.meta["val"].shape[window.dimension]) // slide.own
+        return (1, rest) if factors[0] == window.part else (rest, 1)
+
+    def _read(self, value: fx.Node, source: fx.Node, dimension: int, slide: Slide, layout: Layout, name: str, reader: fx.Node) -> fx.Node:
+        """Taken from what a rank has, or exchanged."""
+        sizes = (slide.own, slide.size, slide.window.reach.fill)
+        if slide.is_local:
+            return self._emit(collectives.take_runs, (source, dimension, slide.over, slide.local_wanted, *sizes), {}, name, reader)
+        assert slide.owned is not None
+        exchanged = (source, dimension, slide.over, list(slide.owned), slide.wanted, *sizes)
+        found = self._emit(collectives.halo_exchange, exchanged, {}, name, reader)
+        found.meta["custom"] = {CHANGE: Change(value.name, layout, layout)}
+        return found

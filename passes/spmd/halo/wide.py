@@ -1,0 +1,249 @@
+"""Fetch a wider halo once and compute the overlap on both sides of a border, instead of a halo in front of every layer.
+
+Two convolutions, kernel 3, padding 1, of a height of 16 over two ranks; rank 0:
+
+    layer by layer                               once for both
+    x_halo = halo_exchange(x)   _1 0:9           x_halo = halo_exchange(x)   _1 0:10     two rows of rank 1
+    a = conv2d(x_halo)          0 .. 7           a = conv2d(x_halo)          0 .. 8      row 8 is rank 1's, too
+    a_halo = halo_exchange(a)   _1 0:9           a_halo = take_runs(a)       _1 0:9      padding, as the whole model pads
+    b = conv2d(a_halo)          0 .. 7           b = conv2d(a_halo)          0 .. 7
+
+What a call needs is composed from the last calls of a run backwards (``passes.spmd.halo.demand.demand``), in intervals of the whole value:
+nothing outside of the image is ever computed, and every layer pads there as it does in one piece. Rows are recomputed, not owned: a
+value is read outside of the run, summed over space or normalised, by each rank's own part alone. The gradient needs no other rule. What
+a rank computes is a function of what it fetched, and only its own rows leave the run; so what flows into a recomputed row comes from the
+rank's own rows alone, every path from a parameter or an input to a result exists on exactly one rank, and sums over ranks
+(``all_reduce`` of parameters, ``halo_add`` of what was fetched) count each once.
+
+Fused layers by tiles: Alwani et al., "Fused-layer CNN accelerators", MICRO 2016; the wide halo is the ghost zone of Kjolstad and Snir,
+"Ghost cell pattern", 2010.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from passes.analysis.axes import Axes
+from passes.analysis.axis_names import space_axes
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.layout import Partial, Shard
+from passes.ir.mesh import TILES
+from passes.spmd.halo.boxes import Box, Span, TileGrid, united
+from passes.spmd.halo.call_tiles import TileCall, tile_call
+from passes.spmd.halo.demand import demand
+from passes.spmd.propagate import Cut, Intervals, Layouts
+
+__all__ = ["Overlaps", "TileRegions", "with_halos"]
+
+
+@dataclass(frozen=True)
+class Overlaps:
+    """What ranks have beyond their own parts, as ``Layouts`` has it.
+
+    Attributes:
+        computed: of the calls of a run.
+        fetched: of values from outside that several of them read, each another part.
+    """
+
+    computed: Mapping[str, tuple[Intervals | None, ...]]
+    fetched: Mapping[str, tuple[Intervals | None, ...]]
+
+
+@dataclass(frozen=True)
+class TileRegions:
+    """The calls of a graph that ranks may compute beyond their own parts, where they are joined.
+
+    Attributes:
+        axes: of the graph.
+        layouts: how its values lie, each rank with its own part.
+        grid: of the tiles.
+        indices: the mesh dimension of each dimension of the grid.
+        regions: calls that read each other, in order of the graph.
+        order: place of every node in the graph.
+    """
+
+    axes: Axes
+    layouts: Layouts
+    grid: TileGrid
+    indices: tuple[int, ...]
+    regions: tuple[tuple[TileCall, ...], ...]
+    order: Mapping[fx.Node, int]
+
+    @staticmethod
+    def of(graph: ModelGraph, axes: Axes, layouts: Layouts, assigned: Mapping[str, Sequence[int]]) -> TileRegions:
+        """Find them.
+
+        Args:
+            assigned: mesh dimension -> the axes that it cuts.
+        """
+        indices = tuple(index for index, (name, _) in enumerate(layouts.mesh) if name in TILES)
+        counts = tuple(layouts.mesh[index][1] for index in indices)
+        space = frozenset(axis for each in space_axes(axes).values() for axis in each)
+        grid = TileGrid(counts, tuple(space.intersection(assigned[layouts.mesh[index][0]]) for index in indices))
+        found = TileRegions(axes, layouts, grid, indices, (), {node: place for place, node in enumerate(graph.graph.nodes)})
+        calls = {
+            node: call
+            for node in graph.computing_nodes()
+            if node.op == "call_function" and (call := tile_call(node, axes, grid)) is not None and found._may_overlap(call)
+        }
+        return replace(found, regions=_joined(calls, axes))
+
+    def _may_overlap(self, call: TileCall) -> bool:
+        """Whether a call gives the same rows whoever computes them, and from some of an operand's: nothing in it runs over all of them."""
+        name = call.node.name
+        if call.kind != "tiles" or any(isinstance(place, Partial) for place in self.layouts.results[name][0]):
+            return False
+        for index, span, factor in zip(self.indices, call.spans, call.factors, strict=True):
+            cut = self.layouts.cuts[name][index]
+            if span is None:
+                if cut is not None:
+                    return False
+                continue
+            lies = self.layouts.results[name][0][index]
+            if factor is None or span.inner != 1 or cut != Cut(factor, span.axis) or lies != Shard(span.axis, span.dimension):
+                return False
+        return all(read is None or (read.factor is not None and read.span.inner == 1) for reads in call.reads for read in reads)
+
+    def runs(self, ends: Iterable[tuple[str, str]], *, may_lack: bool) -> Iterator[tuple[TileCall, ...]]:
+        """The calls of a region from one to another, for each pair of names.
+
+        Args:
+            may_lack: leave out what is no run.
+
+        Raises:
+            ConfigError: there is no such run.
+        """
+        for first, last in ends:
+            found = self._run(first, last)
+            if found:
+                yield found
+            elif not may_lack:
+                raise ConfigError(
+                    f"the plan names how the calls from {first!r} to {last!r} pay for halos, and no such calls of this model follow "
+                    "each other",
+                    remedy="make the plan again: it is for another model, or another version of it",
+                )
+
+    def _run(self, first: str, last: str) -> tuple[TileCall, ...]:
+        for region in self.regions:
+            names = [call.node.name for call in region]
+            if first in names and last in names and names.index(first) <= names.index(last):
+                return region[names.index(first) : names.index(last) + 1]
+        return ()
+
+    def overlaps(self, calls: Sequence[TileCall]) -> Overlaps:
+        """What each rank has beyond its own parts in a run that is left with every rank's own part alone."""
+        members = {call.node: call for call in calls}
+        ends = [call for call in calls if not call.node.users or any(user not in members for user in call.node.users)]
+        boxes = []
+        for place in range(max(self.grid.counts)):
+            tile = [min(place, count - 1) for count in self.grid.counts]
+            boxes.append(demand({call.node: self.grid.owned(call.spans, tile) for call in ends}, members, self.axes, self.order))
+        computed = {call.node.name: self._intervals(call.node, [box[call.node] for box in boxes]) for call in calls}
+        fetched = {}
+        for operand, needs in self._read_from_outside(calls, boxes).items():
+            if len(needs) > 1:
+                united_needs = [functools.reduce(united, each, None) for each in zip(*needs, strict=True)]
+                fetched[operand.name] = self._intervals(operand, united_needs)
+        return Overlaps(_that_differ(computed), _that_differ(fetched))
+
+    def _read_from_outside(self, calls: Sequence[TileCall], boxes: Sequence[Mapping[fx.Node, Box]]) -> dict[fx.Node, list[tuple[Box, ...]]]:
+        """Values that lie in parts and that calls of a run read of others -> what ranks read of it, each way of reading it once."""
+        found: dict[fx.Node, dict[object, tuple[Box, ...]]] = {}
+        members = {call.node for call in calls}
+        for call in calls:
+            needs = zip(*(call.needs(box[call.node]) for box in boxes), strict=True)
+            for operand, reads, need in zip(self.axes.operands[call.node.name], call.reads, needs, strict=True):
+                if operand not in members and self._lies_in_parts(operand):
+                    windows = tuple(None if read is None or read.window is None else read.window.reach for read in reads)
+                    found.setdefault(operand, {})[windows, need] = need
+        return {operand: list(needs.values()) for operand, needs in found.items()}
+
+    def _lies_in_parts(self, value: fx.Node) -> bool:
+        spans = self.grid.spans(self.axes, self.axes.of(value.name))
+        if spans is None or value.name not in self.layouts.results:
+            return False
+        places = [self.layouts.results[value.name][0][index] for index in self.indices]
+        return any(spans) and all(
+            span is None or (span.inner == 1 and place == Shard(span.axis, span.dimension))
+            for span, place in zip(spans, places, strict=True)
+        )
+
+    def own(self, node: fx.Node, index: int) -> Intervals:
+        """Every rank's own part of a value along a mesh dimension."""
+        position = self.indices.index(index)
+        span = self._span(node, position)
+        assert span is not None
+        return tuple(self.grid.part(span, position, [place] * len(self.indices)) for place in range(self.grid.counts[position]))
+
+    def _span(self, node: fx.Node, position: int) -> Span | None:
+        spans = self.grid.spans(self.axes, self.axes.of(node.name))
+        return None if spans is None else spans[position]
+
+    def _intervals(self, value: fx.Node, boxes: Sequence[Box | None]) -> tuple[Intervals | None, ...]:
+        """Along each mesh dimension, what ranks have of a value; None where that is their own part."""
+        found: list[Intervals | None] = [None] * len(self.layouts.mesh)
+        for position, (index, count) in enumerate(zip(self.indices, self.grid.counts, strict=True)):
+            if self._span(value, position) is not None:
+                needed = tuple(each for box in boxes[:count] if box is not None and (each := box[position]) is not None)
+                found[index] = needed if needed != self.own(value, index) else None
+        return tuple(found)
+
+
+def _that_differ(found: Mapping[str, tuple[Intervals | None, ...]]) -> dict[str, tuple[Intervals | None, ...]]:
+    return {name: intervals for name, intervals in found.items() if any(each is not None for each in intervals)}
+
+
+def _joined(calls: Mapping[fx.Node, TileCall], axes: Axes) -> tuple[tuple[TileCall, ...], ...]:
+    """Calls that read each other, directly or through others."""
+    region_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in calls:
+        region = [node]
+        for operand in axes.operands[node.name]:
+            other = region_of.get(operand)
+            if other is not None and other is not region:
+                region = other + region
+                region_of.update(dict.fromkeys(region, region))
+        region_of.update(dict.fromkeys(region, region))
+    regions = {id(region): region for region in region_of.values()}
+    return tuple(tuple(calls[node] for node in calls if node in set(region)) for region in regions.values())
+
+
+def with_halos(
+    graph: ModelGraph,
+    axes: Axes,
+    layouts: Layouts,
+    assigned: Mapping[str, Sequence[int]],
+    wide: Iterable[tuple[str, str]],
+    overlapped: Iterable[tuple[str, str]] = (),
+    *,
+    may_lack: bool = False,
+) -> Layouts:
+    """Layouts in which runs of calls, each by the names of its first and its last, pay otherwise for halos than by waiting for each.
+
+    Args:
+        assigned: mesh dimension -> the axes that it cuts.
+        wide: runs that fetch a wide halo once.
+        overlapped: runs that compute while halos are on their way.
+        may_lack: let calls that are no such run in these layouts pay nothing, or by waiting.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    wide, overlapped = tuple(wide), tuple(overlapped)
+    if not wide and not overlapped:
+        return layouts
+    regions = TileRegions.of(graph, axes, layouts, assigned)
+    computed: dict[str, tuple[Intervals | None, ...]] = {}
+    fetched: dict[str, tuple[Intervals | None, ...]] = {}
+    for run in regions.runs(wide, may_lack=may_lack):
+        overlaps = regions.overlaps(run)
+        computed |= overlaps.computed
+        fetched |= overlaps.fetched
+    meanwhile = frozenset(call.node.name for run in regions.runs(overlapped, may_lack=may_lack) for call in run)
+    return replace(layouts, wide=computed, fetched=fetched, overlapped=meanwhile)

@@ -1,0 +1,189 @@
+"""Make a mean over the batch a sum of parts, so that microbatches add up to it exactly.
+
+A mean over the rows of a microbatch, weighted by its number of rows, gives the mean over the batch only if every row counts the same.
+A cross entropy with ignored targets counts the targets that are left, and microbatches differ in how many those are. So the count is
+taken over the whole batch, before it is cut:
+
+    before   loss = cross_entropy(logits, labels, reduction=mean)               out: "mean"
+    after    loss = cross_entropy(logits, labels, reduction=sum) / loss_total   out: "sum"
+             loss_total = count(labels != -100), over the whole batch
+
+    before   loss = mse_loss(x, y)                                              out: "mean"
+    after    loss = mse_loss(x, y) * batch / batch_total                        out: "sum"
+
+This is done for a result that is a sum of such means, each perhaps times a constant; any other is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.analysis.replicable import replicable_nodes
+from passes.graph.dependencies import with_ancestors
+from passes.graph.fake_tensors import fake_mode
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.ir.graph import Input, ModelGraph, Total
+
+__all__ = ["counted_means", "with_totals"]
+
+aten = torch.ops.aten
+
+_CROSS_ENTROPIES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default})
+_MEAN, _SUM = 1, 2
+"""What ``reduction`` is in the schemas."""
+_DEFAULTS = (None, _MEAN, -100)
+"""Of weight, reduction and ignore_index: the arguments behind input and target."""
+_ADDITIONS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+_SAME_VALUE = frozenset({aten.clone.default, aten.to.dtype, aten.alias.default})
+
+
+def with_totals(graph: ModelGraph) -> ModelGraph:
+    """The graph with every result that is a sum of means over the batch written as a sum of parts."""
+    replicable = replicable_nodes(graph)
+    nodes = {node.name: node for node in graph.graph.nodes}
+    means: dict[fx.Node, None] = {}
+    rewritten: set[str] = set()
+    for output in graph.outputs:
+        if output.combine == "mean" and output.node is not None:
+            found = _means(nodes[output.node], graph)
+            if found is not None and all(_can_count(mean, graph, replicable) for mean in found):
+                means.update(dict.fromkeys(found))
+                rewritten.add(output.node)
+    return _rewrite(graph, list(means), rewritten) if means else graph
+
+
+def counted_means(graph: ModelGraph) -> list[fx.Node]:
+    """Return the calls that compute a mean over the targets that are not ignored."""
+    return [node for node in graph.computing_nodes() if _counts_targets(node) and _loss_arguments(node)[1] == _MEAN]
+
+
+def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
+    """The means that a result is a linear combination of; None when it is something else."""
+    if node.target in _ADDITIONS:
+        parts = [_means(part, graph) if isinstance(part, fx.Node) else None for part in node.args[:2]]
+        return None if any(part is None for part in parts) else [mean for part in parts if part is not None for mean in part]
+    if node.target in _SCALINGS | _SAME_VALUE:
+        scale = node.args[1] if len(node.args) > 1 and node.target in _SCALINGS else None
+        source = node.args[0]
+        return None if isinstance(scale, fx.Node) or not isinstance(source, fx.Node) else _means(source, graph)
+    return [node] if node.op == "call_function" else None
+
+
+def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
+    """Whether what a mean divides by follows from the inputs alone."""
+    if node.target in _CROSS_ENTROPIES and _loss_arguments(node)[1] != _MEAN:
+        return False
+    if not _counts_targets(node):
+        return True
+    known = replicable | graph.buffers.keys() | graph.constants.keys() | {leaf.placeholder for leaf in graph.inputs}
+    weight = _loss_arguments(node)[0]
+    return all(isinstance(part, fx.Node) and part.name in known for part in (node.args[1], weight) if part is not None)
+
+
+# -- writing it --------------------------------------------------------------------------------------------------------------------
+
+
+def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], rewritten: set[str]) -> ModelGraph:
+    target = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    totals: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op != "placeholder" and not totals:
+            totals = {mean: _total_placeholder(graph, target, mean) for mean in means}
+        copies[node] = target.node_copy(node, copies.__getitem__)
+        if node in totals:
+            copies[node] = _part(graph, target, node, copies, totals[node])
+    target.lint()
+    by_name = {node.name: copies[node].name for node in copies}
+    outputs = tuple(
+        dataclasses.replace(
+            output,
+            node=None if output.node is None else by_name[output.node],
+            combine="sum" if output.node in rewritten else output.combine,
+        )
+        for output in graph.outputs
+    )
+    return dataclasses.replace(
+        graph,
+        module=LazyGraphModule({}, target, class_name="Model"),
+        inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), torch.int64, None) for total in totals.values())),
+        outputs=outputs,
+        totals=tuple(Total(total.name, *_counting_graph(graph, mean)) for mean, total in totals.items()),
+    )
+
+
+def _total_placeholder(graph: ModelGraph, target: fx.Graph, mean: fx.Node) -> fx.Node:
+    placeholder = target.placeholder(f"{mean.name}_total")
+    with fake_mode(graph.graph):
+        placeholder.meta = {"val": torch.empty((), dtype=torch.int64, device=mean.meta["val"].device)}
+    return placeholder
+
+
+def _part(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node) -> fx.Node:
+    """What one microbatch adds to a mean over the batch."""
+    part = copies[node]
+    if _counts_targets(node):
+        weight, _, ignore_index = _loss_arguments(node)
+        part.args = (*part.args[:2], copies.get(weight, weight), _SUM, ignore_index, *part.args[5:])
+        part.kwargs = {name: value for name, value in part.kwargs.items() if name == "label_smoothing"}
+    else:
+        batch = next((other for other in copies.values() if other.op == "placeholder" and other.target == "batch"), None)
+        rows = graph.batch_size if batch is None else batch
+        part = target.call_function(aten.mul.Tensor, (part, rows))
+        part.meta = dict(node.meta)
+    part = target.call_function(aten.div.Tensor, (part, total))
+    part.meta = dict(node.meta)
+    return part
+
+
+def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The graph that counts what a mean divides by, and its arguments."""
+    target = fx.Graph()
+    if not _counts_targets(mean):
+        batch = target.placeholder("batch")
+        batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), graph.batch_size)}
+        target.output(target.call_function(aten.scalar_tensor.default, (batch,), {"dtype": torch.int64}))
+        return LazyGraphModule({}, target, class_name="Total"), ("batch",)
+    weight, _, ignore_index = _loss_arguments(mean)
+    results = [part for part in (mean.args[1], weight) if isinstance(part, fx.Node)]
+    needed = _ancestors(results)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in sorted(needed, key=lambda node: node.op != "placeholder"):  # the batch, buffers and constants come first already
+        copies[node] = target.node_copy(node, copies.__getitem__)
+    labels, *weights = (copies[node] for node in results)
+    counted = target.call_function(aten.ne.Scalar, (labels, ignore_index))
+    if weights:
+        # An ignored target may be no class at all: class 0 stands in for it and its weight is masked.
+        classes = target.call_function(aten.mul.Tensor, (labels, counted))
+        of_targets = target.call_function(aten.index.Tensor, (weights[0], [classes]))
+        counted = target.call_function(aten.mul.Tensor, (of_targets, counted))
+    target.output(target.call_function(aten.sum.default, (counted,)))
+    names = tuple(str(node.target) for node in target.nodes if node.op == "placeholder")
+    return LazyGraphModule({}, target, class_name="Total"), names
+
+
+def _ancestors(results: Sequence[fx.Node]) -> list[fx.Node]:
+    """The results and everything that they are computed from, in graph order."""
+    needed = with_ancestors(results)
+    return [node for node in results[0].graph.nodes if node in needed]
+
+
+def _counts_targets(node: fx.Node) -> bool:
+    """Whether a mean divides by its targets, those that are not ignored; else by its rows. Probabilities as targets are never ignored."""
+    if node.target not in _CROSS_ENTROPIES:
+        return False
+    target = node.args[1]
+    return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()
+
+
+def _loss_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
+    """``weight``, ``reduction`` and ``ignore_index`` of a cross entropy."""
+    names = ("weight", "reduction", "ignore_index")
+    given = dict(zip(names, node.args[2:5], strict=False))
+    return tuple(given.get(name, node.kwargs.get(name, default)) for name, default in zip(names, _DEFAULTS, strict=True))  # type: ignore[return-value]

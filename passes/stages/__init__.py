@@ -1,0 +1,1 @@
+"""Split a graph into pipeline stages."""

@@ -1,0 +1,229 @@
+"""Cut the model's graph into one graph a stage.
+
+Before (one graph, cut in front of ``relu``; ``position`` is replicable):
+
+    x, weight_0, weight_1 -> linear -> position -> add -> | relu -> add_1(position) -> linear_1 -> out
+
+After:
+
+    stage 0   (weight_0, batch, x)      -> linear, position, add               -> (add,)
+    stage 1   (weight_1, batch, add)    -> relu, position, add_1, linear_1     -> (linear_1,)
+
+A replicable node (see ``passes.analysis.replicable``) is computed again in every stage that reads it. Everything else that a later stage
+reads is an output of its stage and an input of the reader, however far apart the two are. What the model returns is collected by the
+last stage's rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.analysis.replicable import replicable_nodes
+from passes.graph.aliasing import Aliasing, aliasing
+from passes.graph.buffer_writes import verify_writes
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["StageGraph", "split_stages", "stage_of_nodes"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage as a graph of its own. Its placeholders, in order.
+
+        bound:      parameters... buffers... constants...
+        arguments:  [batch] model inputs... values of earlier stages...
+
+    Names are those of the model's graph.
+
+    Attributes:
+        index: position in the pipeline.
+        module: the graph; its output is the tuple of ``outputs``.
+        parameters, buffers, constants: placeholders that stay with the stage.
+        model_inputs: inputs of the model that the stage reads.
+        values: values of earlier stages that it reads.
+        outputs: values that later stages read or the model returns.
+        has_batch: whether the size of the microbatch is an argument.
+        device: that its graph creates tensors on.
+    """
+
+    index: int
+    module: fx.GraphModule
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    model_inputs: tuple[str, ...]
+    values: tuple[str, ...]
+    outputs: tuple[str, ...]
+    has_batch: bool
+    device: torch.device
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """What stays with the stage from step to step."""
+        return self.parameters + self.buffers + self.constants
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What each microbatch brings."""
+        return (("batch",) if self.has_batch else ()) + self.model_inputs + self.values
+
+
+def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, int]:
+    """The stage of every computing node that is not replicable.
+
+    Args:
+        graph: a model, or a part of one (``passes.spmd.localize``): there a stage begins with what was written for its first node.
+        first_nodes: for each stage, the name of its first node, in graph order; the first stage starts with the graph whatever it says.
+
+    Raises:
+        ConfigError: a name is no computing node, or the names are out of order.
+    """
+    replicable = replicable_nodes(graph)
+    nodes = graph.computing_nodes()
+    position = {node.name: index for index, node in enumerate(nodes)}
+    for index, node in reversed(list(enumerate(nodes))):
+        if "written_for" in node.meta:  # what was written for a size may have the name of a call of the model
+            position[node.meta["written_for"]] = index
+    starts = []
+    for name in first_nodes[1:]:
+        if name not in position:
+            raise ConfigError(f"the plan starts a stage at {name!r}, which is no node of this graph", remedy="make the plan again")
+        starts.append(position[name])
+    if starts != sorted(set(starts)):
+        raise ConfigError("the plan's stages are not in the order of the graph", remedy="make the plan again")
+    stages, stage = {}, 0
+    for index, node in enumerate(nodes):
+        while stage < len(starts) and starts[stage] <= index:
+            stage += 1
+        if node.name not in replicable:
+            stages[node.name] = stage
+    return stages
+
+
+def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequence[torch.device]) -> tuple[StageGraph, ...]:
+    """Cut the graph in front of the named nodes.
+
+    Args:
+        first_nodes: for each stage, the name of its first node.
+        devices: for each stage, the device that its graph creates tensors on.
+    """
+    stages = stage_of_nodes(graph, first_nodes)
+    last = len(first_nodes) - 1
+    memory = aliasing(graph.graph)
+    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index]) for index in range(len(first_nodes)))
+
+
+def _stage_graph(
+    graph: ModelGraph, memory: Aliasing, stages: Mapping[str, int], index: int, is_last: bool, device: torch.device
+) -> StageGraph:
+    outputs = _outputs(graph, stages, index, is_last)
+    needed = _needed_nodes(graph, stages, index, outputs)
+    names = {node.name for node in needed}
+    read = {argument.name for node in needed for argument in node.all_input_nodes} | set(outputs)
+    placeholders = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
+
+    def reads(candidates: Mapping[str, object]) -> tuple[str, ...]:
+        return tuple(name for name in candidates if name in read)
+
+    model_inputs = tuple(leaf.placeholder for leaf in graph.inputs if leaf.placeholder is not None and leaf.placeholder in read)
+    values = tuple(node.name for node in graph.computing_nodes() if node.name in read and node.name not in names)
+    stage = StageGraph(
+        index=index,
+        module=LazyGraphModule({}, fx.Graph()),
+        parameters=reads(graph.parameters),
+        buffers=reads(graph.buffers),
+        constants=reads(graph.constants),
+        model_inputs=model_inputs,
+        values=values,
+        outputs=outputs,
+        has_batch="batch" in placeholders,
+        device=device,
+    )
+    module = _copy(graph, memory, stage, needed, device)
+    return StageGraph(**{**vars(stage), "module": module})
+
+
+def _outputs(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: bool) -> tuple[str, ...]:
+    returned = {output.node for output in graph.outputs if output.node is not None}
+    outputs = []
+    for node in graph.graph.nodes:
+        if node.name in stages:
+            read_later = any(stages.get(user.name, index) > index for user in node.users)
+            read_later |= any(user.name not in stages and user.op != "output" for user in node.users) and _read_later(node, stages, index)
+            if stages[node.name] == index and (read_later or node.name in returned):
+                outputs.append(node.name)
+        elif is_last and node.name in returned:
+            outputs.append(node.name)
+    return tuple(outputs)
+
+
+def _read_later(node: fx.Node, stages: Mapping[str, int], index: int) -> bool:
+    """Whether a later stage reads the node through replicable nodes (which are computed where they are read)."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        if user.name in stages:
+            if stages[user.name] > index:
+                return True
+        elif _read_later(user, stages, index):
+            return True
+    return False
+
+
+def _needed_nodes(graph: ModelGraph, stages: Mapping[str, int], index: int, outputs: Sequence[str]) -> list[fx.Node]:
+    needed = {node for node in graph.graph.nodes if stages.get(node.name) == index}
+    replicable = [node for node in graph.computing_nodes() if node.name not in stages]
+    wanted = {argument for node in needed for argument in node.all_input_nodes}
+    wanted |= {node for node in replicable if node.name in outputs}
+    for node in reversed(replicable):
+        if node in wanted:
+            needed.add(node)
+            wanted.update(node.all_input_nodes)
+    return [node for node in graph.computing_nodes() if node in needed]
+
+
+def _copy(graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device) -> fx.GraphModule:
+    nodes = {node.name: node for node in graph.graph.nodes}
+    target = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for name in stage.bound + stage.arguments:
+        placeholder = target.placeholder(name)
+        placeholder.meta = dict(nodes[name].meta)
+        copies[nodes[name]] = placeholder
+    for node in needed:
+        copies[node] = target.node_copy(node, lambda argument: copies[argument])
+        _place(copies[node], device)
+        if not memory.written(node):
+            _allow_any_layout(node, copies[node], stage)
+    target.output(tuple(copies[nodes[name]] for name in stage.outputs))
+    target.lint()
+    verify_writes(target, "cutting stages", owns_memory=True)
+    module = LazyGraphModule({}, target, class_name=f"Stage{stage.index}")
+    module.meta.update(graph.module.meta)
+    return module
+
+
+def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
+    """Let a view be a copy where need be: what comes from another rank is dense, whatever it was in the model."""
+    if copy.target is aten.view.default:
+        copy.target = aten.reshape.default
+    elif copy.target is aten.as_strided.default and stage.values:
+        raise ConfigError(
+            f"{node.name} reads memory by strides, which a value from another stage need not have kept",
+            remedy="cut elsewhere (Constraints.split_spec), or write it with reshape, transpose and indexing",
+        )
+
+
+def _place(node: fx.Node, device: torch.device) -> None:
+    """Let a node that names a device name the stage's own."""
+    node.args = tuple(device if isinstance(argument, torch.device) else argument for argument in node.args)
+    if isinstance(node.kwargs.get("device"), torch.device):
+        node.kwargs = {**node.kwargs, "device": device}

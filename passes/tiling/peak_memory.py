@@ -1,0 +1,174 @@
+"""How much memory a streamed graph holds, by the boxes of tiles: no graph is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from passes.analysis.axes import Axes, returned_values
+from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.graph import ModelGraph
+from passes.spmd.halo.boxes import Box, TileGrid
+from passes.spmd.halo.call_tiles import TileCall
+from passes.spmd.halo.demand import Keeping, demand, tiles_of, what_to_keep
+
+__all__ = ["StreamSize", "stream_size"]
+
+
+@dataclass(frozen=True)
+class StreamSize:
+    """What streaming takes.
+
+    Attributes:
+        peak: bytes held at once, beside inputs and parameters, and beside gradients of parameters.
+        calls: how many calls a forward has.
+    """
+
+    peak: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What makes one value, or gathers its statistics.
+
+    Attributes:
+        made: the value.
+        reads: which whole values are read.
+        tile: bytes that one tile holds at most on its way.
+        recomputed: bytes of all that one tile computes: its backward has them all.
+        calls: how many there are.
+    """
+
+    made: fx.Node
+    reads: frozenset[fx.Node]
+    tile: int
+    recomputed: int
+    calls: int
+
+
+def stream_size(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> StreamSize:
+    """How much memory a budget would take: of a training step where the model trains, else of a forward."""
+    measure = _Measure(graph, axes, grid, what_to_keep(graph, axes, grid, budget))
+    sweeps = list(measure.sweeps())
+    return StreamSize(measure.step_peak(sweeps) if graph.training else measure.forward_peak(sweeps), sum(sweep.calls for sweep in sweeps))
+
+
+class _Measure:
+    """Walks the sweeps: of each, the tile in the middle, which has neighbours on all sides."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, keeping: Keeping) -> None:
+        self._graph, self._axes, self._grid, self._keeping = graph, axes, grid, keeping
+        self._order = {node: place for place, node in enumerate(graph.graph.nodes)}
+        self._whole = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        self._given = frozenset(self._whole)
+
+    def forward_peak(self, sweeps: Sequence[_Sweep]) -> int:
+        """A whole value is forgotten behind its last reader."""
+        last: dict[fx.Node, int] = {}
+        for place, sweep in enumerate(sweeps):
+            last.update(dict.fromkeys((sweep.made, *sweep.reads), place))
+        last.update(dict.fromkeys(returned_values(self._graph.graph.output_node()), len(sweeps)))
+        live, peak = 0, 0
+        for place, sweep in enumerate(sweeps):
+            size = self._kept_bytes(sweep.made)  # statistics are small
+            peak = max(peak, live + size + sweep.tile)
+            live += size
+            live -= sum(self._kept_bytes(node) for node in {sweep.made, *sweep.reads} if last[node] == place)
+        return peak
+
+    def step_peak(self, sweeps: Sequence[_Sweep]) -> int:
+        """Of a forward that keeps every whole value, and a backward that forgets them one by one.
+
+        made     first read    last read              in the backward, from the right to the left:
+         |           |             |
+         .           ===================== value      until its first reader has gone backward
+         ===========================       gradient   from its last reader to its maker
+        """
+        made, first, last = dict[fx.Node, int](), dict[fx.Node, int](), dict[fx.Node, int]()
+        for place, sweep in enumerate(sweeps):
+            made[sweep.made] = place
+            for node in sweep.reads:
+                first.setdefault(node, place)
+                last[node] = place
+        for node in returned_values(self._graph.graph.output_node()):
+            first.setdefault(node, len(sweeps))
+            last[node] = len(sweeps)
+        sizes = {node: self._kept_bytes(node) for node in made}
+        kept = [(first[node], len(sweeps), size) for node, size in sizes.items() if node in first]
+        kept += [(made[node], last[node], size) for node, size in sizes.items() if node in last]
+        forward = sum(sizes.values()) + max(sweep.tile for sweep in sweeps)
+        return max(
+            forward,
+            *(
+                2 * sweep.recomputed + sum(size for start, stop, size in kept if start <= place <= stop)
+                for place, sweep in enumerate(sweeps)
+            ),
+        )
+
+    def _kept_bytes(self, node: fx.Node) -> int:
+        return self._bytes(node, None) if node in self._whole and node not in self._given else 0
+
+    def sweeps(self) -> Iterator[_Sweep]:
+        """In order."""
+        keeping = self._keeping
+        for node in self._graph.computing_nodes():
+            if node in keeping.whole:
+                self._whole.add(node)
+                yield _Sweep(node, frozenset(node.all_input_nodes), 0, 0, 1)
+                continue
+            if node in keeping.statistics:
+                (x, *_) = self._axes.operands[node.name]
+                yield self._sweep(node, x, keeping.calls[node])
+            if node in keeping.swept:
+                found = self._sweep(node, node, keeping.calls[node])
+                self._whole.add(node)
+                yield found
+
+    def _sweep(self, made: fx.Node, target: fx.Node, call: TileCall) -> _Sweep:
+        if call.kind == "reduction":
+            (target, *_) = [operand for operand in self._axes.operands[made.name] if operand not in self._whole]
+            call = self._keeping.calls[target]
+        cut = [span is not None for span in call.spans]
+        tiles = tiles_of(self._grid, cut)
+        box = self._grid.owned(call.spans, tiles[len(tiles) // 2])
+        if target in self._whole:
+            return _Sweep(made, frozenset({target}), self._bytes(target, box), self._bytes(target, box), len(tiles))
+        boxes = demand({target: box}, self._keeping.calls, self._axes, self._order, self._whole)
+        reads = {operand for node in boxes for operand in self._axes.operands[node.name] if operand in self._whole}
+        recomputed = sum(self._bytes(node, box) for node, box in boxes.items())
+        return _Sweep(made, frozenset(reads), self._chain(boxes), recomputed, len(boxes) * len(tiles))
+
+    def _chain(self, boxes: Mapping[fx.Node, Box]) -> int:
+        """The most that one tile holds at once; of what a call reads there may be a piece."""
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(boxes):
+            last.update(dict.fromkeys((node, *self._axes.operands[node.name]), place))
+        live, peak = 0, 0
+        for place, node in enumerate(boxes):
+            size = self._bytes(node, boxes[node])
+            call = self._keeping.calls[node]
+            needs = zip(self._axes.operands[node.name], call.needs(boxes[node]), strict=True)
+            pieces = sum(self._bytes(operand, need) for operand, need in needs if any(each is not None for each in need))
+            peak = max(peak, live + size + pieces)
+            live += size
+            live -= sum(
+                self._bytes(each, boxes[each]) for each in {node, *self._axes.operands[node.name]} if each in boxes and last[each] == place
+            )
+        return peak
+
+    def _bytes(self, node: fx.Node, box: Box | None) -> int:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return 0
+        size = bytes_of(value, self._graph.batch, self._graph.batch_size)
+        call = self._keeping.calls.get(node)
+        if box is None or call is None:
+            return size
+        share = math.prod(
+            (own[1] - own[0]) / span.size for own, span in zip(box, call.spans, strict=True) if own is not None and span is not None
+        )
+        return int(size * share)

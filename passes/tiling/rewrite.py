@@ -1,0 +1,220 @@
+"""Rewrite a graph so that what is larger than a budget is computed tile by tile, in turn.
+
+Before:                                       After, two tiles, where c1 and c2 are larger than the budget:
+
+    c1 = conv2d(x, w1, b1)   64 x 512 x 512       p = empty(64, 128, 128)
+    c2 = conv2d(c1, w2, b2)  64 x 512 x 512       x_tile0 = x[.., 0:259]            what tile 0 of p reads, through both windows
+    p = max_pool2d(c2, 4)    64 x 128 x 128       c1_tile0 = conv2d(x_tile0, ..)
+                                                  c2_tile0 = conv2d(c1_tile0, ..)
+                                                  p_tile0 = max_pool2d(c2_tile0, 4)
+                                                  p[.., 0:64].copy_(p_tile0)
+                                                  ...                               tile 1, after tile 0 is forgotten
+
+A value is kept whole where it fits the budget; others exist in tiles alone, and are computed again by every sweep that reads them: a
+sweep goes over all tiles to make one value that is kept, a sum over space, or the statistics of a normalisation. The first sweep of a
+normalisation gathers its statistics, the next ones apply them. Overlaps are computed by both tiles; nothing is approximate.
+
+Only what a forward computes; ``passes.tiling.backward`` writes its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from passes.analysis.axes import Axes, find_axes
+from passes.analysis.axis_names import space_axes
+from passes.graph.fake_tensors import fake_mode
+from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.spmd.halo.boxes import Box, TileGrid
+from passes.spmd.halo.call_tiles import Read, TileCall
+from passes.spmd.halo.demand import Keeping, demand, tiles_of, what_to_keep
+from passes.tiling.builder import TileWriter
+from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
+from passes.tiling.steps import TEMPLATES
+
+__all__ = ["grid_over", "stream", "streamed"]
+
+
+aten = torch.ops.aten
+
+
+def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelGraph:
+    """The graph by tiles.
+
+    Args:
+        axes: of the graph.
+        grid: of tiles.
+        budget: bytes of the largest value that is computed whole; inputs, and what no tile can compute, may be larger.
+    """
+    return _Streamer(graph, axes, grid, what_to_keep(graph, axes, grid, budget)).run()
+
+
+class _Streamer:
+    """Writes the new graph in the order of the old one."""
+
+    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, plan: Keeping) -> None:
+        self.graph, self.axes, self.grid, self.plan = graph, axes, grid, plan
+        self.writer = TileWriter(graph, axes, len(grid.counts))
+        self.scalings: dict[fx.Node, Scaling] = {}
+        self.order = {node: place for place, node in enumerate(graph.graph.nodes)}
+
+    def run(self) -> ModelGraph:
+        with fake_mode(self.graph.graph):
+            for node in self.graph.graph.nodes:
+                if node.op == "placeholder":
+                    self.writer.placeholder(node)
+                elif node.op == "output":
+                    self.writer.target.output(fx.map_arg(node.args[0], self.writer.whole.__getitem__))
+                elif node in self.plan.whole:
+                    self.writer.copy(node)
+                else:
+                    if node in self.plan.statistics:
+                        self._gather_statistics(node)
+                    if node in self.plan.swept:
+                        self._sweep(node)
+        self.writer.target.lint()
+        module = LazyGraphModule({}, self.writer.target, class_name="Streamed")
+        module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
+        names = {old.name: new.name for old, new in self.writer.whole.items()}
+        outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in self.graph.outputs)
+        return replace(self.graph, module=module, outputs=outputs)
+
+    # -- sweeps --------------------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, node: fx.Node) -> None:
+        """Make a value whole."""
+        call = self.plan.calls[node]
+        if call.kind == "reduction":
+            self.writer.whole[node] = self._reduce(call)
+            return
+        buffer = self.writer.buffer(node)
+        for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
+            box = self.grid.owned(call.spans, tile)
+            with self._in_tile(node, tile) as label:
+                found = self._tile(node, box, label)
+            self.writer.put(buffer, call.spans, box, found, node)
+        self.writer.whole[node] = buffer
+
+    @contextlib.contextmanager
+    def _in_tile(self, node: fx.Node, tile: Sequence[int]) -> Iterator[str]:
+        """What is written inside belongs to one tile of the sweep that makes a value; gives the tile's name."""
+        label = f"tile{'_'.join(str(place) for place in tile)}_of_{node.name}"
+        self.writer.tile = label
+        yield label
+        self.writer.tile = ""
+
+    def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
+        """One tile of a value, from values that are whole."""
+        demanded = demand({node: box}, self.plan.calls, self.axes, self.order, self.writer.whole)
+        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        for each in demanded:
+            held[each] = (self._compute(each, demanded[each], held, label), demanded[each])
+        return held[node][0]
+
+    def _compute(self, node: fx.Node, box: Box, held: Mapping[fx.Node, tuple[fx.Node, Box]], label: str) -> fx.Node:
+        call = self.plan.calls[node]
+        if call.kind == "statistics":
+            (x, *_) = self.axes.operands[node.name]
+            return apply_scaling(self.writer, node, self.writer.part(x, held, call.reads[0], box), self.scalings[node], label)
+        return self.writer.call(call, box, held, label)
+
+    # -- what is put together over tiles -------------------------------------------------------------------------------------------
+
+    def _gather_statistics(self, node: fx.Node) -> None:
+        """Means and variances of all of space, from those of tiles."""
+        call = self.plan.calls[node]
+        (x, *_) = self.axes.operands[node.name]
+        found = []
+        for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
+            box = self.grid.owned(call.spans, tile)
+            share = 1.0
+            for interval, span in zip(box, call.spans, strict=True):
+                share *= 1.0 if interval is None or span is None else (interval[1] - interval[0]) / span.size
+            with self._in_tile(node, tile) as label:
+                held = self._held(x, box, label)
+                found.append((share, tile_statistics(self.writer, node, self.writer.part(x, held, call.reads[0], box), label)))
+        self.scalings[node] = merge_statistics(self.writer, node, found)
+
+    def _held(self, node: fx.Node, box: Box, label: str) -> dict[fx.Node, tuple[fx.Node, Box]]:
+        return {} if node in self.writer.whole else {node: (self._tile(node, box, label), box)}
+
+    def _reduce(self, call: TileCall) -> fx.Node:
+        """A sum, a mean or the greatest over tiles."""
+        reads = [next((reads[index] for reads in call.reads if reads[index] is not None), None) for index in range(len(self.grid.counts))]
+        cut = [read is not None and call.factors[index] is not None for index, read in enumerate(reads)]
+        total: fx.Node | None = None
+        for tile in tiles_of(self.grid, cut):
+            box = tuple(
+                self.grid.part(read.span, index, tile) if read is not None and cut[index] else None for index, read in enumerate(reads)
+            )
+            with self._in_tile(call.node, tile) as label:
+                part = self._reduced_tile(call, reads, box, label, first=total is None)
+            total = part if total is None else self.writer.emit(_combination(call), (total, part), f"{part.name}_total", call.node)
+        assert total is not None
+        return total
+
+    def _reduced_tile(self, call: TileCall, reads: Sequence[Read | None], box: Box, label: str, *, first: bool) -> fx.Node:
+        """What one tile adds."""
+        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
+            if operand not in self.writer.whole:
+                held[operand] = (self._tile(operand, need, label), need)
+        share = 1.0
+        for index, read in enumerate(reads):
+            interval, factor = box[index], call.factors[index]
+            if read is not None and interval is not None and factor is not None and call.loops.factors[factor].reduction == "mean":
+                share *= (interval[1] - interval[0]) / read.span.size
+        part = self.writer.call(call, box, held, label, first=first)
+        return part if share == 1.0 else self.writer.emit(aten.mul.Tensor, (part, share), f"{part.name}_share", call.node)
+
+
+def _combination(call: TileCall) -> Any:
+    kinds = {call.loops.factors[factor].reduction for factor in call.factors if factor is not None}
+    return {"max": aten.maximum.default, "min": aten.minimum.default}.get(str(next(iter(kinds))), aten.add.Tensor)
+
+
+# -- a model as it is streamed -----------------------------------------------------------------------------------------------------
+
+
+_KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], int], ModelGraph]] = WeakKeyDictionary()
+"""What was streamed already, for as long as somebody has the graph."""
+
+
+def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGraph:
+    """The graph by tiles; the graph itself where there are none.
+
+    Args:
+        tiles: along each dimension of space.
+        budget: see ``passes.tiling.rewrite``.
+    """
+    if not tiles:
+        return graph
+    known = _KNOWN.setdefault(graph.module, {})
+    if (tiles, budget) not in known:
+        axes = find_axes(graph.graph)
+        known[tiles, budget] = stream(graph, axes, grid_over(axes, tiles), budget)
+    return known[tiles, budget]
+
+
+def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:
+    """The grid of so many tiles along each dimension of space, outermost first.
+
+    Raises:
+        ConfigError: space has fewer dimensions.
+    """
+    space = list(space_axes(axes).values())
+    if len(counts) > len(space):
+        raise ConfigError(
+            f"a grid of tiles {tuple(counts)} has {len(counts)} dimensions, the space of this model has {len(space)}",
+            remedy=f"pass {len(space)} numbers, or one" if space else 'mode "tile" is for models with convolutions or pooling',
+        )
+    return TileGrid(tuple(counts), tuple(frozenset(each) for each in space[: len(counts)]))

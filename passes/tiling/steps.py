@@ -1,0 +1,150 @@
+"""The steps of a streamed graph: what is computed together, and what moves between tiles and whole values.
+
+x_piece = x[.., 0:19]                        Piece       a part of a whole value, of no memory of its own
+c1_tile0 = conv2d(x_piece, w1)               Region      one tile of one sweep
+c2_tile0 = relu(c1_tile0)                    "
+...
+c2 = cat([c2_tile0, c2_tile1], 2)            Together    a whole value, of tiles
+m = mean(c2)                                 Region      what is computed whole, between two sweeps
+rows = batch * 4                             Size        a number, known wherever it is read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Region", "Size", "Step", "is_streamed", "steps_of"]
+
+aten = torch.ops.aten
+
+TILE = "tile"
+"""Where in ``meta`` a node of a streamed graph says which tile of which sweep it belongs to; what is computed whole says nothing."""
+
+TEMPLATES = "templates"
+"""Where in ``meta`` of its module a streamed graph has what is known of its regions (``passes.tiling.region_cache``)."""
+
+FOR_WHOLE = "for_whole"
+"""Where in ``meta`` a node says that it puts a whole value together of tiles."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of a value from outside of its region."""
+
+    node: fx.Node
+
+    @property
+    def source(self) -> fx.Node:
+        source = self.node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+
+
+@dataclass(frozen=True)
+class Put:
+    """A node that puts a whole value together: its memory, a place in it, a tile that is written there."""
+
+    node: fx.Node
+
+    @property
+    def tile(self) -> fx.Node | None:
+        """What is written."""
+        tile = self.node.args[1] if self.node.target is aten.copy_.default else None
+        return tile if isinstance(tile, fx.Node) else None
+
+    @property
+    def place(self) -> tuple[fx.Node, list[tuple[int, int, int]]]:
+        """Where it is written: the whole value, and the slices that lead there, dimension, first element and the one behind the last."""
+        slices: list[tuple[int, int, int]] = []
+        (whole, *_) = self.node.all_input_nodes
+        while whole.target is aten.slice.Tensor:
+            _, dimension, start, stop = whole.args
+            slices.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
+            (whole,) = whole.all_input_nodes
+        return whole, slices
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that follows from the batch."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that are computed together.
+
+    Attributes:
+        tile: which tile of which sweep; empty: computed whole.
+        nodes: in order.
+        inputs: what they read from outside, in order of first use.
+        outputs: those that are read outside.
+    """
+
+    tile: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+Step: TypeAlias = Piece | Put | Size | Region
+"""What a streamed graph is made of."""
+
+
+def is_streamed(graph: fx.Graph) -> bool:
+    """Whether tiles are computed in turn."""
+    return any(node.meta.get(TILE) for node in graph.nodes)
+
+
+def steps_of(graph: fx.Graph) -> list[Step]:
+    """All steps of a graph, in an order in which they can be run."""
+    return list(_steps(graph))
+
+
+def _steps(graph: fx.Graph) -> Iterator[Step]:
+    pieces: set[fx.Node] = set()
+    region: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        tile = node.meta.get(TILE, "")
+        if region and tile != region[0].meta.get(TILE, ""):
+            yield _region(region)
+            region = []
+        if _is_size(node):
+            yield Size(node)
+        elif tile and _is_piece(node, pieces):
+            pieces.add(node)
+            yield Piece(node)
+        elif node.meta.get(FOR_WHOLE):
+            if region:
+                yield _region(region)
+                region = []
+            yield Put(node)
+        else:
+            region.append(node)
+    if region:
+        yield _region(region)
+
+
+def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
+    source = node.args[0]
+    outside = isinstance(source, fx.Node) and (source in pieces or source.meta.get(TILE) != node.meta[TILE])
+    return node.target is aten.slice.Tensor and outside
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def _region(nodes: Sequence[fx.Node]) -> Region:
+    inside = set(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    return Region(nodes[0].meta.get(TILE, ""), tuple(nodes), tuple(inputs), outputs)

@@ -1,0 +1,370 @@
+"""Prove, without running them, that the programs of all ranks fit together.
+
+    rank 0   send(h, destination=1, tag=0)  ─────>  receive(shape, dtype, source=0, tag=0)   rank 1
+                                                    wait(...)
+
+What is proved, for every batch size:
+
+- every graph is well formed, and every stage is called with what its graph takes (``passes.verify.abstract_interpreter``);
+- every send has exactly one receive, with the same tag, dtype and shape;
+- on each channel (a source and a destination) receives are posted in the order of sending, so a transport without tags serves as well;
+- any two ranks start the collectives that both take part in in the same order: of the same kind, along the same dimensions, each giving
+  the other tensors of the shapes and dtypes that it expects;
+- whatever is started is waited for once;
+- no call writes memory in place, except the declared writes of buffers (``passes.graph.buffer_writes``);
+- the ranks cannot wait for each other in a circle.
+
+The last is decided by running the communication alone: a send never blocks (the receive is posted without waiting for anything), so a
+rank stops only where it waits, and one order of running is as good as any.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, zip_longest
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from passes.graph.buffer_writes import verify_writes
+from passes.ir.comm.primitives import COLLECTIVES, receive, send, wait
+from passes.ir.comm.semantics import CollectiveSpec
+from passes.ir.errors import VerificationError
+from passes.ir.program import Program, StageCall
+from passes.verify.abstract_interpreter import Pending, TensorSpec, ValueSpecs, describe_values
+
+__all__ = ["verify"]
+
+Channel: TypeAlias = tuple[int, int]
+Group: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A send or a receive."""
+
+    rank: int
+    node: fx.Node
+    channel: Channel
+    tag: int
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.node.name} of rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """One rank's part in a collective; ``number`` counts those of its group."""
+
+    rank: int
+    node: fx.Node
+    number: int
+    spec: CollectiveSpec
+
+    def __str__(self) -> str:
+        return f"{self.node.name} of rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Where a rank waits for what ``started`` started."""
+
+    rank: int
+    node: fx.Node
+    started: fx.Node
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The communication of one rank, in order."""
+
+    rank: int
+    specs: ValueSpecs
+    steps: tuple[_Message | _Collective | _Wait, ...]
+
+    def messages(self, function: object) -> Iterator[_Message]:
+        return (step for step in self.steps if isinstance(step, _Message) and step.node.target is function)
+
+    def collectives(self) -> Iterator[_Collective]:
+        return (step for step in self.steps if isinstance(step, _Collective))
+
+
+def verify(programs: Sequence[Program]) -> None:
+    """Prove that the programs of all ranks fit together; see the module's text.
+
+    Args:
+        programs: one for each rank.
+
+    Raises:
+        VerificationError: naming the nodes and ranks that do not fit.
+    """
+    ranks = sorted(program.rank for program in programs)
+    if ranks != list(range(len(programs))):
+        raise VerificationError(f"there are programs for ranks {ranks}", remedy="pass one program for each rank, counted from 0")
+    for program in programs:
+        _check_writes(program)
+    traces = [_trace(program, len(programs)) for program in sorted(programs, key=lambda program: program.rank)]
+    for trace in traces:
+        _check_waits(trace)
+    sends = _check_messages(traces)
+    _check_collectives(traces)
+    _check_progress(traces, sends)
+
+
+def _check_writes(program: Program) -> None:
+    verify_writes(program.module.graph, f"emitting the program of rank {program.rank}", owns_memory=True)
+    for name, module in program.module.named_children():
+        if isinstance(module, StageCall):
+            verify_writes(module.graph.graph, f"emitting {name} of rank {program.rank}", owns_memory=True)
+
+
+def _trace(program: Program, n_ranks: int) -> _Trace:
+    try:
+        program.module.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise VerificationError(
+            f"the graph of rank {program.rank} is not well formed: {error}", remedy="a node reads one that stands behind it or is gone"
+        ) from error
+    specs = describe_values(program)
+    counts: defaultdict[Group, int] = defaultdict(int)
+    steps: list[_Message | _Collective | _Wait] = []
+    for node in program.module.graph.nodes:
+        if node.target in (send, receive):
+            steps.append(_message(program.rank, node, specs, n_ranks))
+        elif node.target in COLLECTIVES:
+            steps.append(_collective(program.rank, node, specs, n_ranks, counts))
+        elif node.target is wait:
+            steps.append(_Wait(program.rank, node, node.args[0]))
+    return _Trace(program.rank, specs, tuple(steps))
+
+
+def _message(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int) -> _Message:
+    sends = node.target is send
+    peer = node.kwargs["destination" if sends else "source"]
+    tag = node.kwargs["tag"]
+    assert isinstance(peer, int)
+    assert isinstance(tag, int)
+    value = specs.of[node.args[0]] if sends and isinstance(node.args[0], fx.Node) else specs.of[node]
+    value = value.value if isinstance(value, Pending) else value
+    if not 0 <= peer < n_ranks or peer == rank:
+        raise VerificationError(
+            f"rank {rank}, {node.name}: there is no other rank {peer} to communicate with",
+            remedy=f"ranks are 0 to {n_ranks - 1}; a value that stays on its rank is read as it is",
+        )
+    if not isinstance(value, TensorSpec):
+        raise VerificationError(
+            f"rank {rank}, {node.name}: cannot tell what is sent: {value}", remedy="send the result of a stage, or a sum of such results"
+        )
+    return _Message(rank, node, (rank, peer) if sends else (peer, rank), tag, value)
+
+
+def _collective(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int, counts: defaultdict[Group, int]) -> _Collective:
+    spec = specs.of[node].collective
+    if not set(spec.group) <= set(range(n_ranks)):
+        raise VerificationError(
+            f"rank {rank}, {node.name}: the group {spec.group} has ranks that are not there", remedy=f"ranks are 0 to {n_ranks - 1}"
+        )
+    counts[spec.group] += 1
+    return _Collective(rank, node, counts[spec.group], spec)
+
+
+# -- what is started is waited for -----------------------------------------------------------------------------------------------------
+
+
+def _check_waits(trace: _Trace) -> None:
+    waits: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for step in trace.steps:
+        if isinstance(step, _Wait):
+            waits[step.started].append(step.node)
+    for step in trace.steps:
+        if isinstance(step, _Wait) or step.node.target is send:
+            continue
+        found = waits[step.node]
+        if not found:
+            raise VerificationError(f"{step} is never waited for", remedy="wait for it, even where its value is not used")
+        if len(found) > 1:
+            names = " and ".join(node.name for node in found)
+            raise VerificationError(f"{step} is waited for more than once: {names}", remedy="wait once and use the value")
+        others = [user.name for user in step.node.users if user not in found]
+        if others:
+            raise VerificationError(f"{step} is read by {', '.join(others)} before it is waited for", remedy="read what wait returns")
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------------------
+
+
+def _check_messages(traces: Sequence[_Trace]) -> dict[fx.Node, _Message]:
+    """Match sends with receives; returns receive node -> its send."""
+    sends, receives = _by_channel(traces, send), _by_channel(traces, receive)
+    matched: dict[fx.Node, _Message] = {}
+    for channel in sorted(sends.keys() | receives.keys()):
+        sent, posted = _by_tag(sends[channel]), _by_tag(receives[channel])
+        for tag in sorted(sent.keys() | posted.keys()):
+            if tag not in posted:
+                raise VerificationError(
+                    f"{sent[tag]} sends message {tag} to rank {channel[1]}, which does not receive it",
+                    remedy=f"rank {channel[1]} needs one receive with source={channel[0]}, tag={tag}",
+                )
+            if tag not in sent:
+                raise VerificationError(
+                    f"{posted[tag]} waits for message {tag} of rank {channel[0]}, which does not send it",
+                    remedy=f"rank {channel[0]} needs one send with destination={channel[1]}, tag={tag}",
+                )
+            _check_pair(traces[channel[1]].specs, sent[tag], posted[tag])
+            matched[posted[tag].node] = sent[tag]
+        _check_order(sends[channel], receives[channel])
+    return matched
+
+
+def _by_channel(traces: Sequence[_Trace], function: object) -> defaultdict[Channel, list[_Message]]:
+    found: defaultdict[Channel, list[_Message]] = defaultdict(list)
+    for trace in traces:
+        for message in trace.messages(function):
+            found[message.channel].append(message)
+    return found
+
+
+def _by_tag(messages: Sequence[_Message]) -> dict[int, _Message]:
+    found: dict[int, _Message] = {}
+    for message in messages:
+        if message.tag in found:
+            raise VerificationError(
+                f"{found[message.tag]} and {message.node.name} are both message {message.tag} {_between(message.channel)}",
+                remedy="a tag is used once in a step between two ranks in one direction",
+            )
+        found[message.tag] = message
+    return found
+
+
+def _check_pair(specs: ValueSpecs, sent: _Message, posted: _Message) -> None:
+    if not specs.same(sent.value, posted.value):
+        raise VerificationError(
+            f"{sent} sends {sent.value}, but {posted} expects {posted.value}",
+            remedy="a receive names the dtype and the shape of what its peer sends, in the same microbatch",
+        )
+
+
+def _check_order(sent: Sequence[_Message], posted: Sequence[_Message]) -> None:
+    for first, second in zip(sent, posted, strict=True):
+        if first.tag != second.tag:
+            raise VerificationError(
+                f"{_between(first.channel)}, {first} sends message {first.tag} where {second} expects message {second.tag}",
+                remedy="post the receives of a channel in the order of its sends: not every transport can tell messages apart",
+            )
+
+
+def _between(channel: Channel) -> str:
+    return f"from rank {channel[0]} to rank {channel[1]}"
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_collectives(traces: Sequence[_Trace]) -> None:
+    """Any two ranks must agree on the collectives that both take part in; so every group agrees."""
+    for one, other in combinations(traces, 2):
+        both = {one.rank, other.rank}
+        pairs = zip_longest(
+            (step for step in one.collectives() if both <= set(step.spec.group)),
+            (step for step in other.collectives() if both <= set(step.spec.group)),
+        )
+        for first, second in pairs:
+            if first is None or second is None:
+                found, missing = (first, other) if second is None else (second, one)
+                raise VerificationError(
+                    f"{found} goes between ranks {_listed(found.spec.group)}, but rank {missing.rank} takes no part in it",
+                    remedy="every rank of a group starts the same collectives",
+                )
+            _check_partners(one.specs, first, second)
+
+
+def _check_partners(specs: ValueSpecs, first: _Collective, second: _Collective) -> None:
+    """Two ranks' parts in one collective must be of one kind, and fit together."""
+    if first.spec.group != second.spec.group:
+        raise VerificationError(
+            f"{first} goes between ranks {_listed(first.spec.group)} where {second} goes between ranks {_listed(second.spec.group)}",
+            remedy="ranks that share groups start their collectives in the same order",
+        )
+    if first.spec.manner != second.spec.manner:
+        raise VerificationError(
+            f"{first} is {first.spec.manner} where {second} is {second.spec.manner}",
+            remedy="every rank of a group starts the same collectives, in the same order",
+        )
+    if len(first.spec.given) != len(second.spec.given):
+        raise VerificationError(
+            f"{first} has {len(first.spec.given)} tensors where {second} has {len(second.spec.given)}",
+            remedy="every rank of a group gives as many tensors, in the same order",
+        )
+    for giver, taker in ((first, second), (second, first)):
+        to, of = giver.spec.group.index(taker.rank), giver.spec.group.index(giver.rank)
+        for index, (given, expected) in enumerate(zip(giver.spec.given, taker.spec.expected, strict=True)):
+            if not specs.same(given[to], expected[of]):
+                raise VerificationError(
+                    f"{giver} gives {given[to]} as tensor {index} where {taker} expects {expected[of]}",
+                    remedy="every rank of a group gives tensors of the shapes and dtypes that the others' sizes say",
+                )
+
+
+def _listed(group: Group) -> str:
+    return ", ".join(str(rank) for rank in group)
+
+
+# -- progress --------------------------------------------------------------------------------------------------------------------------
+
+
+def _check_progress(traces: Sequence[_Trace], sends: Mapping[fx.Node, _Message]) -> None:
+    """Run the communication of all ranks until all are done or none can go on."""
+    position = [0] * len(traces)
+    done: set[fx.Node] = set()
+    collectives = _parts(traces)
+    needs = {
+        step.node: [sends[step.started].node] if step.started in sends else [part.node for part in collectives[step.started]]
+        for trace in traces
+        for step in trace.steps
+        if isinstance(step, _Wait)
+    }
+    advanced = True
+    while advanced:
+        advanced = False
+        for trace in traces:
+            while position[trace.rank] < len(trace.steps):
+                node = trace.steps[position[trace.rank]].node
+                if any(need not in done for need in needs.get(node, ())):
+                    break
+                done.add(node)
+                position[trace.rank] += 1
+                advanced = True
+    stuck = {trace.rank: trace.steps[position[trace.rank]].node for trace in traces if position[trace.rank] < len(trace.steps)}
+    if stuck:
+        rank_of = {step.node: trace.rank for trace in traces for step in trace.steps}
+        missing = {rank: next(need for need in needs[node] if need not in done) for rank, node in stuck.items()}
+        raise _circle(stuck, missing, rank_of)
+
+
+def _parts(traces: Sequence[_Trace]) -> dict[fx.Node, list[_Collective]]:
+    """Node of a collective -> the parts of all its ranks."""
+    groups: defaultdict[tuple[Group, int], list[_Collective]] = defaultdict(list)
+    for trace in traces:
+        for step in trace.collectives():
+            groups[step.spec.group, step.number].append(step)
+    return {part.node: parts for parts in groups.values() for part in parts}
+
+
+def _circle(stuck: Mapping[int, fx.Node], missing: Mapping[int, fx.Node], rank_of: Mapping[fx.Node, int]) -> VerificationError:
+    """Follow who waits for whom from one stuck rank to a rank met before."""
+    path: list[int] = []
+    rank = min(stuck)
+    while rank not in path:
+        path.append(rank)
+        rank = rank_of[missing[rank]]
+    lines = [
+        f"  rank {each} waits at {stuck[each].name} for {missing[each].name} of rank {rank_of[missing[each]]}"
+        for each in path[path.index(rank) :]
+    ]
+    return VerificationError(
+        "the ranks wait for each other in a circle\n" + "\n".join(lines),
+        remedy="order each rank's actions so that what it sends never stands behind what it waits for in turn",
+    )
