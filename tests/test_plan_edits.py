@@ -175,7 +175,7 @@ def test_every_edit_that_decides_runs_right_or_is_refused(name: str) -> None:
         ("axes", [["batch", "data"]]),
         ("devices", ["cpu", "elephant"]),
         ("schedule", "1F1C"),
-        ("n_microbatches", 10**6),
+        ("n_microbatches", 0),
         ("mesh", [["pipeline", 10**9]]),
         ("mesh", [["wheels", 2]]),
         ("tiles", [2, 2]),
@@ -192,6 +192,13 @@ def test_what_no_plan_says_names_its_entry(entry: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"plan\.{entry}") as caught:
         case.check(Plan.from_json(text))
     assert caught.value.remedy
+
+
+def test_a_step_of_a_million_microbatches_is_refused() -> None:
+    case = made("pipeline")
+    text = json.dumps({**json.loads(case.text), "n_microbatches": 10**6})
+    with pytest.raises(ConfigError, match="2000000 forwards"):
+        case.check(Plan.from_json(text))
 
 
 NO_PLANS = ("[" * 100_000, '{"a":' * 100_000, "1" * 5000, '{"format": 1, "format": 1}', "\0", "nan", '"', "[]", "1e999")

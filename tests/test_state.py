@@ -199,7 +199,7 @@ def with_entry(name: str, what: str, value: Any) -> Callable[[State], State]:
         (lambda state: state["state"], "the optimizer's state has no 'state'"),
         (lambda state: {**state, "param_groups": 3}, "'param_groups' of the optimizer's state is no list"),
         (lambda state: {**state, "state": {0: {}}}, "the optimizer's state is by number"),
-        (lambda state: [], "the optimizer's state has no 'state'"),
+        (lambda state: [], "state_dict must be a mapping of str to anything, not []"),
     ],
 )
 def test_states_of_optimizers_that_do_not_fit(pm: PartitionedModel, change: Callable[[State], Any], words: str) -> None:

@@ -292,7 +292,8 @@ def test_a_loss_that_raises_on_one_rank(workers: Callable[[int], Workers]) -> No
     for rank, answer in enumerate(answers[:3]):
         assert isinstance(answer.error, CommunicationError)
         assert f"rank {rank} could not" in str(answer.error)
-        assert "rank 3 failed: ValueError: no such label: 17" in str(answer.error)
+        assert "first failure: rank 3 failed: ConfigError: loss_fn fails" in str(answer.error)
+        assert "ValueError: no such label: 17" in str(answer.error)
 
 
 def test_a_rank_that_does_not_answer(workers: Callable[[int], Workers]) -> None:

@@ -103,9 +103,9 @@ class PlanRequest:
                 f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in {', '.join(graph.mixed)}",
                 remedy="pass n_microbatches=1, or return, and keep in buffers, what does not mix rows",
             )
-        if count > graph.batch_size:
+        if count > graph.batch_size and graph.batch is None:
             raise ConfigError(
-                f"n_microbatches={count}: each pipeline has {graph.batch_size} rows of the example's batch, fewer than one a microbatch",
+                f"n_microbatches={count}: the model was traced for a batch of {graph.batch_size} rows a pipeline, and for no other",
                 remedy=f"pass n_microbatches={graph.batch_size} or fewer, or example_inputs of the batch to plan for",
             )
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from passes.ir.checked_arguments import check_fields
+from passes.ir.checked_arguments import check_fields, conform
 from passes.ir.comm.halo_strategy import HaloRun
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
-from passes.ir.value_checks import conform
 
 __all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Stage"]
 
@@ -166,7 +165,7 @@ class Plan:
         _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
         _require(self.batch_size >= 1, "batch_size", f"a batch of {self.batch_size} rows has none")
-        _require(1 <= self.n_microbatches <= self.batch_size, "n_microbatches", f"{self.n_microbatches} of {self.batch_size} rows")
+        _require(self.n_microbatches >= 1, "n_microbatches", f"a step of {self.n_microbatches} microbatches is none")
         self._check_mesh()
         places = list(range(len(self.widths) or math.prod(size for name, size in self.mesh if name in STAGES)))
         for index, stage in enumerate(self.stages):

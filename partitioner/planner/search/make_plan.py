@@ -195,6 +195,8 @@ _MOST_CONTENDERS = 6
 
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
     yield from graph.notes
+    if (asked := request.n_microbatches or 1) > graph.batch_size:
+        yield f"n_microbatches={asked}: a pipeline has {graph.batch_size} rows of the planned batch, which runs in that many microbatches"
     yield from microbatch_effects(graph.mixing, chosen.candidate.n_microbatches)
     if graph.mixed and request.n_microbatches is None and request.mode != "model":
         yield f"The batch is not cut into microbatches, because rows of the batch are mixed in {', '.join(graph.mixed)}."
