@@ -11,8 +11,8 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Device, Link
 from cost_models.ops.work import Work
 from cost_models.profiling.op_times import Calibrated, MeasuredCosts
+from passes.ir.checked_arguments import conform
 from passes.ir.errors import ConfigError
-from passes.ir.value_checks import conform
 
 __all__ = ["CheckedCosts", "checked_costs"]
 

@@ -230,7 +230,7 @@ def _lower(
 
     def lower_at(variant: Variant) -> Lowering:
         held = state.by_rank, state.slots
-        return Lowering(cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
+        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
 
     blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks)

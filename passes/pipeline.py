@@ -1,150 +1,318 @@
-"""Cut a model as a plan says: for all stages alike, or, where these are of unlike width, once for each width.
+"""From a normalized graph and a plan to the programs of all ranks: the phases, in their order.
 
-plan                                    of_places
-pipeline 2 x tensor 2                   one cut over tensor 2, for both stages
-pipeline 2 x tensor 2 + 1               a cut over tensor 2, for stage 0; the whole model, for stage 1
+    ModelGraph, Plan
+      mean_to_sum          means over the batch become sums of parts, where microbatches or ranks share the batch
+      tile                 regions become tiles in sequence on one device, where the plan says so
+      functional_rng       draws become values of the graph, where ranks compute parts of them
+      boundary_layouts     values that cross stages lie whole, where stages have submeshes of unlike shape
+      shard                each rank's graph, with its collectives
+      split                each pipeline's stages
+      differentiate        their training graphs
+      emit                 the programs of one pipeline, by its schedule
+      place                the programs of all ranks on the mesh
+      verify               the proof that these fit together
 
-Every cut is of the whole model; each stage is taken from the cut that is for it.
-
-From a plan to the graphs of every stage: split, then differentiate from the last stage to the first.
-
-The order matters: a stage's backward takes the gradient of an output only if some later stage (or the loss) gives one, which is known
-once those have been differentiated. So None stays None from the loss back to the parameters, as in eager PyTorch.
+``PHASES`` is the order; nothing else knows it. ``Lowerer`` runs it and keeps what it made; ``passes.normalize.order.NORMALIZE`` is the
+order in front of it, from an exported graph to a ``ModelGraph``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal, TypeAlias, cast
 
 import torch
 
-from passes.analysis.axis_names import axes_named, axis_names
-from passes.analysis.merge_axes import find_axes_to_cut
 from passes.autograd.deduplicate import form_of, renamed
 from passes.autograd.joint_from_regions import differentiate_regions, tracked_outputs
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.recompute import Recompute
-from passes.autograd.staged_model import Differentiation, LoweredStages
+from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
+from passes.emit.inline_stages import inline_stages
+from passes.emit.place_on_mesh import Gradients, place_on_mesh
+from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
+from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import nothing_collected
-from passes.ir.comm.halo_strategy import ends_of
-from passes.ir.errors import ConfigError
+from passes.graph.program_printer import ProgramModule
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.layout import BATCH
-from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
+from passes.ir.mesh import homes, pipelines
+from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
+from passes.ir.program import Program
+from passes.ir.schedule import Schedule
 from passes.normalize.functional_rng import split_randomness
-from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
-from passes.spmd.shards import Block
+from passes.spmd.mean_to_sum import with_totals
+from passes.spmd.shard_stages import StagedCut, cut_by_plan
 from passes.stages.boundary_layouts import with_borders
-from passes.stages.split import StageGraph, split_stages
+from passes.stages.split import StageGraph
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
+from passes.tiling.rewrite import streamed
 from passes.tiling.steps import is_streamed
+from passes.verify.programs import verify
 
-__all__ = ["StagedCut", "cut_by_plan", "cut_stages", "differentiate_stages", "values_requiring_gradient"]
+__all__ = ["PHASES", "Kind", "Lowered", "Lowerer", "Target", "differentiate_stages", "values_requiring_gradient"]
+
+Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward"]
+"""What a set of programs does: a training step; a forward; a forward that also returns what ``backward`` takes; that backward."""
 
 
 @dataclass(frozen=True)
-class StagedCut:
-    """A model cut for the stages of a plan.
+class Target:
+    """Which programs of a plan are written.
 
     Attributes:
-        mesh: of all ranks.
-        of_places: for each place along the pipeline, the cut that its stages are taken from; equal ones are one object.
+        in_parts: whether means over the batch that the model returns are sums of parts.
+        results: what ranks return that cut the batch.
+        rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
+        devices: for each rank, where it runs: graphs name the device that they create tensors on.
+        pipelines: ``"all"``, or ``"kinds"``: one pipeline for each kind of part, for programs that are inspected and do not run.
+        differentiation: what is differentiated; None: nothing.
+        share: whether stages that compute alike share one training graph, with the names of one of them: enough to inspect costs.
+        kind: what the programs do.
+        n_microbatches: of a step.
+        schedule: of a training step.
+        loss: of a training step.
+        given: of a backward, the outputs whose gradients are not mere zeros.
+        gradients: whether gradients of parameters are summed over ranks.
+        inputs: whether results that lie by rows are put together, or stay with the ranks that have the rows.
+        inline: whether all stages that communicate are inlined in programs of a mesh.
     """
 
-    mesh: Mesh
-    of_places: tuple[CutModel, ...]
+    in_parts: bool = False
+    results: Results = "rows"
+    rows: bool = True
+    devices: tuple[torch.device, ...] = ()
+    pipelines: Literal["all", "kinds"] = "all"
+    differentiation: Differentiation | None = None
+    share: bool = False
+    kind: Kind = "forward"
+    n_microbatches: int = 1
+    schedule: Schedule | None = None
+    loss: LossForm = field(default_factory=LossForm)
+    given: frozenset[str] = frozenset()
+    gradients: Gradients = "sum"
+    inputs: Literal["global", "local"] = "global"
+    inline: bool = True
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model on its way from a plan to programs: what the phases so far have made.
+
+    Attributes:
+        plan: what was decided.
+        graph: the whole model.
+        held: another sharding by the same plan, as which ranks hold parameters, buffers and constants; None: as this one wants them.
+        cut: the model, sharded.
+        stages: (pipeline, number of a rank among those that share a stage) -> the stages for such ranks; equal ones are one object.
+        programs: of the pipelines, each with the number of its pipeline; after ``place``, of all ranks of the mesh.
+    """
+
+    plan: Plan
+    graph: ModelGraph
+    held: StagedCut | None = None
+    cut: StagedCut | None = None
+    stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
+    programs: tuple[tuple[int, Program], ...] = ()
 
     @property
-    def widest(self) -> CutModel:
-        """The cut over all ranks of ``mesh.cutting``."""
-        return max(self.of_places, key=lambda cut: cut.cut.mesh.size)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether ranks compute parts."""
-        return self.mesh.cutting.size > 1
+    def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
+        """For each pipeline, the graphs that its ranks compute stages of."""
+        assert self.cut is not None
+        return self.cut.parts
 
     @cached_property
-    def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
-        """For each pipeline (``passes.ir.mesh.pipelines``) the graph of its part of the model, for each place along it."""
-        return tuple(
-            tuple(cut.parts[self._number(place, rank)] for place, (cut, rank) in enumerate(zip(self.of_places, ranks, strict=True)))
-            for ranks in pipelines(self.mesh)
-        )
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """For each pipeline its ranks, in the order of its places."""
+        return pipelines(self.plan.grid)
 
-    def blocks(self, place: int, rank: int) -> Mapping[str, Block]:
-        """For each parameter, buffer and constant, the block that a rank holds which stands at a place along the pipeline."""
-        return self.of_places[place].blocks[self._number(place, rank)]
+    @cached_property
+    def first_of_kind(self) -> tuple[int, ...]:
+        """For each pipeline the first that computes equal parts: its programs stand for the other's.
 
-    def _number(self, place: int, rank: int) -> int:
-        """Which of the parts of a place a rank has."""
-        return self.mesh.cutting_at(place).rank(self.mesh.coordinate(rank))
-
-
-@nothing_collected()
-def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, like: StagedCut | None = None) -> StagedCut:
-    """Cut a model.
-
-    Args:
-        results: what ranks return.
-        rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
-        like: a cut by the same plan, as which ranks hold parameters, buffers and constants; None: as the plan's cut wants them.
-    """
-    mesh = plan.grid
-    graph = split_randomness(graph) if mesh.cutting.size > 1 else graph
-    graph = with_borders(graph, plan.first_nodes) if mesh.widths else graph
-    axes = find_axes_to_cut(graph, mesh)
-    names, cuts = axis_names(graph, axes), dict[Mesh, CutModel]()
-    wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
-    n_places = len(pipelines(mesh)[0])
-    for place, over in ((place, mesh.cutting_at(place)) for place in range(n_places)):
-        if over in cuts:
-            continue
-        assigned: dict[str, tuple[int, ...]] = dict.fromkeys(over.names, ())
-        for name, dimension in plan.axes:
-            if dimension in assigned and (rows or dimension not in ROWS or not name.startswith(BATCH)):
-                assigned[dimension] += axes_named(name, names)
-        cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
-        stored = tuple(name for name in over.names if name in STORED)
-        cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped)
-        held = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
-        cuts[over] = cut_axes(graph, axes, cut, results, held)
-    return StagedCut(mesh, tuple(cuts[mesh.cutting_at(place)] for place in range(n_places)))
+        Neighbours of a stage with a submesh of another shape send to unlike ranks: there each stands for itself.
+        """
+        first: dict[tuple[int, ...], int] = {}
+        kinds = (tuple(map(id, parts)) for parts in self.parts)
+        return tuple(number if self.plan.grid.widths else first.setdefault(kind, number) for number, kind in enumerate(kinds))
 
 
-# -- from a plan to the graphs of every stage --------------------------------------------------------------------------------------
+def mean_to_sum(lowered: Lowered, target: Target) -> Lowered:
+    """Let means over the batch that the model returns be sums of parts."""
+    return replace(lowered, graph=with_totals(lowered.graph)) if target.in_parts else lowered
 
 
-def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
-    """Cut a part of the model into the plan's stages.
+def tile(lowered: Lowered, _: Target) -> Lowered:
+    """Let regions be computed tile by tile on one device."""
+    plan = lowered.plan
+    return replace(lowered, graph=streamed(lowered.graph, plan.tiles, plan.tile_budget)) if plan.tiles else lowered
 
-    Args:
-        parts: for each place along the pipeline, what it computes a stage of.
-        devices: for each stage, where it runs.
+
+def functional_rng(lowered: Lowered, _: Target) -> Lowered:
+    """Let what is drawn be a value of the graph of which a rank takes its part."""
+    return replace(lowered, graph=split_randomness(lowered.graph)) if lowered.plan.grid.cutting.size > 1 else lowered
+
+
+def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
+    """Let values that cross between stages with submeshes of unlike shape lie whole on the ranks of both."""
+    plan = lowered.plan
+    return replace(lowered, graph=with_borders(lowered.graph, plan.first_nodes)) if plan.grid.widths else lowered
+
+
+def shard(lowered: Lowered, target: Target) -> Lowered:
+    """Shard the model over the mesh."""
+    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, like=lowered.held))
+
+
+def split(lowered: Lowered, target: Target) -> Lowered:
+    """Split each pipeline's part of the model into stages."""
+    stages: dict[tuple[int, int], LoweredStages] = {}
+    known: dict[Hashable, LoweredStages] = {}
+    for number in _pipelines_of(lowered, target):
+        parts = lowered.parts[number]
+        for replica in range(max(map(len, lowered.plan.stage_ranks))):
+            devices = _stage_devices(lowered, target, number, replica)
+            key = (tuple(map(id, parts)), devices)
+            if key not in known:
+                known[key] = cut_stages(parts, lowered.plan, devices)
+            stages[number, replica] = known[key]
+    return replace(lowered, stages=stages)
+
+
+def _pipelines_of(lowered: Lowered, target: Target) -> Iterator[int]:
+    """The pipelines that the target asks for."""
+    numbers = range(len(lowered.pipelines))
+    yield from numbers if target.pipelines == "all" else (number for number in numbers if lowered.first_of_kind[number] == number)
+
+
+def _stage_devices(lowered: Lowered, target: Target, number: int, replica: int) -> tuple[torch.device, ...]:
+    """For each stage of a pipeline, where one of its ranks runs."""
+    ranks = lowered.pipelines[number]
+    return tuple(target.devices[ranks[places[replica % len(places)]]] for places in lowered.plan.stage_ranks)
+
+
+def differentiate(lowered: Lowered, target: Target) -> Lowered:
+    """Add the training graphs of all stages."""
+    wanted, recompute = target.differentiation, cast(Recompute, lowered.plan.recompute)
+    if wanted is None:
+        return lowered
+    found: dict[int, LoweredStages] = {}
+    for stages in lowered.stages.values():
+        if id(stages) not in found:
+            found[id(stages)] = differentiate_stages(stages, wanted, recompute, share=target.share)
+    return replace(lowered, stages={place: found[id(stages)] for place, stages in lowered.stages.items()})
+
+
+def emit(lowered: Lowered, target: Target) -> Lowered:
+    """Write the programs of each pipeline: those of ranks that share a stage from graphs of their own devices, where these differ."""
+    replicas = {place: number for places in lowered.plan.stage_ranks for number, place in enumerate(places)}
+    owner, programs = homes(lowered.plan.grid), []
+    for number in _pipelines_of(lowered, target):
+        ranks = lowered.pipelines[number]
+        first: dict[tuple[torch.device, ...], int] = {}
+        alike = {each: first.setdefault(_stage_devices(lowered, target, number, each), each) for each in sorted(set(replicas.values()))}
+        devices = [target.devices[rank] for rank in ranks]
+        emitted = {each: _emitted(lowered.stages[number, each], target, devices) for each in first.values()}
+        own = (emitted[alike[replica]][place] for place, replica in sorted(replicas.items()))
+        programs += [(number, program) for program in own if owner[ranks[program.rank]] == number]
+    return replace(lowered, programs=tuple(programs))
+
+
+def _emitted(stages: LoweredStages, target: Target, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+    """The programs of one pipeline."""
+    if target.kind == "train_step":
+        assert target.schedule is not None
+        return emit_train_step(stages, target.schedule, target.loss, devices)
+    if target.kind == "backward":
+        return emit_backward(stages, target.n_microbatches, target.given, devices)
+    return emit_forward(stages, target.n_microbatches, devices, training=target.kind == "training_forward")
+
+
+def place(lowered: Lowered, target: Target) -> Lowered:
+    """Place the programs of pipelines on the mesh: sums over ranks, peers by their rank, stages that communicate inlined."""
+    return replace(lowered, programs=tuple((number, _placed(lowered, target, number, program)) for number, program in lowered.programs))
+
+
+def _placed(lowered: Lowered, target: Target, number: int, program: Program) -> Program:
+    mesh, parts, ranks = lowered.plan.grid, lowered.parts, lowered.pipelines[number]
+    if lowered.plan.tiles:
+        assert isinstance(program.module, ProgramModule)
+        return replace(program, module=inline_stages(program.module, mesh, program.rank))
+    if len(parts) == 1:
+        return program
+    return place_on_mesh(program, parts[number][program.rank], mesh, ranks, target.gradients, target.inputs, written_out=target.inline)
+
+
+def prove(lowered: Lowered, target: Target) -> Lowered:
+    """Prove that the programs of all ranks fit together.
 
     Raises:
-        ConfigError: a stage reads what no stage sends: those of unlike width disagree on what each computes for itself.
+        VerificationError: names the nodes.
     """
-    split = {id(part): split_stages(part, plan.first_nodes, devices) for part in {id(part): part for part in parts}.values()}
-    stages = tuple(split[id(parts[stage.ranks[0]])][index] for index, stage in enumerate(plan.stages))
-    sent = {name for stage in stages for name in stage.outputs}
-    for stage in stages:
-        if missing := [name for name in stage.values if name not in sent]:
-            raise ConfigError(
-                f"stage {stage.index} reads {missing[0]}, which the stages in front of it, of another width, do not send",
-                remedy="give all stages as many ranks of the tensor dimension",
-            )
-    of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)
-    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else ())
+    if target.pipelines == "all":
+        verify(sorted((program for _, program in lowered.programs), key=lambda program: program.rank))
+    return lowered
+
+
+PHASES: tuple[Phase[Lowered, Target], ...] = (
+    Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
+    Phase("tile", tile),
+    Phase("functional_rng", functional_rng),
+    Phase("boundary_layouts", boundary_layouts),
+    Phase("shard", shard, ("results", "rows")),
+    Phase("split", split, ("devices", "pipelines")),
+    Phase("differentiate", differentiate, ("differentiation", "share")),
+    Phase("emit", emit, ("kind", "n_microbatches", "schedule", "loss", "given")),
+    Phase("place", place, ("gradients", "inputs", "inline")),
+    Phase("verify", prove),
+)
+"""The order, and what of a target each phase reads."""
+
+
+class Lowerer:
+    """Runs the phases on one model under one plan; what a phase made serves every target that agrees in what it reads.
+
+    Args:
+        start: the model and the plan.
+    """
+
+    def __init__(self, start: Lowered) -> None:
+        self._runner = PhaseRunner(PHASES, start, check_lowered)
+
+    @nothing_collected()
+    def after(self, phase: str, target: Target) -> Lowered:
+        """The model after a phase, for a target."""
+        return self._runner.after(phase, target)
+
+    def programs(self, target: Target) -> tuple[Program, ...]:
+        """The programs of a target, in the order of their ranks."""
+        proved = (program for _, program in self.after("verify", target).programs)
+        return tuple(sorted(proved, key=lambda program: program.rank))
+
+
+def check_lowered(lowered: Lowered, phase: str) -> None:
+    """Verify a graph that a phase has rewritten; later phases verify the graphs of parts and stages as they write them.
+
+    Raises:
+        VerificationError: a call writes memory that is no buffer's.
+    """
+    if lowered.cut is None:
+        lowered.graph.graph.lint()
+        verify_writes(lowered.graph.graph, phase, owns_memory=bool(lowered.plan.tiles))
+
+
+# -- the training graphs of stages -------------------------------------------------------------------------------------------------
 
 
 def differentiate_stages(
     lowered: LoweredStages, differentiation: Differentiation, recompute: Recompute, *, share: bool = False
 ) -> LoweredStages:
-    """Add the training graphs.
+    """Add the training graphs, from the last stage to the first.
+
+    The order matters: a stage's backward takes the gradient of an output only if some later stage (or the loss) gives one, which is known
+    once those have been differentiated. So None stays None from the loss back to the parameters, as in eager PyTorch.
 
     Args:
         share: whether stages that compute alike have one graph, whose names are those of one of them: enough to look at costs.

@@ -12,12 +12,12 @@ from partitioner.schedules.catalog import make_schedule
 from partitioner.tracing.trace import trace
 from passes.analysis.replicable import replicable_nodes
 from passes.autograd.recompute import Recompute
-from passes.autograd.staged_model import Differentiation, LoweredStages
+from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
 from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan, Stage
 from passes.ir.program import Program
-from passes.pipeline import cut_stages, differentiate_stages, values_requiring_gradient
+from passes.pipeline import differentiate_stages, values_requiring_gradient
 from tests.models.case import Case
 
 __all__ = ["FIXED_SIZE", "Kind", "even_plan", "lowered_stages", "programs"]

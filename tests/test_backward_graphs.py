@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from partitioner.tracing.trace import trace
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.recompute import Recompute
-from passes.autograd.staged_model import Differentiation
-from passes.pipeline import cut_stages, differentiate_stages
+from passes.autograd.staged_model import Differentiation, cut_stages
+from passes.pipeline import differentiate_stages
 from passes.stages.split import StageGraph
 from tests.programs import even_plan
 

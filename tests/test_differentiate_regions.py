@@ -13,14 +13,14 @@ from passes.autograd import region_cache as region_templates
 from passes.autograd.joint_from_regions import differentiate_regions
 from passes.autograd.region_cache import RegionTemplates
 from passes.autograd.regions import Region
-from passes.autograd.staged_model import Differentiation
+from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.autograd.trace_joint import Joint, differentiate, differentiate_from
 from passes.graph.aliasing import aliasing
 from passes.graph.provenance import module_path
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.normalize.functional_rng import split_randomness
-from passes.pipeline import cut_stages, values_requiring_gradient
+from passes.pipeline import values_requiring_gradient
 from passes.stages.split import StageGraph
 from tests.models.gpt import Block, Gpt
 from tests.programs import even_plan

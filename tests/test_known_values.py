@@ -16,7 +16,7 @@ from passes.graph.fake_tensors import KnownValues
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.normalize.specialize_batch import fix_batch
-from passes.pipeline import cut_by_plan
+from passes.spmd.shard_stages import cut_by_plan
 from tests.models.gpt import Gpt
 
 TOKENS = torch.zeros(4, 6, dtype=torch.int64)

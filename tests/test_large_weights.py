@@ -21,7 +21,7 @@ from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.tracing.trace import trace
 from passes.analysis.axis_names import axis_names
 from passes.ir.mesh import Mesh
-from passes.pipeline import cut_by_plan
+from passes.spmd.shard_stages import cut_by_plan
 
 BATCH, WIDTHS = 16, (64, 48)
 TRICK = (("batch", "data"), ("ffn", "data"))

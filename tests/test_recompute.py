@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.tracing.trace import trace
-from passes.autograd.staged_model import Differentiation
+from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
 from passes.normalize.functional_rng import dropout_mask_again
-from passes.pipeline import cut_stages, differentiate_stages
+from passes.pipeline import differentiate_stages
 from tests.models.zoo import case_named
 
 CASE = case_named("gpt")

@@ -26,9 +26,9 @@ from passes.ir.comm.primitives import all_gather, halo_exchange
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.normalize.specialize_batch import fix_batch, fixed_for
-from passes.pipeline import cut_by_plan
 from passes.spmd.enumerate_layouts import layout_choices
 from passes.spmd.propagate import assign_layouts
+from passes.spmd.shard_stages import cut_by_plan
 from tests.models.space import TransposedUNet, UShaped
 from tests.test_layout_choices import expect_equal
 from tests.tiles import first_difference_of_tiles

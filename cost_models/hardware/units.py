@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError
-from passes.ir.value_checks import described
 
 __all__ = ["enough_bytes", "format_bytes", "format_flops", "format_seconds", "parse_bytes"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from cost_models.ops.call import Call
+from passes.ir.checked_arguments import conform
 from passes.ir.errors import ConfigError
-from passes.ir.value_checks import conform
 
 __all__ = ["MeasurementStore"]
 

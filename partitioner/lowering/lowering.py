@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,35 +12,26 @@ from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.runtime.executor import ProgramSet, compile_program
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.forwards_first import forwards_first
-from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages
-from passes.emit.inline_stages import inline_stages
-from passes.emit.place_on_mesh import Gradients, place_on_mesh
-from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
-from passes.graph.lazy_graph_module import nothing_collected
-from passes.graph.program_printer import ProgramModule
+from passes.emit.place_on_mesh import Gradients
+from passes.emit.programs import LossForm
 from passes.ir.comm.unsummed import GradientSlot
-from passes.ir.mesh import Mesh, homes, pipelines
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
-from passes.pipeline import StagedCut, cut_stages, differentiate_stages, values_requiring_gradient
-from passes.verify.programs import verify
+from passes.pipeline import Lowerer, Target, values_requiring_gradient
+from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["Lowering"]
-
-Value = TypeVar("Value")
-"""What is lowered."""
-
-Emit = Callable[[int, int], Sequence[Program]]
-"""Writes the programs of one pipeline; the last number says which ranks of stages it is written for."""
+__all__ = ["Lowering", "representatives_of"]
 
 
 class Lowering:
     """The programs of one traced graph under one plan.
 
     Args:
-        cut: for each rank, the graph that it computes a stage of; those that are equal are one object.
+        lowerer: runs the phases.
+        target: which of the phases' results are asked for, up to the sharded model.
         plan: where nodes run.
         devices: for each rank, where it runs.
         local_ranks: the ranks of this process: only their programs are bound to tensors.
@@ -53,7 +43,8 @@ class Lowering:
 
     def __init__(
         self,
-        cut: StagedCut,
+        lowerer: Lowerer,
+        target: Target,
         plan: Plan,
         devices: Sequence[torch.device],
         local_ranks: Sequence[int],
@@ -62,62 +53,54 @@ class Lowering:
         trainable: frozenset[str],
         inputs: Inputs = "global",
     ) -> None:
-        self.cut = cut
+        self._lowerer, self._target = lowerer, replace(target, devices=tuple(devices), inputs=inputs)
+        self._start = lowerer.after("shard", self._target)
         self.plan = plan
         self.devices = tuple(devices)
-        self._parts = cut.parts
-        self._mesh = cut.mesh
-        self._pipelines, self._homes = pipelines(self._mesh), homes(self._mesh)
-        self.graph = self._parts[0][plan.stage_ranks[-1][0]]
-        self.rows = RowParts(self._mesh if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
+        self.graph = self._start.parts[0][plan.stage_ranks[-1][0]]
+        self.rows = RowParts(plan.grid if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._local_ranks = tuple(local_ranks)
         self._state = state
         self._slots = slots
-        self._kept: dict[Hashable, Any] = {}
+        self._requiring: dict[frozenset[str], frozenset[str]] = {}
+        self._programs: dict[Hashable, ProgramSet] = {}
         self.trainable = trainable
+
+    @property
+    def cut(self) -> StagedCut:
+        """The model, sharded."""
+        assert self._start.cut is not None
+        return self._start.cut
 
     @property
     def n_stage_ranks(self) -> int:
         """How many ranks a pipeline has."""
-        return len(self._pipelines[0])
+        return len(self._start.pipelines[0])
 
     @property
     def collectors(self) -> frozenset[int]:
         """The ranks that have the model's results, and compute the loss: of each pipeline those of the last stage."""
-        return frozenset(pipeline[place] for pipeline in self._pipelines for place in self.plan.stage_ranks[-1])
+        return frozenset(pipeline[place] for pipeline in self._start.pipelines for place in self.plan.stage_ranks[-1])
 
     @property
     def stages(self) -> LoweredStages:
         """The stages of the first pipeline, without autograd."""
-        return self._stages(0)
+        return self._lowerer.after("split", replace(self._target, pipelines="kinds")).stages[0, 0]
 
     @property
     def pipelines(self) -> tuple[LoweredStages, ...]:
         """The stages of every pipeline, without autograd."""
-        return tuple(self._stages(number) for number in range(len(self._parts)))
-
-    def _stages(self, pipeline: int, replica: int = 0) -> LoweredStages:
-        devices = self._stage_devices(pipeline, replica)
-        return self._keep(("stages", self._kind(pipeline), devices), lambda: cut_stages(self._parts[pipeline], self.plan, devices))
-
-    def _kind(self, pipeline: int) -> tuple[int, ...]:
-        """What is equal of pipelines that compute equal parts."""
-        return tuple(map(id, self._parts[pipeline]))
-
-    def _stage_devices(self, pipeline: int, replica: int) -> tuple[torch.device, ...]:
-        """For each stage, where one of its ranks runs: graphs name the device that they create tensors on."""
-        ranks = self._pipelines[pipeline]
-        return tuple(self.devices[ranks[places[replica % len(places)]]] for places in self.plan.stage_ranks)
-
-    def _devices(self, pipeline: int) -> tuple[torch.device, ...]:
-        return tuple(self.devices[rank] for rank in self._pipelines[pipeline])
+        stages = self._lowerer.after("split", self._target).stages
+        return tuple(stages[number, 0] for number in range(len(self._start.parts)))
 
     def differentiation(self, outputs: frozenset[str], inputs: frozenset[str]) -> Differentiation:
         return Differentiation(outputs, inputs, self.trainable)
 
     def requiring(self, inputs: frozenset[str]) -> frozenset[str]:
         """The values between stages, and those returned, that autograd would track."""
-        return self._keep(("requiring", inputs), lambda: values_requiring_gradient(self.stages, self.trainable | inputs))
+        if inputs not in self._requiring:
+            self._requiring[inputs] = values_requiring_gradient(self.stages, self.trainable | inputs)
+        return self._requiring[inputs]
 
     def everything(self, inputs: frozenset[str]) -> Differentiation:
         """Differentiate every result that autograd would track."""
@@ -125,15 +108,7 @@ class Lowering:
 
     def training(self, differentiation: Differentiation) -> LoweredStages:
         """The stages of the first pipeline with their training graphs."""
-        return self._training(differentiation, 0)
-
-    def _training(self, differentiation: Differentiation, pipeline: int, replica: int = 0) -> LoweredStages:
-        recompute = cast(Recompute, self.plan.recompute)
-        devices = self._stage_devices(pipeline, replica)
-        return self._keep(
-            ("training", differentiation, self._kind(pipeline), devices),
-            lambda: differentiate_stages(self._stages(pipeline, replica), differentiation, recompute),
-        )
+        return self._lowerer.after("differentiate", replace(self._target, differentiation=differentiation)).stages[0, 0]
 
     def schedule(self, n_microbatches: int, loss: LossForm) -> Schedule:
         """Return the plan's schedule of a step; with all forwards first where the loss needs all rows."""
@@ -142,108 +117,60 @@ class Lowering:
 
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
+        return self._ready(replace(self._step(differentiation, n_microbatches, loss), gradients=gradients))
 
-        def emit(pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, pipeline, replica)
-            return emit_train_step(lowered, self.schedule(n_microbatches, loss), loss, self._devices(pipeline))
-
-        return self._keep(("train_step", differentiation, n_microbatches, loss, gradients), lambda: self._ready(emit, gradients))
+    def _step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> Target:
+        schedule = self.schedule(n_microbatches, loss)
+        return replace(
+            self._target, kind="train_step", differentiation=differentiation, n_microbatches=n_microbatches, schedule=schedule, loss=loss
+        )
 
     def representatives(
         self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm
     ) -> tuple[tuple[Program, ...], dict[int, int]]:
-        """Programs to look at, not to run, of one pipeline for each kind of part: a training step, or a forward.
+        """Programs to inspect, not to run, of one pipeline for each kind of part: a training step, or a forward.
 
         Stages that communicate are calls in them, so that they are as long as the schedule and no longer.
 
         Returns:
             The programs, and for each rank whose program stands for its own.
         """
-        found: dict[int, Program] = {}
-        first: dict[tuple[int, ...], int] = {}
-        for number, (parts, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
-            # Neighbours of a stage of another width send to unlike ranks: none stands for the other.
-            kind = (number,) if self._mesh.widths else self._kind(number)
-            if first.setdefault(kind, number) != number:
-                continue
-            devices = self._devices(number)
-            if differentiation is None:
-                emitted = emit_forward(self._stages(number), n_microbatches, devices, training=False)
-            else:
-                recompute = cast(Recompute, self.plan.recompute)
-                lowered = differentiate_stages(self._stages(number), differentiation, recompute, share=True)
-                emitted = emit_train_step(lowered, self.schedule(n_microbatches, loss), loss, devices)
-            for place, program in enumerate(emitted):
-                if self._homes[ranks[place]] == number:
-                    is_alone = len(self._parts) == 1
-                    placed = program if is_alone else place_on_mesh(program, parts[place], self._mesh, ranks, written_out=False)
-                    found[ranks[place]] = placed
-        of = {
-            rank: rank if self._mesh.widths else self._pipelines[first[self._kind(number)]][place]
-            for number, ranks in enumerate(self._pipelines)
-            for place, rank in enumerate(ranks)
-        }
-        return tuple(found.values()), of
+        forward = replace(self._target, n_microbatches=n_microbatches)
+        target = forward if differentiation is None else self._step(differentiation, n_microbatches, loss)
+        return representatives_of(self._lowerer, replace(target, pipelines="kinds", share=True, inline=False))
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
-
-        def emit(pipeline: int, replica: int) -> Sequence[Program]:
-            return emit_forward(self._stages(pipeline, replica), n_microbatches, self._devices(pipeline), training=False)
-
-        return self._keep(("forward", n_microbatches), lambda: self._ready(emit))
+        return self._ready(replace(self._target, n_microbatches=n_microbatches))
 
     def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
         """A forward that also returns what ``backward`` takes."""
-
-        def emit(pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, pipeline, replica)
-            return emit_forward(lowered, n_microbatches, self._devices(pipeline), training=True)
-
-        return self._keep(("training_forward", differentiation, n_microbatches), lambda: self._ready(emit))
+        return self._ready(replace(self._target, kind="training_forward", differentiation=differentiation, n_microbatches=n_microbatches))
 
     def backward(
         self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str], gradients: Gradients = "sum"
     ) -> ProgramSet:
         """The backward of ``training_forward``."""
+        target = replace(self._target, kind="backward", differentiation=differentiation, n_microbatches=n_microbatches)
+        return self._ready(replace(target, given=given, gradients=gradients))
 
-        def emit(pipeline: int, replica: int) -> Sequence[Program]:
-            lowered = self._training(differentiation, pipeline, replica)
-            return emit_backward(lowered, n_microbatches, given, self._devices(pipeline))
+    def _ready(self, target: Target) -> ProgramSet:
+        """The programs of a target, those of this process bound to its tensors. Nothing runs that is not proved to fit together."""
+        if target not in self._programs:
+            programs = self._lowerer.programs(target)
+            for rank in self._local_ranks:
+                programs[rank].bind(self._state[rank], self._slots[rank])
+            self._programs[target] = ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
+        return self._programs[target]
 
-        return self._keep(("backward", differentiation, n_microbatches, given, gradients), lambda: self._ready(emit, gradients))
 
-    def _ready(self, emit: Emit, gradients: Gradients = "sum") -> ProgramSet:
-        """The programs of all pipelines, each rank's in its place. Nothing runs that is not proved to fit together."""
-        found: dict[int, Program] = {}
-        for number, (parts, ranks) in enumerate(zip(self._parts, self._pipelines, strict=True)):
-            for program in self._emitted(emit, number):
-                if self._homes[ranks[program.rank]] != number:
-                    continue
-                if self.plan.tiles:
-                    assert isinstance(program.module, ProgramModule)
-                    placed = replace(program, module=inline_stages(program.module, self._mesh, program.rank))
-                elif len(self._parts) == 1:
-                    placed = program
-                else:
-                    placed = place_on_mesh(program, parts[program.rank], self._mesh, ranks, gradients, self.rows.inputs)
-                found[placed.rank] = placed
-        programs = tuple(found[rank] for rank in range(len(found)))
-        verify(programs)
-        for rank in self._local_ranks:
-            programs[rank].bind(self._state[rank], self._slots[rank])
-        return ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
-
-    def _emitted(self, emit: Emit, pipeline: int) -> Sequence[Program]:
-        """The programs of one pipeline: those of ranks that share a stage from graphs of their own devices, where these differ."""
-        numbers = {place: number for places in self.plan.stage_ranks for number, place in enumerate(places)}
-        first: dict[tuple[torch.device, ...], int] = {}
-        alike = [first.setdefault(self._stage_devices(pipeline, number), number) for number in range(max(numbers.values()) + 1)]
-        emitted = {number: emit(pipeline, number) for number in first.values()}
-        return [emitted[alike[number]][place] for place, number in sorted(numbers.items())]
-
-    def _keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key not in self._kept:
-            with nothing_collected():
-                self._kept[key] = make()
-        return cast(Value, self._kept[key])
+def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:
+    """The programs of a target, one for each kind of pipeline, and for each rank of the mesh the rank whose program stands for its own."""
+    placed = lowerer.after("place", target)
+    first = placed.first_of_kind if target.pipelines == "kinds" else range(len(placed.pipelines))
+    of = {
+        rank: rank if placed.plan.grid.widths else placed.pipelines[first[number]][position]
+        for number, ranks in enumerate(placed.pipelines)
+        for position, rank in enumerate(ranks)
+    }
+    return tuple(program for _, program in placed.programs), of

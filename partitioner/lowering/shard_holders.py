@@ -9,14 +9,14 @@ import torch
 from partitioner.lowering.variants import Variant
 from passes.analysis.batch.values import pair_nodes
 from passes.analysis.replicable import read_by_replicable
+from passes.autograd.staged_model import cut_stages
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
-from passes.pipeline import StagedCut, cut_by_plan, cut_stages
-from passes.spmd.mean_to_sum import with_totals
+from passes.pipeline import Lowered, Lowerer, Target
+from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
-from passes.tiling.rewrite import streamed
 
 __all__ = ["PlanCuts"]
 
@@ -32,17 +32,22 @@ class PlanCuts:
 
     def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
         self._graph, self._plan, self._traced_for = graph, plan, traced_for
-        self._decided = cut_by_plan(streamed(graph, plan.tiles, plan.tile_budget), plan)
-        self._found: dict[Variant, StagedCut] = {}
+        self._decided = self._cut(Lowerer(Lowered(plan, graph)), Target())
+        self._found: dict[int | None, Lowerer] = {}
 
-    def at(self, variant: Variant) -> StagedCut:
-        """The cut for one way in which the model is lowered."""
-        if variant not in self._found:
-            plan, size = self._plan, variant.batch_size
-            graph = self._graph if size in (None, self._graph.batch_size) else self._traced_again(size)
-            graph = streamed(with_totals(graph) if variant.in_parts else graph, plan.tiles, plan.tile_budget)
-            self._found[variant] = cut_by_plan(graph, plan, variant.results, rows=variant.rows, like=self._decided)
-        return self._found[variant]
+    @staticmethod
+    def _cut(lowerer: Lowerer, target: Target) -> StagedCut:
+        cut = lowerer.after("shard", target).cut
+        assert cut is not None
+        return cut
+
+    def at(self, variant: Variant) -> tuple[Lowerer, Target]:
+        """What runs the phases for one way in which the model is lowered, and what is asked of them."""
+        size = None if variant.batch_size in (None, self._graph.batch_size) else variant.batch_size
+        if size not in self._found:
+            graph = self._graph if size is None else self._traced_again(size)
+            self._found[size] = Lowerer(Lowered(self._plan, graph, held=self._decided))
+        return self._found[size], Target(variant.in_parts, variant.results, variant.rows)
 
     def _traced_again(self, size: int) -> ModelGraph:
         """The model for another size; microbatches have to be computed as the batch is, or together they are another model."""
@@ -67,7 +72,7 @@ class PlanCuts:
         graph, plan, decided = self._graph, self._plan, self._decided
         places = {rank: place for ranks in pipelines(plan.grid) for place, rank in enumerate(ranks)}
         of_stages = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
-        stages = cut_stages(self.at(variant).parts[0], plan, of_stages).stages
+        stages = cut_stages(self._cut(*self.at(variant)).parts[0], plan, of_stages).stages
         is_shared = decided.widest.cut.rows and len(plan.stages) > 1
         shared = read_by_replicable(decided.widest.graph) if is_shared else frozenset[str]()
         needed = {

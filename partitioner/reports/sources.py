@@ -11,8 +11,8 @@ from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
-from passes.pipeline import StagedCut
 from passes.spmd.shard_graph import CutModel
+from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
 
 __all__ = ["Blocks", "Explained"]

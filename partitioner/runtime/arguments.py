@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from partitioner.options.batch_rows import RowParts
 from partitioner.tracing.inputs.flatten import check_dense
+from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Input, ModelGraph, Results
-from passes.ir.value_checks import described
 
 __all__ = [
     "BoundInputs",

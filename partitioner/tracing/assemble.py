@@ -19,7 +19,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.graph import Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
-from passes.normalize.order import normalize
+from passes.normalize.order import ExportedGraph, normalize
 
 __all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 
@@ -35,12 +35,11 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
     module = LazyGraphModule(exported.program.graph_module, graph)
     batch = next(iter(graph.nodes)) if exported.batch is not None else None
     input_names = {renamed[name] for name in lifted.inputs if name is not None}
-    graph, notes = normalize(
-        module, batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast
-    )
+    given = (batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast)
+    normal = normalize(ExportedGraph(module, module.graph, *given))
     refuse_learned_constants(lifted)
     return ModelGraph(
-        module=LazyGraphModule(nn.Module(), graph, type(model).__name__),
+        module=LazyGraphModule(nn.Module(), normal.graph, type(model).__name__),
         parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
         buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
         constants=lifted.constants,
@@ -53,7 +52,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
         batch_size=exported.layout.size,
         training=training,
         autocast=exported.inputs.autocast,
-        notes=(*exported.notes, *merged_parameters(model), *notes),
+        notes=(*exported.notes, *merged_parameters(model), *normal.notes),
     )
 
 

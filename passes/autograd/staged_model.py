@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.region_cache import RegionTemplates
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.stages.split import StageGraph
+from passes.ir.plan import Plan
+from passes.stages.split import StageGraph, split_stages
 
-__all__ = ["Differentiation", "LoweredStages", "reached_gradients"]
+__all__ = ["Differentiation", "LoweredStages", "cut_stages", "reached_gradients"]
 
 
 @dataclass(frozen=True)
@@ -104,3 +109,26 @@ def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozen
                 reached.add(name)
         live |= reached
     return frozenset(reached)
+
+
+def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
+    """Cut a part of the model into the plan's stages.
+
+    Args:
+        parts: for each place along the pipeline, what it computes a stage of.
+        devices: for each stage, where it runs.
+
+    Raises:
+        ConfigError: a stage reads what no stage sends: those of unlike width disagree on what each computes for itself.
+    """
+    split = {id(part): split_stages(part, plan.first_nodes, devices) for part in {id(part): part for part in parts}.values()}
+    stages = tuple(split[id(parts[stage.ranks[0]])][index] for index, stage in enumerate(plan.stages))
+    sent = {name for stage in stages for name in stage.outputs}
+    for stage in stages:
+        if missing := [name for name in stage.values if name not in sent]:
+            raise ConfigError(
+                f"stage {stage.index} reads {missing[0]}, which the stages in front of it, of another width, do not send",
+                remedy="give all stages as many ranks of the tensor dimension",
+            )
+    of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)
+    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else ())

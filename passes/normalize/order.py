@@ -1,8 +1,9 @@
-"""Bring an exported graph into the form that every later step relies on."""
+"""Bring an exported graph into the form that every later phase relies on: the steps, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
@@ -11,6 +12,7 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import remove_noise
 from passes.graph.provenance import complete_provenance, place_of
 from passes.ir.graph import Autocast
+from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast_casts import write_casts
 from passes.normalize.draw_order import draw_in_memory_order
 from passes.normalize.functionalize import functionalize
@@ -20,22 +22,16 @@ from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_
 from passes.normalize.tidy import compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters
 
-__all__ = ["normalize"]
+__all__ = ["NORMALIZE", "ExportedGraph", "normalize"]
 
 
-def normalize(
-    module: fx.GraphModule,
-    batch: fx.Node | None,
-    symbol: sympy.Symbol | None,
-    tied: Mapping[str, str],
-    inputs: Collection[str],
-    buffers: Collection[str],
-    without_gradient: Collection[str],
-    autocast: Autocast | None = None,
-) -> tuple[fx.Graph, tuple[str, ...]]:
-    """The graph of a module, rewritten, and what the user should know.
+@dataclass(frozen=True)
+class ExportedGraph:
+    """A graph on its way to the normal form. Steps rewrite it in place, all but the last; what they find is kept beside it.
 
-    Args:
+    Attributes:
+        module: of the graph.
+        graph: of the module; after the last step, the named copy of it.
         batch: the placeholder of the batch size; None when it is fixed.
         symbol: its symbol.
         tied: placeholder to remove -> placeholder of the same tensor.
@@ -43,32 +39,98 @@ def normalize(
         buffers: placeholders of its buffers.
         without_gradient: placeholders that never require a gradient.
         autocast: what it was traced in.
+        notes: what the user should know.
     """
-    graph = module.graph
-    pinned: tuple[fx.Node, ...] = ()
-    tie_parameters(graph, tied)
-    write_casts(module, autocast)
-    inline_vmap(module)
-    inline_subgraphs(module, without_gradient)
-    if batch is not None and symbol is not None:
-        read_sizes_from_batch(graph, batch, symbol)
-        number_paddings(graph)
-        pinned = pin_squeezes(graph)
-    unwritten = functionalize(graph, inputs, buffers, without_gradient)
-    remove_noise(graph, without_gradient)
-    place_getitems(graph)
-    draw_in_memory_order(graph)
-    compute_outputs(graph)
-    complete_provenance(graph)
-    named = name_nodes(graph)
-    named.lint()
-    verify_writes(named, "normalization")
-    return named, (*(_unwritten(name) for name in unwritten), *(_pinned(node) for node in pinned))
+
+    module: fx.GraphModule
+    graph: fx.Graph
+    batch: fx.Node | None
+    symbol: sympy.Symbol | None
+    tied: Mapping[str, str]
+    inputs: Collection[str]
+    buffers: Collection[str]
+    without_gradient: Collection[str]
+    autocast: Autocast | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _tie_parameters(exported: ExportedGraph, _: None) -> ExportedGraph:
+    tie_parameters(exported.graph, exported.tied)
+    return replace(exported)
+
+
+def _write_casts(exported: ExportedGraph, _: None) -> ExportedGraph:
+    write_casts(exported.module, exported.autocast)
+    return replace(exported)
+
+
+def _inline(exported: ExportedGraph, _: None) -> ExportedGraph:
+    inline_vmap(exported.module)
+    inline_subgraphs(exported.module, exported.without_gradient)
+    return replace(exported)
+
+
+def _symbolic_batch(exported: ExportedGraph, _: None) -> ExportedGraph:
+    if exported.batch is None or exported.symbol is None:
+        return exported
+    read_sizes_from_batch(exported.graph, exported.batch, exported.symbol)
+    number_paddings(exported.graph)
+    return replace(exported, notes=(*exported.notes, *map(_pinned, pin_squeezes(exported.graph))))
+
+
+def _pinned(node: fx.Node) -> str:
+    return f"the model squeezes the result of {place_of(node)}, which has a batch; partitioned, a batch of one row keeps its dimension"
+
+
+def _functionalize(exported: ExportedGraph, _: None) -> ExportedGraph:
+    unwritten = functionalize(exported.graph, exported.inputs, exported.buffers, exported.without_gradient)
+    return replace(exported, notes=(*map(_unwritten, unwritten), *exported.notes))
 
 
 def _unwritten(name: str) -> str:
     return f"the model writes into its input {name}; partitioned, it leaves the caller's tensor as it is"
 
 
-def _pinned(node: fx.Node) -> str:
-    return f"the model squeezes the result of {place_of(node)}, which has a batch; partitioned, a batch of one row keeps its dimension"
+def _remove_noise(exported: ExportedGraph, _: None) -> ExportedGraph:
+    remove_noise(exported.graph, exported.without_gradient)
+    return replace(exported)
+
+
+def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
+    place_getitems(exported.graph)
+    draw_in_memory_order(exported.graph)
+    return replace(exported)
+
+
+def _tidy(exported: ExportedGraph, _: None) -> ExportedGraph:
+    compute_outputs(exported.graph)
+    complete_provenance(exported.graph)
+    return replace(exported, graph=name_nodes(exported.graph))
+
+
+FUNCTIONAL = ("functionalize", "remove_noise", "draw_order", "tidy")
+"""The steps after which no call writes memory, except the declared writes of buffers."""
+
+NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
+    Phase("tie_parameters", _tie_parameters),
+    Phase("write_casts", _write_casts),
+    Phase("inline", _inline),
+    Phase("symbolic_batch", _symbolic_batch),
+    Phase("functionalize", _functionalize),
+    Phase("remove_noise", _remove_noise),
+    Phase("draw_order", _draw_order),
+    Phase("tidy", _tidy),
+)
+"""The order: one name for each tensor, casts as calls, subgraphs inlined, sizes read from the batch, no writes, no no-ops, draws in the
+order of memory, names."""
+
+
+def normalize(exported: ExportedGraph) -> ExportedGraph:
+    """Run the steps; returns the graph in normal form, with notes of what the user should know."""
+    return PhaseRunner(NORMALIZE, exported, _check).after(NORMALIZE[-1].name, None)
+
+
+def _check(exported: ExportedGraph, phase: str) -> None:
+    exported.graph.lint()
+    if phase in FUNCTIONAL:
+        verify_writes(exported.graph, phase)

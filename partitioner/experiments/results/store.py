@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.experiments.results.row import NUMBERS, Row
+from passes.ir.checked_arguments import conform
 from passes.ir.errors import ConfigError
-from passes.ir.value_checks import conform
 
 __all__ = ["Store"]
 

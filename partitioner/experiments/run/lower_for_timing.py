@@ -14,30 +14,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
 
 import torch
 
 from cost_models.hardware.clusters import Cluster, Level, Link
 from cost_models.simulator.simulate import Representatives
 from partitioner.experiments.run.subject import Subject
+from partitioner.lowering.lowering import representatives_of
 from partitioner.model.simulate import is_written_out
 from partitioner.options.batch_rows import RowParts
 from partitioner.schedules.catalog import schedule_of
 from partitioner.tracing.trace import trace
-from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages
-from passes.emit.place_on_mesh import place_on_mesh
-from passes.emit.programs import LossForm, emit_forward, emit_train_step
 from passes.graph.lazy_graph_module import nothing_collected
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.mesh import Mesh, homes, pipelines
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.normalize.specialize_batch import fix_batch
-from passes.pipeline import StagedCut, cut_by_plan, cut_stages, differentiate_stages, values_requiring_gradient
-from passes.spmd.mean_to_sum import with_totals
+from passes.pipeline import Lowered, Lowerer, Target, values_requiring_gradient
 
 __all__ = ["Timed", "is_uniform", "lower_for_timing"]
 
@@ -71,61 +67,49 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     results: Results = "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
     if not subject.graph.training:
         results = "rows"
-    graph = _of_microbatch(subject, plan, means="mean" in kinds)
-    cut = cut_by_plan(graph, plan, results, rows=RowParts(plan.grid).divides(plan.batch_size))
-    trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
+    rows, count = RowParts(plan.grid), plan.n_microbatches
     found = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
     # As ``partition`` lowers it: not every operator can be differentiated on the meta device.
     device = torch.device("cpu") if found.type == "meta" else found
-    mesh = plan.grid
-    ranks = pipelines(mesh)
-    standing = _standing(cut, each_rank=each_rank)
-    programs: list[Program] = []
-    home = homes(mesh)
-    for number in dict.fromkeys(standing):
-        parts = cut.parts[number]
-        stages = cut_stages(parts, plan, [device] * len(plan.stages))
-        nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
-        written_out = is_written_out(plan, nodes, plan.n_microbatches)
-        for each in _emitted(stages, plan, frozenset(trainable), [device] * len(ranks[number])):
-            if home[ranks[number][each.rank]] == number:
-                place = each.rank
-                is_alone = len(cut.parts) == 1
-                programs.append(each if is_alone else place_on_mesh(each, parts[place], mesh, ranks[number], written_out=written_out))
-    of = {rank: ranks[first][place] for first, pipeline in zip(standing, ranks, strict=True) for place, rank in enumerate(pipeline)}
-    if mesh.widths:
-        of = {rank: rank for rank in of}
-    return Timed(tuple(programs), Representatives(mesh, of), cut.parts[0][0].part.n_row_parts)
+    lowerer = Lowerer(Lowered(plan, _of_microbatch(subject, plan)))
+    target = Target(
+        in_parts="mean" in kinds and (count > 1 or rows.count > 1),
+        results=results,
+        rows=rows.divides(plan.batch_size),
+        devices=(device,) * plan.n_ranks,
+        pipelines="all" if each_rank else "kinds",
+        n_microbatches=count,
+    )
+    split = lowerer.after("split", target)
+    stages = split.stages[0, 0]
+    nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
+    target = replace(target, inline=is_written_out(plan, nodes, count))
+    if (differentiation := _differentiation(subject, stages)) is not None:
+        schedule = schedule_of(plan, count)
+        target = replace(target, kind="train_step", differentiation=differentiation, share=True, schedule=schedule)
+    programs, of = representatives_of(lowerer, target)
+    return Timed(programs, Representatives(plan.grid, of), split.parts[0][0].part.n_row_parts)
 
 
-def _of_microbatch(subject: Subject, plan: Plan, *, means: bool) -> ModelGraph:
+def _of_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
     """The model for the size of one microbatch over all ranks; for any size where microbatches are not all equal."""
     graph = subject.graph
     size, rest = divmod(plan.batch_size, plan.n_microbatches)
     if graph.batch is not None and not rest:
-        graph = fix_batch(graph, size)
-    elif graph.batch is None and size != graph.batch_size:
+        return fix_batch(graph, size)
+    if graph.batch is None and size != graph.batch_size:
         made = subject.made
-        graph = trace(made.model, made.args, made.kwargs if made.args is not None else None, graph.training, size)
-    in_parts = plan.n_microbatches > 1 or RowParts(plan.grid).count > 1
-    return with_totals(graph) if means and in_parts else graph
+        return trace(made.model, made.args, made.kwargs if made.args is not None else None, graph.training, size)
+    return graph
 
 
-def _emitted(stages: LoweredStages, plan: Plan, trainable: frozenset[str], devices: Sequence[torch.device]) -> tuple[Program, ...]:
-    """The programs of one pipeline."""
-    requiring = values_requiring_gradient(stages, trainable) if stages.graph.training else frozenset()
-    outputs = frozenset(stages.returned) & requiring
-    if not outputs:
-        return emit_forward(stages, plan.n_microbatches, devices, training=False)
-    differentiation = Differentiation(outputs, frozenset(), trainable)
-    lowered: LoweredStages = differentiate_stages(stages, differentiation, cast(Recompute, plan.recompute), share=True)
-    return emit_train_step(lowered, schedule_of(plan, plan.n_microbatches), LossForm(), devices)
-
-
-def _standing(cut: StagedCut, *, each_rank: bool) -> list[int]:
-    """For each pipeline the one that stands for it: the first with the same parts, unless stages of unlike width send to unlike ranks."""
-    kinds = [tuple(map(id, parts)) for parts in cut.parts]
-    return [number if each_rank or cut.mesh.widths else kinds.index(kind) for number, kind in enumerate(kinds)]
+def _differentiation(subject: Subject, stages: LoweredStages) -> Differentiation | None:
+    """What a training step of a pipeline differentiates: every result that autograd would track; None where there is none."""
+    if not stages.graph.training:
+        return None
+    trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
+    outputs = frozenset(stages.returned) & values_requiring_gradient(stages, frozenset(trainable))
+    return Differentiation(outputs, frozenset(), frozenset(trainable)) if outputs else None
 
 
 def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:

@@ -19,9 +19,9 @@ from passes.analysis.axes import TensorAxes
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.provenance import place_of
 from passes.ir.layout import Layout, Partial, Shard
-from passes.pipeline import StagedCut
 from passes.spmd.local_shapes import Extents
 from passes.spmd.shard_graph import CutModel
+from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import block_of
 
 __all__ = ["walk_mesh"]

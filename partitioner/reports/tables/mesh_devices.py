@@ -19,7 +19,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import homes, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
-from passes.pipeline import StagedCut
+from passes.spmd.shard_stages import StagedCut
 
 __all__ = ["mesh_table"]
 

@@ -1,0 +1,93 @@
+"""Shard a model as a plan says: once for all stages, or, where they have submeshes of unlike shape, once for each shape.
+
+plan                                    of_places
+pipeline 2 x tensor 2                   one cut over tensor 2, for both stages
+pipeline 2 x tensor 2 + 1               a cut over tensor 2, for stage 0; the whole model, for stage 1
+
+Every cut is of the whole model; each stage is taken from the cut that is for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from passes.analysis.axis_names import axes_named, axis_names
+from passes.analysis.merge_axes import find_axes_to_cut
+from passes.ir.comm.halo_strategy import ends_of
+from passes.ir.graph import ModelGraph, Results
+from passes.ir.layout import BATCH
+from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
+from passes.ir.plan import Plan
+from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
+from passes.spmd.shards import Block
+
+__all__ = ["StagedCut", "cut_by_plan"]
+
+
+@dataclass(frozen=True)
+class StagedCut:
+    """A model cut for the stages of a plan.
+
+    Attributes:
+        mesh: of all ranks.
+        of_places: for each place along the pipeline, the cut that its stages are taken from; equal ones are one object.
+    """
+
+    mesh: Mesh
+    of_places: tuple[CutModel, ...]
+
+    @property
+    def widest(self) -> CutModel:
+        """The cut over all ranks of ``mesh.cutting``."""
+        return max(self.of_places, key=lambda cut: cut.cut.mesh.size)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks compute parts."""
+        return self.mesh.cutting.size > 1
+
+    @cached_property
+    def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
+        """For each pipeline (``passes.ir.mesh.pipelines``) the graph of its part of the model, for each place along it."""
+        return tuple(
+            tuple(cut.parts[self._number(place, rank)] for place, (cut, rank) in enumerate(zip(self.of_places, ranks, strict=True)))
+            for ranks in pipelines(self.mesh)
+        )
+
+    def blocks(self, place: int, rank: int) -> Mapping[str, Block]:
+        """For each parameter, buffer and constant, the block that a rank holds which stands at a place along the pipeline."""
+        return self.of_places[place].blocks[self._number(place, rank)]
+
+    def _number(self, place: int, rank: int) -> int:
+        """Which of the parts of a place a rank has."""
+        return self.mesh.cutting_at(place).rank(self.mesh.coordinate(rank))
+
+
+def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, like: StagedCut | None = None) -> StagedCut:
+    """Shard a model for the stages of a plan.
+
+    Args:
+        results: what ranks return.
+        rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
+        like: a cut by the same plan, as which ranks hold parameters, buffers and constants; None: as the plan's cut wants them.
+    """
+    mesh = plan.grid
+    axes = find_axes_to_cut(graph, mesh)
+    names, cuts = axis_names(graph, axes), dict[Mesh, CutModel]()
+    wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
+    n_places = len(pipelines(mesh)[0])
+    for place, over in ((place, mesh.cutting_at(place)) for place in range(n_places)):
+        if over in cuts:
+            continue
+        assigned: dict[str, tuple[int, ...]] = dict.fromkeys(over.names, ())
+        for name, dimension in plan.axes:
+            if dimension in assigned and (rows or dimension not in ROWS or not name.startswith(BATCH)):
+                assigned[dimension] += axes_named(name, names)
+        cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
+        stored = tuple(name for name in over.names if name in STORED)
+        cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped)
+        held = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
+        cuts[over] = cut_axes(graph, axes, cut, results, held)
+    return StagedCut(mesh, tuple(cuts[mesh.cutting_at(place)] for place in range(n_places)))
