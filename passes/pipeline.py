@@ -31,7 +31,7 @@ from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
 from passes.emit.inline_stages import inline_stages
-from passes.emit.place_on_mesh import Gradients, place_on_mesh
+from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import nothing_collected
@@ -232,7 +232,10 @@ def _emitted(stages: LoweredStages, target: Target, devices: Sequence[torch.devi
 
 def place(lowered: Lowered, target: Target) -> Lowered:
     """Place the programs of pipelines on the mesh: sums over ranks, peers by their rank, stages that communicate inlined."""
-    return replace(lowered, programs=tuple((number, _placed(lowered, target, number, program)) for number, program in lowered.programs))
+    placed = [_placed(lowered, target, number, program) for number, program in lowered.programs]
+    if len(lowered.parts) > 1 and not lowered.plan.tiles:
+        arrange_collectives((program.rank, own) for (_, program), own in zip(lowered.programs, placed, strict=True))
+    return replace(lowered, programs=tuple((number, own) for (number, _), own in zip(lowered.programs, placed, strict=True)))
 
 
 def _placed(lowered: Lowered, target: Target, number: int, program: Program) -> Program:

@@ -152,6 +152,15 @@ def test_large_parameters_go_alone_and_small_ones_together() -> None:
     assert Counter(map(tuple, sizes)) == {(weight,): 3, (bias, bias): 1, (2 * weight,): 2, (2 * bias, 2 * bias): 1}
 
 
+def test_ranks_with_uneven_parts_send_the_same_together() -> None:
+    """Two ranks of three have a part that is large enough to go alone; the third would send its own with others."""
+    side, rows = 256, 3 * ALONE_BYTES // (256 * ELEMENT) - 1
+    model, x = nn.Sequential(nn.Linear(side, rows), nn.Linear(rows, side)).double(), torch.randn(9, side, dtype=torch.float64)
+    pm = after_a_step(model, x, "fsdp", 3)
+    moved = [[len(node.args[0]) for node in pm.graph(rank).graph.nodes if node.target in COLLECTIVES] for rank in range(3)]
+    assert moved[0] == moved[1] == moved[2]
+
+
 @pytest.mark.parametrize("mode", ["zero1", "zero2"])
 def test_zero_gathers_parameters_once_and_scatters_gradients_once(mode: str) -> None:
     model, x = perceptron()

@@ -67,6 +67,32 @@ def test_keys_and_values_alone_are_gathered(devices: int) -> None:
     assert forward == [communication.all_gather] * 5
 
 
+class Decoded(nn.Module):
+    """Memory is shorter than the sequence, and both over 3 ranks leave some a single position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Linear(4, 4), nn.TransformerDecoderLayer(4, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.layer(h, h[:, 1:] * 0.5)
+
+
+@pytest.mark.slow
+def test_ranks_with_one_position_start_collectives_as_the_others_do() -> None:
+    """Of one position a projection is other calls, whose gradients are there in another order."""
+    torch.manual_seed(0)
+    model, x = Decoded().double(), torch.rand(8, 4, 4, dtype=torch.float64)
+    pm = partition(model, 3, "sequence", example_inputs=(x,), progress=False)
+    reference = copy.deepcopy(model)
+    reference(x).square().mean().backward()
+    pm(x).square().mean().backward()
+    gradients = pm.full_gradients()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
 class Bidirectional(nn.Module):
     """Attention of a mask that is given, and of one that is not."""
 

@@ -14,6 +14,7 @@ enough bytes, or when something of it is read before the next one is there. What
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -33,12 +34,24 @@ ALONE_BYTES = 2**18
 between processes of one machine waits."""
 
 
-def bundle_collectives(graph: fx.Graph) -> None:
-    """Bundle the gathers and scatters of a program, in place."""
+def bundle_collectives(graphs: Sequence[fx.Graph]) -> None:
+    """Bundle the gathers and scatters of programs, in place.
+
+    Args:
+        graphs: of ranks that start the same collectives: what one of them cannot send together, the others do not either.
+    """
     for function, close_early in ((all_gather, False), (reduce_scatter, True)):
-        for bundle in _bundles(graph, function, close_early=close_early):
-            _merge(graph, bundle, at_first=not close_early)
-    graph.lint()
+        starts = [[node for node in graph.nodes if node.target is function] for graph in graphs]
+        found = [_bundles(graph, function, close_early=close_early) for graph in graphs]
+        numbers = [{node: number for number, node in enumerate(each)} for each in starts]
+        bundles = [[tuple(map(number.__getitem__, bundle)) for bundle in each] for number, each in zip(numbers, found, strict=True)]
+        shared = set(bundles[0]).intersection(*bundles[1:])
+        for graph, nodes in zip(graphs, starts, strict=True):
+            for bundle in bundles[0]:
+                if bundle in shared:
+                    _merge(graph, [nodes[number] for number in bundle], at_first=not close_early)
+    for graph in graphs:
+        graph.lint()
 
 
 def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[fx.Node]]:
@@ -53,7 +66,8 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
     for node in graph.nodes:
         if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
             continue
-        if int(node.meta.get("bytes", 0)) >= ALONE_BYTES:
+        given = _largest_bytes(node)
+        if given >= ALONE_BYTES:
             continue
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")))
         bundle, size = open_bundles.get(key, ([], 0))
@@ -63,8 +77,18 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
         else:
             bundle, size = [node], 0
             found.append(bundle)
-        open_bundles[key] = bundle, size + int(node.meta.get("bytes", 0))
+        open_bundles[key] = bundle, size + given
     return [bundle for bundle in found if len(bundle) > 1]
+
+
+def _largest_bytes(start: fx.Node) -> int:
+    """What the rank with the largest part gives: of uneven parts, too, all ranks of a group bundle the same."""
+    if start.target is not all_gather or "sizes" not in start.kwargs:
+        return int(start.meta.get("bytes", 0))
+    value, dim, sizes = start.args[0][0].meta["val"], start.args[1][0], start.kwargs["sizes"][0]  # type: ignore[index, union-attr]
+    shape = list(value.shape)
+    shape[dim] = max(sizes)  # type: ignore[index, arg-type]
+    return int(math.prod(shape) * value.dtype.itemsize)
 
 
 def is_held(node: Any) -> bool:

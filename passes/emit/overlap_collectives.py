@@ -13,14 +13,16 @@
 Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read. So is what a backward
 gathers again, instead of which it keeps the rank's own part.
 
-All ranks of a group move theirs alike: their programs differ in numbers alone, and ``passes.verify.programs`` proves what comes out. A
-start does not move up past a call that writes in place, which might write what it sends.
+All ranks of a group start theirs in one order, though they compute otherwise (kernels differ for a part of one row): where the early
+starts of two ranks are in unlike orders, every rank has them in the order in which they were written, which all ranks share. A start does
+not move up past a call that writes in place, which might write what it sends.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -32,29 +34,47 @@ from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
 __all__ = ["overlap_communication"]
 
 
-def overlap_communication(graph: fx.Graph) -> None:
-    """Reorder a program in place."""
-    order = _Order(graph)
+def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
+    """Reorder programs in place.
+
+    Args:
+        graphs: of ranks that start the same collectives.
+    """
+    written = [[node for node in graph.nodes if node.target in COLLECTIVES] for graph in graphs]
+    orders = [_reordered(graph, _Order(graph)) for graph in graphs]
+    started = [sorted(range(len(nodes)), key=lambda number: order[nodes[number]]) for order, nodes in zip(orders, written, strict=True)]
+    if any(each != started[0] for each in started):
+        orders = [_reordered(graph, _Order(graph, early=False)) for graph in graphs]
+    for graph, order in zip(graphs, orders, strict=True):
+        output = graph.output_node()
+        for node in order:
+            output.prepend(node)
+        graph.lint()
+
+
+def _reordered(graph: fx.Graph, order: _Order) -> dict[fx.Node, int]:
+    """The nodes in their new order, and each one's place in it."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     for node in nodes:
         if not order.is_late(node):
             order.place(node)
     for node in nodes:
         order.place(node)  # what nobody reads is waited for at the end
-    output = graph.output_node()
-    for node in order.placed:
-        output.prepend(node)
-    graph.lint()
+    return {node: place for place, node in enumerate(order.placed)}
 
 
 class _Order:
-    """The new order, as far as it has been decided."""
+    """The new order, as far as it has been decided.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Args:
+        early: collectives start when they can; else where they are written.
+    """
+
+    def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
         self._late = _late_nodes(graph)
-        self._ahead = _gathered_ahead(graph)
-        self._starts = _early_starts(graph, self._late)
+        self._ahead = _gathered_ahead(graph) if early else {}
+        self._starts = _early_starts(graph, self._late) if early else {}
 
     def is_late(self, node: fx.Node) -> bool:
         """Whether a node stands in front of its first reader, not where it stood."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, WIDTH, Mesh, receivers
 from passes.ir.program import Program, StoreGradients
 
-__all__ = ["Gradients", "place_on_mesh"]
+__all__ = ["Gradients", "arrange_collectives", "place_on_mesh"]
 
 Gradients = Literal["sum", "keep", "add"]
 """What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum
@@ -57,7 +57,7 @@ def place_on_mesh(
     *,
     written_out: bool = True,
 ) -> Program:
-    """One rank's program among all of the mesh.
+    """One rank's program among all of the mesh; ``arrange_collectives`` follows.
 
     Args:
         program: as written for its pipeline alone.
@@ -80,11 +80,23 @@ def place_on_mesh(
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
     module = inline_stages(program.module, mesh, rank, all_stages=written_out)
-    bundle_collectives(module.graph)
-    overlap_communication(module.graph)
     # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.
     type(module).__name__ = re.sub(r"^Rank\d+", f"Rank{rank}", type(module).__name__)
     return replace(program, rank=rank, module=module)
+
+
+def arrange_collectives(placed: Iterable[tuple[int, Program]]) -> None:
+    """Bundle and overlap what programs of several pipelines start together, in place: alike on all ranks that do.
+
+    Args:
+        placed: programs on a mesh, each behind the rank of its pipeline.
+    """
+    together: dict[int, list[fx.Graph]] = {}
+    for place, program in placed:
+        together.setdefault(place, []).append(program.module.graph)
+    for graphs in together.values():
+        bundle_collectives(graphs)
+        overlap_communication(graphs)
 
 
 class _Writer:
