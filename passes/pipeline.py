@@ -108,6 +108,7 @@ class Lowered:
         cut: the model, sharded.
         stages: (pipeline, number of a rank among those that share a stage) -> the stages for such ranks; equal ones are one object.
         programs: of the pipelines, each with the number of its pipeline; after ``place``, of all ranks of the mesh.
+        shared: stages by what they were made from, for all targets: pipelines with equal parts on equal devices have the same object.
     """
 
     plan: Plan
@@ -116,6 +117,7 @@ class Lowered:
     cut: StagedCut | None = None
     stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
     programs: tuple[tuple[int, Program], ...] = ()
+    shared: dict[Hashable, LoweredStages] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
@@ -169,15 +171,14 @@ def shard(lowered: Lowered, target: Target) -> Lowered:
 def split(lowered: Lowered, target: Target) -> Lowered:
     """Split each pipeline's part of the model into stages."""
     stages: dict[tuple[int, int], LoweredStages] = {}
-    known: dict[Hashable, LoweredStages] = {}
     for number in _pipelines_of(lowered, target):
         parts = lowered.parts[number]
         for replica in range(max(map(len, lowered.plan.stage_ranks))):
             devices = _stage_devices(lowered, target, number, replica)
-            key = (tuple(map(id, parts)), devices)
-            if key not in known:
-                known[key] = cut_stages(parts, lowered.plan, devices)
-            stages[number, replica] = known[key]
+            key = ("split", tuple(map(id, parts)), devices)
+            if key not in lowered.shared:
+                lowered.shared[key] = cut_stages(parts, lowered.plan, devices)
+            stages[number, replica] = lowered.shared[key]
     return replace(lowered, stages=stages)
 
 
@@ -198,11 +199,13 @@ def differentiate(lowered: Lowered, target: Target) -> Lowered:
     wanted, recompute = target.differentiation, cast(Recompute, lowered.plan.recompute)
     if wanted is None:
         return lowered
-    found: dict[int, LoweredStages] = {}
-    for stages in lowered.stages.values():
-        if id(stages) not in found:
-            found[id(stages)] = differentiate_stages(stages, wanted, recompute, share=target.share)
-    return replace(lowered, stages={place: found[id(stages)] for place, stages in lowered.stages.items()})
+    trained: dict[tuple[int, int], LoweredStages] = {}
+    for position, stages in lowered.stages.items():
+        key = ("differentiate", id(stages), wanted, target.share)
+        if key not in lowered.shared:
+            lowered.shared[key] = differentiate_stages(stages, wanted, recompute, share=target.share)
+        trained[position] = lowered.shared[key]
+    return replace(lowered, stages=trained)
 
 
 def emit(lowered: Lowered, target: Target) -> Lowered:
@@ -259,6 +262,9 @@ def prove(lowered: Lowered, target: Target) -> Lowered:
     return lowered
 
 
+PLACED = ("gradients", "inputs", "inline")
+"""What ``place`` reads. It rewrites the programs that ``emit`` wrote, so that each such target has programs of its own."""
+
 PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
     Phase("tile", tile),
@@ -267,8 +273,8 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("shard", shard, ("results", "rows")),
     Phase("split", split, ("devices", "pipelines")),
     Phase("differentiate", differentiate, ("differentiation", "share")),
-    Phase("emit", emit, ("kind", "n_microbatches", "schedule", "loss", "given")),
-    Phase("place", place, ("gradients", "inputs", "inline")),
+    Phase("emit", emit, ("kind", "n_microbatches", "schedule", "loss", "given", *PLACED)),
+    Phase("place", place, PLACED),
     Phase("verify", prove),
 )
 """The order, and what of a target each phase reads."""

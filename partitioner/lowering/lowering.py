@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -117,7 +117,8 @@ class Lowering:
 
     def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
         """One training step by the plan's schedule."""
-        return self._ready(replace(self._step(differentiation, n_microbatches, loss), gradients=gradients))
+        key = ("train_step", differentiation, n_microbatches, loss, gradients)
+        return self._ready(key, lambda: replace(self._step(differentiation, n_microbatches, loss), gradients=gradients))
 
     def _step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> Target:
         schedule = self.schedule(n_microbatches, loss)
@@ -141,27 +142,31 @@ class Lowering:
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""
-        return self._ready(replace(self._target, n_microbatches=n_microbatches))
+        return self._ready(("forward", n_microbatches), lambda: replace(self._target, n_microbatches=n_microbatches))
 
     def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
         """A forward that also returns what ``backward`` takes."""
-        return self._ready(replace(self._target, kind="training_forward", differentiation=differentiation, n_microbatches=n_microbatches))
+        return self._ready(
+            ("training_forward", differentiation, n_microbatches),
+            lambda: replace(self._target, kind="training_forward", differentiation=differentiation, n_microbatches=n_microbatches),
+        )
 
     def backward(
         self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str], gradients: Gradients = "sum"
     ) -> ProgramSet:
         """The backward of ``training_forward``."""
         target = replace(self._target, kind="backward", differentiation=differentiation, n_microbatches=n_microbatches)
-        return self._ready(replace(target, given=given, gradients=gradients))
+        key = ("backward", differentiation, n_microbatches, given, gradients)
+        return self._ready(key, lambda: replace(target, given=given, gradients=gradients))
 
-    def _ready(self, target: Target) -> ProgramSet:
+    def _ready(self, key: Hashable, target: Callable[[], Target]) -> ProgramSet:
         """The programs of a target, those of this process bound to its tensors. Nothing runs that is not proved to fit together."""
-        if target not in self._programs:
-            programs = self._lowerer.programs(target)
+        if key not in self._programs:
+            programs = self._lowerer.programs(target())
             for rank in self._local_ranks:
                 programs[rank].bind(self._state[rank], self._slots[rank])
-            self._programs[target] = ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
-        return self._programs[target]
+            self._programs[key] = ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
+        return self._programs[key]
 
 
 def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:
