@@ -226,7 +226,12 @@ def _lower(
     hooks: TensorHooks,
 ) -> PartitionedModel:
     graph = fixed_for(graph, plan)
-    cuts = PlanCuts(graph, plan, lambda rows: trace(model, *example, graph.training, rows, graph.autocast))
+
+    def trace_again(rows: int | None) -> ModelGraph:
+        found = trace(model, *example, graph.training, rows, graph.autocast)
+        return fixed_for(found, plan) if rows is None else found
+
+    cuts = PlanCuts(graph, plan, trace_again)
 
     def lower_at(variant: Variant) -> Lowering:
         held = state.by_rank, state.slots
@@ -236,7 +241,7 @@ def _lower(
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks)
     broadcast_values(model, state, runtime)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, inputs), assumed, dtype)
+    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, trace_again, inputs), assumed, dtype)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:

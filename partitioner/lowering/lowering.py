@@ -16,6 +16,7 @@ from passes.autograd.staged_model import Differentiation, LoweredStages
 from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossForm
 from passes.ir.comm.unsummed import GradientSlot
+from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
@@ -73,6 +74,11 @@ class Lowering:
         return self._start.cut
 
     @property
+    def whole(self) -> ModelGraph:
+        """The model in front of sharding."""
+        return self._start.graph
+
+    @property
     def n_stage_ranks(self) -> int:
         """How many ranks a pipeline has."""
         return len(self._start.pipelines[0])
@@ -126,6 +132,12 @@ class Lowering:
             self._target, kind="train_step", differentiation=differentiation, n_microbatches=n_microbatches, schedule=schedule, loss=loss
         )
 
+    def target(self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm) -> Target:
+        """What is asked of the phases for a training step; for a forward, where nothing is differentiated."""
+        if differentiation is None:
+            return replace(self._target, n_microbatches=n_microbatches)
+        return self._step(differentiation, n_microbatches, loss)
+
     def representatives(
         self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm
     ) -> tuple[tuple[Program, ...], dict[int, int]]:
@@ -136,9 +148,8 @@ class Lowering:
         Returns:
             The programs, and for each rank whose program stands for its own.
         """
-        forward = replace(self._target, n_microbatches=n_microbatches)
-        target = forward if differentiation is None else self._step(differentiation, n_microbatches, loss)
-        return representatives_of(self._lowerer, replace(target, pipelines="kinds", share=True, inline=False))
+        target = replace(self.target(differentiation, n_microbatches, loss), pipelines="kinds", share=True, inline=False)
+        return representatives_of(self._lowerer, target)
 
     def forward(self, n_microbatches: int) -> ProgramSet:
         """A forward without autograd."""

@@ -50,11 +50,15 @@ class Lowerings:
         graph: the model.
         plan: where its nodes run.
         lower_at: lowers one variant.
+        trace_again: traces the model for so many rows; None: as it was traced.
         inputs: what each process passes.
     """
 
-    def __init__(self, graph: ModelGraph, plan: Plan, lower_at: LowerAt, inputs: Inputs = "global") -> None:
+    def __init__(
+        self, graph: ModelGraph, plan: Plan, lower_at: LowerAt, trace_again: Callable[[int | None], ModelGraph], inputs: Inputs = "global"
+    ) -> None:
         self._graph = graph
+        self.trace_again = trace_again
         self._plan = plan
         self._lower_at = lower_at
         self.rows = RowParts(plan.grid, inputs)
@@ -64,7 +68,7 @@ class Lowerings:
     def with_microbatches(self, count: int | None) -> Lowerings:
         """The same programs, for batches that every process passes whole, cut into so many microbatches; None: as the plan says."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
-        other = Lowerings(self._graph, plan, self._lower_at)
+        other = Lowerings(self._graph, plan, self._lower_at, self.trace_again)
         other._kept = self._kept
         return other
 

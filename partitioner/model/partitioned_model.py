@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
 from partitioner.lowering.variants import Lowerings
 from partitioner.model.autograd import PartitionedForward
@@ -222,6 +224,19 @@ class PartitionedModel(nn.Module):
         if differentiation is None:
             return lowering.stages, lowering.forward(count).programs
         return lowering.training(differentiation), lowering.train_step(differentiation, count, found.loss).programs
+
+    @checked_arguments()
+    def dump_passes(self, folder: str | Path) -> None:
+        """Trace and lower the model once more, and write the graph, or the programs, after each phase into a folder.
+
+        Args:
+            folder: made if it is not there; ``phases.txt`` in it lists the phases, with seconds and nodes.
+        """
+        found = self.looked_at()
+        whole = found.lowering.whole
+        target = found.lowering.target(found.differentiation, found.n_microbatches, found.loss)
+        size = whole.batch_size if whole.batch is None and self._graph.batch is None else None
+        dump_passes(Path(folder), lambda: self._lowerings.trace_again(size), self._plan, target)
 
     def looked_at(self) -> Shown:
         return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)

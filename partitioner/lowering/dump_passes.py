@@ -1,0 +1,112 @@
+"""Write what every phase gives into a folder, to see which one did it.
+
+    passes/
+      phases.txt                     the order, with seconds and nodes
+      01_tie_parameters.py ...       the graph after each step of normalization
+      13_shard/rank_0.py             each rank's graph
+      14_split/stage_0.py            the stages of the first pipeline
+      15_differentiate/stage_0_forward.py, stage_0_backward.py
+      17_place/rank_0.py             the program that runs
+
+A phase that changed nothing has a line in ``phases.txt`` and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from cost_models.hardware.units import format_seconds
+from passes.graph.program_printer import program_text
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+from passes.ir.phase import observing_phases
+from passes.ir.plan import Plan
+from passes.normalize.order import ExportedGraph
+from passes.pipeline import Lowered, Lowerer, Target
+
+__all__ = ["dump_passes"]
+
+
+def dump_passes(folder: Path, trace: Callable[[], ModelGraph], plan: Plan, target: Target) -> None:
+    """Trace and lower a model once more, and write the graph, or the programs, after each phase.
+
+    Args:
+        folder: made if it is not there.
+        trace: traces the model, for the batch of the target.
+        plan: what is lowered.
+        target: which programs are written.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    dump = _Dump(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with observing_phases(dump):
+            Lowerer(Lowered(plan, trace())).programs(target)
+        dump.write_summary()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}", remedy="name a folder that you may write to") from error
+
+
+class _Dump:
+    """Observes phases, and writes what each gives."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rows: list[tuple[str, str, float, int]] = []
+        self._last: dict[str, str] = {}
+
+    def __call__(self, phase: str, state: Any, seconds: float) -> None:
+        graphs = _graphs_of(state)
+        texts = {name: program_text(graph) for name, graph in graphs.items()}
+        is_new = texts != self._last
+        self._rows.append((f"{len(self._rows) + 1:02}_{phase}", "" if is_new else "no change", seconds, sum(map(_size, graphs.values()))))
+        if is_new:
+            self._write(self._rows[-1][0], texts)
+            self._last = texts
+
+    def _write(self, name: str, texts: dict[str, str]) -> None:
+        if list(texts) == ["model"]:
+            (self._folder / f"{name}.py").write_text(texts["model"], encoding="utf-8")
+            return
+        (self._folder / name).mkdir(exist_ok=True)
+        for part, text in texts.items():
+            (self._folder / name / f"{part}.py").write_text(text, encoding="utf-8")
+
+    def write_summary(self) -> None:
+        """The phases in their order, with how long each took and how many nodes there are after it."""
+        lines = [f"{'phase':28} {'took':>9} {'nodes':>7}"]
+        lines += [f"{name:28} {format_seconds(seconds):>9} {nodes:7}  {note}".rstrip() for name, note, seconds, nodes in self._rows]
+        (self._folder / "phases.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _size(graph: fx.Graph) -> int:
+    return len(graph.nodes)
+
+
+def _graphs_of(state: Any) -> dict[str, fx.Graph]:
+    """What a state holds by now, by name: the programs; else the stages; else the graphs of ranks; else the model."""
+    if isinstance(state, ExportedGraph):
+        return {"model": state.graph}
+    assert isinstance(state, Lowered)
+    if state.programs:
+        return {f"rank_{program.rank}": program.module.graph for _, program in state.programs}
+    if state.stages:
+        stages = state.stages[0, 0]
+        found = {f"stage_{stage.index}": stage.module.graph for stage in stages.stages}
+        for index, training in enumerate(stages.training):
+            modules = {"forward": training.forward, "backward": training.backward}
+            found |= {f"stage_{index}_{name}": module.graph for name, module in modules.items() if module is not None}
+        return found
+    if state.cut is not None:
+        return {
+            f"rank_{rank}": part.graph
+            for ranks, parts in zip(state.pipelines, state.parts, strict=True)
+            for rank, part in zip(ranks, parts, strict=True)
+        }
+    return {"model": state.graph.graph}
