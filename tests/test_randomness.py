@@ -85,11 +85,25 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
+def some_columns(x: Tensor) -> Tensor:
+    """Kernels draw normal numbers for memory with gaps otherwise than for memory without."""
+    numbers = torch.zeros(4, 5, 8, dtype=x.dtype)
+    numbers[..., ::2].normal_()
+    return x.transpose(0, 1) + numbers + torch.rand(1)
+
+
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: nn.functional.dropout(x, 0.3),
     "alpha_dropout": lambda x: nn.functional.alpha_dropout(x, 0.3, training=True),
     "rand_like": lambda x: x * torch.rand_like(x),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(),
+    "exponential_": lambda x: x + torch.empty_like(x).exponential_(2.0),
+    "bernoulli_ of a number": lambda x: x * torch.empty_like(x).bernoulli_(0.4),
+    "bernoulli_ of a row": lambda x: x * torch.empty_like(x).bernoulli_(x[0].sigmoid()),
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "randn_like": lambda x: x * torch.randn_like(x),
+    "normal_": lambda x: x + x.detach().clone().normal_(0.5, 2.0),
+    "normal_ of some columns": some_columns,
 }
 
 
@@ -105,7 +119,7 @@ def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: s
 
         def forward(self, x: Tensor) -> Tensor:
             drawn: Tensor = DRAWS[draw](self.linear(x).transpose(0, 1))
-            return drawn.transpose(0, 1).tanh()
+            return (drawn if drawn.shape == x.shape else drawn.transpose(0, 1)).tanh()
 
     torch.manual_seed(1)
     model, x = Transposed().double(), torch.randn(4, 5, 8, dtype=torch.float64)

@@ -6,6 +6,7 @@ Before, for x with strides of a transpose:    After:
                                                   y = permute(dropout(rows, p), inverse)
 
 The strides of a value do not survive a partition: a rank that receives it, or holds a part of it, has row-major memory. A shape does.
+Kernels of normal numbers fill row-major memory of 16 numbers and more by another algorithm than the rest, which is ``normal_in_turn``.
 """
 
 from __future__ import annotations
@@ -15,50 +16,99 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.schemas import packet
+from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_at
 
-__all__ = ["draw_in_memory_order"]
+__all__ = ["FILLED", "draw_in_memory_order", "normal_in_turn"]
 
 aten = torch.ops.aten
 
-_FILLING = frozenset({aten.alpha_dropout, aten.dropout, aten.rand_like, aten.randint_like, aten.uniform})
-"""Operators that draw a number for each element of their first argument, in the order of the memory of the result. (Kernels of normal
-numbers draw row-major memory by another algorithm than the rest.)"""
+FILLED = "filled"
+"""Where a node keeps the tensor that it filled in place before it was made functional: with the strides of that memory."""
+
+_NORMAL = frozenset({aten.normal_functional, aten.randn_like})
+
+_FILLING = _NORMAL | {
+    aten.alpha_dropout, aten.bernoulli, aten.cauchy, aten.dropout, aten.exponential, aten.geometric, aten.log_normal, aten.rand_like,
+    aten.randint_like, aten.random, aten.uniform,
+}  # fmt: skip
+"""Operators that draw a number for each element of their result, in the order of the memory that they fill."""
 
 
 def draw_in_memory_order(graph: fx.Graph) -> None:
     """Rewrite in place the draws whose results are not row-major."""
     for node in list(graph.nodes):
-        if packet(node.target) in _FILLING and node.all_input_nodes == [node.args[0]]:
-            order = _memory_order(node.meta["val"])
-            if order != sorted(order):
-                _permute(graph, node, order)
+        filled = node.meta.pop(FILLED, node.meta.get("val"))
+        if packet(node.target) not in _FILLING:
+            continue
+        order = _memory_order(filled)
+        if order != sorted(order) or (packet(node.target) in _NORMAL and not _of_numbers(filled).is_contiguous()):
+            _permute(graph, node, order)
+
+
+def _of_numbers(value: Tensor) -> Tensor:
+    """A tensor with its strides, of sizes that are numbers."""
+    sizes, strides = ([size_at(each, None, 2) for each in every] for every in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, device="meta")
 
 
 def _memory_order(value: Tensor) -> list[int]:
     """The dimensions of a value, outermost in memory first, as memory that is allocated like it has them."""
-    sizes, strides = ([size_at(each, None, 1) for each in every] for every in (value.shape, value.stride()))
-    like = torch.empty_like(torch.empty_strided(sizes, strides, device="meta"))
+    like = torch.empty_like(_of_numbers(value))
     if like.is_contiguous():  # dimensions of size one have any stride
         return list(range(value.dim()))
     return sorted(range(value.dim()), key=like.stride().__getitem__, reverse=True)
 
 
 def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:
-    source, value, inverse = node.args[0], node.meta["val"], sorted(range(len(order)), key=order.__getitem__)
-    assert isinstance(source, fx.Node)
+    value, inverse = node.meta["val"], sorted(range(len(order)), key=order.__getitem__)
+    first = node.all_input_nodes[0]
 
-    def call(target: Any, args: tuple[Any, ...], result: Tensor) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta = {**node.meta, "val": result}
+    def call(target: Any, *arguments: Any) -> fx.Node:
+        made = graph.call_function(target, arguments)
+        made.meta = {**node.meta, "val": target(*fx.map_arg(arguments, lambda each: each.meta["val"]))}
         return made
 
+    def in_rows(source: fx.Node) -> fx.Node:
+        spread = source if source.meta["val"].shape == value.shape else call(aten.expand_as.default, source, first)
+        return call(aten.contiguous.default, call(aten.permute.default, spread, order))
+
     with graph.inserting_before(node):
-        rows = call(aten.permute.default, (source, order), source.meta["val"].permute(order))
-        rows = call(aten.contiguous.default, (rows,), rows.meta["val"].contiguous())
-    with graph.inserting_after(node):
-        result = call(aten.permute.default, (node, inverse), value)
-    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
-    node.args, node.kwargs = (rows, *node.args[1:]), {name: each for name, each in node.kwargs.items() if name != "memory_format"}
-    node.meta["val"] = value.permute(order)
+        rows = {each: in_rows(each) for each in node.all_input_nodes}
+        if packet(node.target) in _NORMAL:
+            bound = bound_arguments(node)
+            like = call(aten.detach.default, rows[first])
+            drawn = call(normal_in_turn, like, bound.get("mean", 0.0), bound.get("std", 1.0), value.dtype, value.device)
+        else:
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
+            keywords = {name: each for name, each in keywords.items() if name != "memory_format"}
+            drawn = graph.create_node("call_function", node.target, arguments, keywords)
+            drawn.meta = {**node.meta, "val": value.permute(order).contiguous()}
+        result = call(aten.permute.default, drawn, inverse)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+# -- normal numbers as an operator -------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "partitioner::normal_in_turn",
+    "(Tensor self, float mean, float std, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pointwise),
+)
+
+normal_in_turn = torch.ops.partitioner.normal_in_turn.default
+"""Row-major normal numbers, of the shape of a tensor, drawn one after the other: what ``normal_`` writes into other memory."""
+
+
+def _draw(like: Tensor, mean: float, std: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    gaps = torch.empty((*like.shape, 2), dtype=dtype, device=device)  # its every second number is no row-major memory
+    return gaps[..., 0].normal_(mean, std).contiguous()
+
+
+def _shape(like: Tensor, mean: float, std: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001  its own names
+    return torch.empty(like.shape, dtype=dtype, device=device)
+
+
+torch.library.impl("partitioner::normal_in_turn", "CompositeExplicitAutograd", _draw)
+torch.library.register_fake("partitioner::normal_in_turn", _shape)

@@ -34,9 +34,18 @@ from passes.graph.aliasing import OWN_MEMORY, memory_keys, mutated_arguments, wr
 from passes.graph.dependencies import is_differentiable
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.provenance import place_of
-from passes.graph.schemas import bound_arguments, functional, out_parameters, packet, viewed_arguments, views_its_arguments
+from passes.graph.schemas import (
+    bound_arguments,
+    draws_random_numbers,
+    functional,
+    out_parameters,
+    packet,
+    viewed_arguments,
+    views_its_arguments,
+)
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
+from passes.normalize.draw_order import FILLED
 from passes.normalize.view_inverses import View, inverse
 
 __all__ = ["functionalize"]
@@ -260,6 +269,8 @@ class _Functionalizer:
                 "write it with operations that return new tensors",
             )
         traced = [name.value.meta["val"] for name in written]
+        if draws_random_numbers(target):
+            node.meta[FILLED] = node.meta["val"]
         if target is aten.copy.default:
             source = node.args[1]
             if isinstance(source, fx.Node) and source is written[0].value:  # what self.steps += 1 leaves behind for a buffer
