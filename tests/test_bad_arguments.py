@@ -227,6 +227,7 @@ class Slow:
         ({"n_microbatches": "2"}, ("n_microbatches must be an int or None", "n_microbatches=2")),
         ({"n_microbatches": 0}, ("n_microbatches must be 1 or more",)),
         ({"n_microbatches": 10**9}, ("forwards", "262144 at most")),
+        ({"devices": 4, "mode": {"fsdp": 2, "zero1": 2}}, ("in 2 ways: fsdp, zero1", "keep one of them")),
         (
             {"example_inputs": X.expand(10**6, 8, 4)[:, 0], "n_microbatches": 10**6, "schedule": "1F1B"},
             ("2000000 forwards", "262144 at most"),

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import DIMENSIONS, STAGES, TILE, TILES, WIDTH, Mesh
+from passes.ir.mesh import DIMENSIONS, STAGES, STORED, TILE, TILES, WIDTH, Mesh
 
 __all__ = [
     "REST",
@@ -65,6 +65,11 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
     mesh = Mesh(dimensions or ((names[0] if names else "pipeline", 1),), widths)
     if "pipeline" in mesh.names and "model" in mesh.names:
         raise ConfigError("a mesh has either a pipeline or a model dimension", remedy="leave one out")
+    if len(stored := [name for name in mesh.names if name in STORED]) > 1:
+        raise ConfigError(
+            f"the mesh {dict(mode)} shards parameters and optimizer state in {len(stored)} ways: {', '.join(stored)}",
+            remedy=f'keep one of them, and name the rest "data": {{"data": 2, "{stored[0]}": 2}}',
+        )
     return mesh
 
 
