@@ -123,3 +123,31 @@ def test_numbers_stay_or_microbatches_are_refused(case: Case) -> None:
         assert case.name not in PLAIN
         return
     assert difference is None
+
+
+def by_elements(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x > 0.1] = 0.5
+    return x
+
+
+def by_rows(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x.sum(-1) > 0, :] = torch.arange(WIDTH, dtype=x.dtype)
+    return x
+
+
+def by_columns(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, torch.arange(WIDTH) > 2] = x.mean()
+    return x
+
+
+@pytest.mark.parametrize(("assign", "is_of_rows"), [(by_elements, True), (by_rows, True), (by_columns, False)])
+def test_an_assignment_by_mask_mixes_no_rows(assign: Callable[[Tensor], Tensor], *, is_of_rows: bool) -> None:
+    case = Case("assigned", lambda: Mixed(assign), _rows, _target, mean_squared_error)
+    if is_of_rows:
+        assert first_difference(case, devices=2, mode="pipeline", n_microbatches=4) is None
+    else:
+        with pytest.raises(ConfigError, match="rows of the batch meet"):
+            partitioned_steps(case, devices=2, mode="pipeline", n_microbatches=4)

@@ -19,7 +19,7 @@ from passes.normalize.functionalize import functionalize
 from passes.normalize.inline_subgraphs import inline_subgraphs
 from passes.normalize.inline_vmap import inline_vmap
 from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_sizes_from_batch
-from passes.normalize.tidy import compute_outputs, name_nodes, place_getitems
+from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters
 
 __all__ = ["NORMALIZE", "ExportedGraph", "normalize"]
@@ -103,6 +103,7 @@ def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
 
 
 def _tidy(exported: ExportedGraph, _: None) -> ExportedGraph:
+    assign_by_mask(exported.graph)
     compute_outputs(exported.graph)
     complete_provenance(exported.graph)
     return replace(exported, graph=name_nodes(exported.graph))

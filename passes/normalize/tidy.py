@@ -9,6 +9,12 @@ Before:                                  After:
 
 A cut between two nodes then never separates a list of tensors from its items.
 
+Write assignments by mask as choices, element by element: an assignment by index says nothing of which rows meet.
+
+Before:                                  After:
+
+    y = aten.index_put(x, [x > 0], c)        y = aten.where(x > 0, c, x)
+
 Let every tensor that the model returns be the result of a node, so that a stage computes it.
 
 Before:                          After:
@@ -35,7 +41,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-__all__ = ["compute_outputs", "name_nodes", "place_getitems"]
+from passes.graph.schemas import bound_arguments
+
+__all__ = ["assign_by_mask", "compute_outputs", "name_nodes", "place_getitems"]
 
 
 def place_getitems(graph: fx.Graph) -> None:
@@ -46,6 +54,28 @@ def place_getitems(graph: fx.Graph) -> None:
             if last.next is not item:
                 last.append(item)
             last = item
+
+
+# -- write assignments by mask as choices ------------------------------------------------------------------------------------------
+
+
+def assign_by_mask(graph: fx.Graph) -> None:
+    """Rewrite in place the assignments whose values do not depend on how many elements the mask has."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.index_put.default:
+            continue
+        x, indices, values, accumulate = (bound_arguments(node)[name] for name in ("self", "indices", "values", "accumulate"))
+        (n_before, mask), *others = [(place, index) for place, index in enumerate(indices) if index is not None]
+        if accumulate or others or mask.meta["val"].dtype != torch.bool:
+            continue
+        n_behind = x.meta["val"].dim() - n_before - mask.meta["val"].dim()
+        if values.meta["val"].dim() > n_behind:
+            continue
+        with graph.inserting_before(node):
+            for _ in range(n_behind):
+                shorter, mask = mask, graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
+                mask.meta = {**node.meta, "val": shorter.meta["val"].unsqueeze(-1)}
+        node.target, node.args, node.kwargs = torch.ops.aten.where.self, (mask, values, x), {}
 
 
 # -- let every tensor that the model returns be the result of a node, so that a stage computes it ----------------------------------
