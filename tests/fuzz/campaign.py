@@ -18,6 +18,9 @@ __all__ = ["Campaign"]
 REDUCTION = 300.0
 """Seconds that the reduction of one failure may take."""
 
+BY_TORCH = ", in the unpartitioned model"
+"""Behind the reason of a process that PyTorch ended before anything was partitioned: no failure of ours."""
+
 
 @dataclass
 class Worker:
@@ -27,6 +30,7 @@ class Worker:
     connection: Connection
     seed: int = -1
     deadline: float = 0.0
+    has_reference: bool = False
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Campaign:
 
     @property
     def has_failed(self) -> bool:
-        return any(self.counts[kind] for kind in ("wrong", "raw", "timeout", "invalid"))
+        by_torch = sum(count for (_, reason), count in self.reasons.items() if reason.endswith(BY_TORCH))
+        return self.counts["invalid"] > by_torch or any(self.counts[kind] for kind in ("wrong", "raw", "timeout"))
 
     def run(self, seeds: list[int], n_workers: int) -> None:
         """Run every seed; failures are printed as they are found."""
@@ -80,7 +85,7 @@ class Campaign:
         return Worker(process, ours)
 
     def _give(self, worker: Worker, seed: int) -> None:
-        worker.seed, worker.deadline = seed, time.monotonic() + self.seconds
+        worker.seed, worker.deadline, worker.has_reference = seed, time.monotonic() + self.seconds, False
         worker.connection.send(seed)
 
     def _take(self, workers: list[Worker], place: int) -> None:
@@ -88,7 +93,12 @@ class Campaign:
         try:
             kind, reason, text, seconds = worker.connection.recv()
         except (EOFError, ConnectionError):
-            self._end(workers, place, "raw", f"the process ended with {worker.process.exitcode}")
+            worker.process.join()
+            ended = f"the process ended with {worker.process.exitcode}"
+            self._end(workers, place, *(("raw", ended) if worker.has_reference else ("invalid", f"{ended}{BY_TORCH}")))
+            return
+        if kind == "reference":
+            worker.has_reference = True
             return
         if kind == "reducing":
             worker.deadline = time.monotonic() + REDUCTION + self.seconds
@@ -150,7 +160,7 @@ def _work(connection: Connection, is_reducing: bool) -> None:
     while (seed := connection.recv()) is not None:
         start = time.monotonic()
         case = generate(seed)
-        outcome = run_case(case)
+        outcome = run_case(case, lambda: connection.send(("reference", "", "", 0.0)))
         text = ""
         if outcome.is_failure:
             if is_reducing:

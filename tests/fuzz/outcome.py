@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,17 +96,21 @@ class Reference:
         return found
 
 
-def run_case(case: Case) -> Outcome:
-    """The case's outcome. The default dtype is float64 meanwhile."""
+def run_case(case: Case, on_reference: Callable[[], None] = lambda: None) -> Outcome:
+    """The case's outcome. The default dtype is float64 meanwhile.
+
+    Args:
+        on_reference: called when the unpartitioned model has run: a process that ends before has been ended by PyTorch alone.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return _run(case)
+        return _run(case, on_reference)
     finally:
         torch.set_default_dtype(before)
 
 
-def _run(case: Case) -> Outcome:
+def _run(case: Case, on_reference: Callable[[], None]) -> Outcome:
     try:
         model = build(case.program)
         expected = list(_observations(Reference(copy.deepcopy(model), is_partitioned=False), case, None))
@@ -115,6 +119,7 @@ def _run(case: Case) -> Outcome:
         allowed = list(_observations(disturbed, case, None))
     except Exception as error:  # noqa: BLE001  a reduced program need not run
         return Outcome("invalid", type(error).__name__, str(error))
+    on_reference()
     try:
         args, kwargs, _ = make_inputs(case.program, case.program.rows)
         pm = partition(model, example_inputs=args, example_kwargs=kwargs, **case.configuration.arguments())
