@@ -12,15 +12,22 @@ from torch import Tensor, nn
 from benchmarks.live_storages import LiveStorages
 from partitioner import PartitionedModel, partition
 from partitioner.runtime import embedded
+from partitioner.runtime.state import gradient_slots
+from passes.spmd.shards import Block
 from tests.models.gpt import VOCABULARY, Gpt
 
 ROWS, LENGTH, WIDTH = 16, 6, 48
 
 
 def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """For each rank, the most bytes that a step makes and holds. What one rank sends another is copied, as between devices."""
+    """For each rank, the most bytes that a step makes and holds, as if it had a process to itself.
+
+    What one rank sends another is copied, as between devices. Of a parameter that ranks share here, each holds the gradient of its
+    block; the one ``.grad`` that adds these up is of no rank.
+    """
     counter = LiveStorages()
-    advance, send = embedded._advance, embedded._EmbeddedTransport.send
+    advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._added
+    gradients_of_blocks: list[Tensor] = []
 
     def counted(rank: int, *rest: Any) -> None:
         counter.rank = rank
@@ -32,11 +39,22 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         counter.rank = self.rank
         send(self, copy, destination, tag)
 
+    def added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
+        rank = counter.rank
+        if block is not None:
+            gradients_of_blocks.append(gradient)
+            counter.rank = -1
+        try:
+            return add(total, gradient, block, parameter)
+        finally:
+            counter.rank = rank
+
+    monkeypatch.setattr(gradient_slots, "_added", added)
     monkeypatch.setattr(embedded, "_advance", counted)
     monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
     with counter:
         step()
-    return dict(counter.peaks)
+    return {rank: peak for rank, peak in counter.peaks.items() if rank >= 0}
 
 
 def measured_step(pm: PartitionedModel, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
