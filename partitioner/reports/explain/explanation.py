@@ -32,10 +32,11 @@ from passes.ir.plan import Plan
 __all__ = ["explanation", "notes_of", "sections", "summary"]
 
 _WIDTH = 132
+_TERMINAL = 140
 
 
 def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
-    """The explanation, for a terminal of 140 columns; what needs more are tables with long names.
+    """The explanation, for a terminal of 140 columns; only tables with very long names need more.
 
     Args:
         choices: what the user pinned, priced.
@@ -43,7 +44,7 @@ def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
     lines += [f"  {line}" for line in _paragraphs(summary(explained))]
     for title, body in sections(explained, choices):
-        lines += ["", title, *(f"  {line}" for line in (body.lines() if isinstance(body, Table) else body))]
+        lines += ["", title, *(f"  {line}" for line in (body.lines(_TERMINAL - 2) if isinstance(body, Table) else body))]
     return "\n".join(lines)
 
 

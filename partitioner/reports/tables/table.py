@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import itertools
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +25,40 @@ class Table:
     columns: str
     footnote: str = ""
 
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        return [*align(self.rows, self.columns), *([self.footnote] if self.footnote else [])]
+    def lines(self, width: int | None = None) -> list[str]:
+        """For a terminal of a width: cells on the left are wrapped where rows would be wider."""
+        rows = self.rows if width is None else _wrapped(self.rows, self.columns, width)
+        return [*align(rows, self.columns), *([self.footnote] if self.footnote else [])]
 
     def html(self) -> str:
         """For a page."""
         below = f'<p class="footnote">{html.escape(self.footnote)}</p>' if self.footnote else ""
         return f"{html_table(self.rows, self.columns)}{below}"
+
+
+def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int, gap: int = 2) -> list[Sequence[str]]:
+    """Wrap cells of columns on the left between words, those of the widest first, until the rows fit or no column can be narrower.
+
+    >>> _wrapped([("bytes", "why"), ("4.50 KiB", "token -> blocks.0.norm")], "><", 24)
+    [('bytes', 'why'), ('4.50 KiB', 'token ->'), ('', 'blocks.0.norm')]
+    """
+    cells = list(zip(*rows, strict=True))
+    natural = [max(map(len, column)) for column in cells]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    least = [word if side == "<" else most for side, word, most in zip(columns, words, natural, strict=True)]
+    widths = list(natural)
+    while widths != least and sum(widths) + gap * (len(widths) - 1) > width:
+        widths[max((index for index, each in enumerate(widths) if each > least[index]), key=widths.__getitem__)] -= 1
+    if widths == natural:
+        return list(rows)
+    wrapped: list[Sequence[str]] = []
+    for row in rows:
+        parts = [
+            textwrap.wrap(cell, most, break_long_words=False, break_on_hyphens=False) if side == "<" else [cell]
+            for side, cell, most in zip(columns, row, widths, strict=True)
+        ]
+        wrapped += itertools.zip_longest(*parts, fillvalue="")
+    return wrapped
 
 
 def align(rows: Sequence[Sequence[str]], columns: str, *, gap: int = 2) -> list[str]:
