@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import Program
-from passes.verify.abstract_interpreter import describe_values
+from passes.verify.abstract_interpreter import ValueSpecs, describe_values
 from passes.verify.programs import verify
 from tests.collective_cases import CASES, CollectiveCase
 
@@ -227,6 +229,39 @@ def test_sizes_that_nobody_knows() -> None:
         (batch,) = [node for node in program.module.graph.nodes if node.op == "placeholder"]
         node.kwargs = {**node.kwargs, "sizes": ((3, batch),)}
     refused(found, "rank 0, call0: cannot tell the size of a piece of all_gather: unknown")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ranks_agree_exactly_where_any_two_do(seed: int) -> None:
+    """The proof looks at each group and each two groups once; the definition, at every two ranks."""
+    draw = random.Random(seed)
+    groups = [tuple(sorted(draw.sample(range(4), draw.randint(2, 4)))) for _ in range(3)]
+    order = [(draw.choice(groups), draw.randint(1, 2)) for _ in range(5)]
+    ranks = [[(group, size) for group, size in order if rank in group] for rank in range(4)]
+    changed = draw.choice([calls for calls in ranks if calls])
+    if seed % 4 == 1:
+        draw.shuffle(changed)
+    elif seed % 4 == 2:
+        changed.pop(0)
+    elif seed % 4 == 3:
+        changed.append(changed[0])
+    found = programs(*([reduce((size,), group=group) for group, size in calls] for calls in ranks))
+    agree = all(
+        [call for call in ranks[one] if {one, other} <= set(call[0])] == [call for call in ranks[other] if {one, other} <= set(call[0])]
+        for one, other in itertools.combinations(range(4), 2)
+    )
+    if agree:
+        verify(found)
+    else:
+        refused(found, "rank")
+
+
+def test_ranks_of_a_large_group_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(ValueSpecs, "same", lambda *operands: compared.append(operands))
+    group = tuple(range(64))
+    verify(programs(*([reduce((3,), group=group), gather((2, 3), group=group)] for _ in group)))
+    assert not compared
 
 
 def test_groups_in_another_order() -> None:

@@ -133,7 +133,8 @@ class _EmbeddedTransport(CollectiveTransport):
         group = pending.collective.group
         if len(group) == 1:
             return exchange.tensor.detach().contiguous()
-        pieces = [given[rank][index].pieces[group.index(self.rank)].to(self.device) for rank in group]
+        here = group.index(self.rank)
+        pieces = [given[rank][index].pieces[here].to(self.device) for rank in group]
         for rank, piece, shape in zip(group, pieces, exchange.shapes, strict=True):
             if tuple(piece.shape) != tuple(shape):
                 raise CommunicationError(

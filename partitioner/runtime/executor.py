@@ -189,6 +189,8 @@ class _Writer:
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             return value.name
+        if isinstance(value, tuple) and len(value) > 64 and all(type(part) is int for part in value):
+            return self._object("numbers", value)  # ranks of a large group: they would take longer to parse than the rest
         if isinstance(value, tuple):
             return f"({''.join(self._value(part) + ', ' for part in value)})"
         if isinstance(value, list):

@@ -108,10 +108,16 @@ class Mesh:
     def group(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from one in these dimensions alone, in the order of their coordinates."""
         here = self.coordinate(rank)
-        places = itertools.product(*(range(size) if name in names else (here[name],) for name, size in self.dimensions))
-        if self.widths:
-            return tuple(self._ranks[place] for place in places if place in self._ranks)
-        return tuple(self.rank(dict(zip(self.names, place, strict=True))) for place in places)
+        fixed = tuple(None if name in names else here[name] for name in self.names)
+        if fixed not in self._groups:
+            places = itertools.product(
+                *(range(size) if at is None else (at,) for at, (_, size) in zip(fixed, self.dimensions, strict=True))
+            )
+            if self.widths:
+                self._groups[fixed] = tuple(self._ranks[place] for place in places if place in self._ranks)
+            else:
+                self._groups[fixed] = tuple(self.rank(dict(zip(self.names, place, strict=True))) for place in places)
+        return self._groups[fixed]
 
     @property
     def cutting(self) -> Mesh:
@@ -124,6 +130,11 @@ class Mesh:
             return self.cutting
         sizes = {**dict(self.cutting.dimensions), WIDTH: self.widths[place]}
         return Mesh(tuple((name, size) for name, size in sizes.items() if name != WIDTH or size > 1))
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
+        """Groups asked for: by the coordinates that their ranks share. Each is made once, not for each of its ranks."""
+        return {}
 
     @cached_property
     def _places(self) -> tuple[tuple[int, ...], ...]:

@@ -265,7 +265,9 @@ def _between(channel: Channel) -> str:
 
 def _check_collectives(traces: Sequence[_Trace]) -> None:
     """Any two ranks must agree on the collectives that both take part in; so every group agrees."""
-    for one, other in combinations(traces, 2):
+    if _groups_agree(traces):
+        return
+    for one, other in combinations(traces, 2):  # which two do not
         both = {one.rank, other.rank}
         pairs = zip_longest(
             (step for step in one.collectives() if both <= set(step.spec.group)),
@@ -279,6 +281,55 @@ def _check_collectives(traces: Sequence[_Trace]) -> None:
                     remedy="every rank of a group starts the same collectives",
                 )
             _check_partners(one.specs, first, second)
+
+
+def _groups_agree(traces: Sequence[_Trace]) -> bool:
+    """Whether any two ranks agree, without a look at each two: by group, and in the order of any two groups that a rank is in.
+
+    Two sequences of groups are equal where, for any two groups, what is left of them without all others is.
+    """
+    of_groups: defaultdict[Group, dict[int, list[_Collective]]] = defaultdict(dict)
+    orders: dict[frozenset[Group], list[Group]] = {}
+    known: dict[TensorSpec, TensorSpec] = {}
+    for trace in traces:
+        steps = list(trace.collectives())
+        for step in steps:
+            of_groups[step.spec.group].setdefault(trace.rank, []).append(step)
+        for two in combinations(dict.fromkeys(step.spec.group for step in steps), 2):
+            order = [step.spec.group for step in steps if step.spec.group in two]
+            if orders.setdefault(frozenset(two), order) != order:
+                return False
+    for group, parts in of_groups.items():
+        if len(parts) != len(group) or len({len(steps) for steps in parts.values()}) > 1:
+            return False
+        for together in zip(*(parts[rank] for rank in group), strict=True):
+            if not _fit_together(traces[group[0]].specs, together, known):
+                return False
+    return True
+
+
+def _fit_together(specs: ValueSpecs, parts: Sequence[_Collective], known: dict[TensorSpec, TensorSpec]) -> bool:
+    """Whether the parts of all ranks of a group in one collective are of one kind, and each gives what the others expect.
+
+    Args:
+        parts: in the order of the group.
+        known: specs met before, to compare by identity what is equal.
+    """
+    if len({(part.spec.manner, len(part.spec.given)) for part in parts}) > 1:
+        return False
+    for index in range(len(parts[0].spec.given)):
+        given = zip(*(_as_known(part.spec.given[index], known) for part in parts), strict=True)
+        for part, to_this in zip(parts, given, strict=True):
+            expected = _as_known(part.spec.expected[index], known)
+            if to_this != expected and not all(map(specs.same, to_this, expected)):
+                return False
+    return True
+
+
+def _as_known(row: Sequence[TensorSpec], known: dict[TensorSpec, TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The same specs; of equal ones, the object that was met first."""
+    objects = {key: known.setdefault(spec, spec) for key, spec in dict(zip(map(id, row), row, strict=True)).items()}
+    return tuple(map(objects.__getitem__, map(id, row)))
 
 
 def _check_partners(specs: ValueSpecs, first: _Collective, second: _Collective) -> None:
@@ -318,50 +369,56 @@ def _listed(group: Group) -> str:
 def _check_progress(traces: Sequence[_Trace], sends: Mapping[fx.Node, _Message]) -> None:
     """Run the communication of all ranks until all are done or none can go on."""
     position = [0] * len(traces)
-    done: set[fx.Node] = set()
-    collectives = _parts(traces)
-    needs = {
-        step.node: [sends[step.started].node] if step.started in sends else [part.node for part in collectives[step.started]]
-        for trace in traces
-        for step in trace.steps
-        if isinstance(step, _Wait)
-    }
+    needs: dict[fx.Node, list[fx.Node]] = {received: [message.node] for received, message in sends.items()}
+    for parts in _parts(traces):
+        nodes = [part.node for part in parts]
+        needs.update((node, nodes) for node in nodes)
+    missing = {id(each): set(each) for each in {id(nodes): nodes for nodes in needs.values()}.values()}
+    counted = {node: remaining for remaining in missing.values() for node in remaining}
     advanced = True
     while advanced:
         advanced = False
         for trace in traces:
             while position[trace.rank] < len(trace.steps):
-                node = trace.steps[position[trace.rank]].node
-                if any(need not in done for need in needs.get(node, ())):
+                step = trace.steps[position[trace.rank]]
+                if isinstance(step, _Wait) and missing[id(needs[step.started])]:
                     break
-                done.add(node)
+                counted.get(step.node, set()).discard(step.node)
                 position[trace.rank] += 1
                 advanced = True
-    stuck = {trace.rank: trace.steps[position[trace.rank]].node for trace in traces if position[trace.rank] < len(trace.steps)}
+    stuck = {trace.rank: trace.steps[position[trace.rank]] for trace in traces if position[trace.rank] < len(trace.steps)}
     if stuck:
         rank_of = {step.node: trace.rank for trace in traces for step in trace.steps}
-        missing = {rank: next(need for need in needs[node] if need not in done) for rank, node in stuck.items()}
-        raise _circle(stuck, missing, rank_of)
+        waiting = {
+            rank: (step.node, next(node for node in needs[step.started] if node in missing[id(needs[step.started])]))
+            for rank, step in stuck.items()
+            if isinstance(step, _Wait)
+        }
+        raise _circle(waiting, rank_of)
 
 
-def _parts(traces: Sequence[_Trace]) -> dict[fx.Node, list[_Collective]]:
-    """Node of a collective -> the parts of all its ranks."""
+def _parts(traces: Sequence[_Trace]) -> list[list[_Collective]]:
+    """For each collective, the parts of all its ranks."""
     groups: defaultdict[tuple[Group, int], list[_Collective]] = defaultdict(list)
     for trace in traces:
         for step in trace.collectives():
             groups[step.spec.group, step.number].append(step)
-    return {part.node: parts for parts in groups.values() for part in parts}
+    return list(groups.values())
 
 
-def _circle(stuck: Mapping[int, fx.Node], missing: Mapping[int, fx.Node], rank_of: Mapping[fx.Node, int]) -> VerificationError:
-    """Follow who waits for whom from one stuck rank to a rank met before."""
+def _circle(waiting: Mapping[int, tuple[fx.Node, fx.Node]], rank_of: Mapping[fx.Node, int]) -> VerificationError:
+    """Follow who waits for whom from one stuck rank to a rank met before.
+
+    Args:
+        waiting: stuck rank -> where it waits, and what for.
+    """
     path: list[int] = []
-    rank = min(stuck)
+    rank = min(waiting)
     while rank not in path:
         path.append(rank)
-        rank = rank_of[missing[rank]]
+        rank = rank_of[waiting[rank][1]]
     lines = [
-        f"  rank {each} waits at {stuck[each].name} for {missing[each].name} of rank {rank_of[missing[each]]}"
+        f"  rank {each} waits at {waiting[each][0].name} for {waiting[each][1].name} of rank {rank_of[waiting[each][1]]}"
         for each in path[path.index(rank) :]
     ]
     return VerificationError(

@@ -114,7 +114,7 @@ def _gather_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: i
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         parts = _sizes_of(sizes, index, n_ranks) or [tensor.shape[dim]] * n_ranks
         _require(parts[position] == tensor.shape[dim], "all_gather", tensor, dim, parts)
-        exchanges.append(Exchange(tensor, [tensor] * n_ranks, None, [_resized(tensor.shape, dim, size) for size in parts], dim))
+        exchanges.append(Exchange(tensor, [tensor] * n_ranks, None, _shapes(tensor.shape, dim, parts), dim))
     return exchanges
 
 
@@ -144,7 +144,7 @@ def _transpose_exchanges(
         own = _resized(tensor.shape, split_dim, split[position])
         parts = _sizes_of(concat_sizes, index, n_ranks) or [own[concat_dim]] * n_ranks
         _require(parts[position] == own[concat_dim], "all_to_all", tensor, concat_dim, parts)
-        shapes = [_resized(own, concat_dim, size) for size in parts]
+        shapes = _shapes(own, concat_dim, parts)
         exchanges.append(Exchange(tensor, tensor.split(split, split_dim), split_dim, shapes, concat_dim))
     return exchanges
 
@@ -173,6 +173,12 @@ def _require(fits: bool, name: str, tensor: Tensor, dim: int, sizes: Sequence[in
             f"along dimension {dim}",
             remedy="give sizes where the pieces of a group's ranks differ",
         )
+
+
+def _shapes(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[list[int]]:
+    """A shape with each of these sizes along a dimension; those of one size are one object."""
+    made = {size: _resized(shape, dim, size) for size in set(sizes)}
+    return [made[size] for size in sizes]
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:

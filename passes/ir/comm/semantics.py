@@ -110,7 +110,7 @@ class _Reader:
         for tensor, dim, sizes in zip(self.tensors, dims, self._sizes(arguments["sizes"]), strict=True):
             parts = self._parts(tensor, dim, sizes)
             whole = tensor.resized(dim, _total(parts))
-            exchanges.append(((tensor,) * self.n_ranks, tuple(tensor.resized(dim, size) for size in parts), whole))
+            exchanges.append(((tensor,) * self.n_ranks, _cut(tensor, dim, parts), whole))
         return _along("all_gather", dims), exchanges
 
     def reduce_scatter(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
@@ -130,7 +130,7 @@ class _Reader:
             pieces = self._pieces(tensor, split_dims[index], split_sizes[index])
             own, dim = pieces[self.position], concat_dims[index]
             parts = self._parts(own, dim, concat_sizes[index])
-            exchanges.append((pieces, tuple(own.resized(dim, size) for size in parts), own.resized(dim, _total(parts))))
+            exchanges.append((pieces, _cut(own, dim, parts), own.resized(dim, _total(parts))))
         return f"{_along('all_to_all', split_dims)} to {_listed(concat_dims)}", exchanges
 
     def halo_exchange(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
@@ -204,7 +204,7 @@ class _Reader:
             return (tensor.resized(dim, int(size) if size.is_Integer else size),) * self.n_ranks
         if not self.same_size(_total(sizes), whole):
             raise VerificationError(f"{self.name} cuts {tensor} along dimension {dim} into pieces of sizes {_listed(sizes)}")
-        return tuple(tensor.resized(dim, size) for size in sizes)
+        return _cut(tensor, dim, sizes)
 
 
 _READERS: Mapping[Callable[..., Any], Callable[[_Reader, Mapping[str, Any]], tuple[str, list[_Exchange]]]] = {
@@ -215,6 +215,12 @@ _READERS: Mapping[Callable[..., Any], Callable[[_Reader, Mapping[str, Any]], tup
     halo_exchange: _Reader.halo_exchange,
     halo_add: _Reader.halo_add,
 }
+
+
+def _cut(tensor: TensorSpec, dim: int, sizes: Sequence[Size]) -> tuple[TensorSpec, ...]:
+    """A tensor with each of these sizes along a dimension; those of one size are one object."""
+    made = {size: tensor.resized(dim, size) for size in set(sizes)}
+    return tuple(made[size] for size in sizes)
 
 
 def _total(sizes: Sequence[Size]) -> Size:
