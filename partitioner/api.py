@@ -108,7 +108,7 @@ def partition(
         constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
-        progress: show progress; None: on a terminal. Who sees it can end a search with Ctrl-C, and takes the best plan so far.
+        progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
 
     Returns:
         The partitioned model; see ``PartitionedModel``.

@@ -1,4 +1,4 @@
-"""What a program's values are while nobody computes them: shapes, and the memory that they lie in.
+"""Abstract values of a program: shape, dtype and storage.
 
 h = addmm(bias, x, w)        h lies in a storage of its own
 v = view(h, ...)             v lies in the storage of h

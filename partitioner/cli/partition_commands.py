@@ -62,7 +62,7 @@ def _add(
     schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
     command.add_argument("--schedule", metavar="NAME", help=schedules)
     command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
-    command.add_argument("--recompute", metavar="POLICY", help="none, selective or full (default: the least that fits)")
+    command.add_argument("--recompute", metavar="POLICY", help="none, selective or full (default: the cheapest that fits in memory)")
     cluster = "hardware to plan for: kind, nodes and devices in each,\nas h100:1x4 (default: what is here)"
     command.add_argument("--cluster", metavar="CLUSTER", help=cluster)
     command.add_argument("--memory-limit", metavar="SIZE", help="per device, as 16GiB (default: what the device has)")

@@ -42,7 +42,7 @@ class Constraints:
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,
             what is named of space is cut, and other names say what may stand in for the rest of it: ``{"batch": "tile"}``.
         pin: module or node name -> stage.
-        halo: how tiles over devices pay for what windows read beyond a rank's part: ``"exchange"``, in front of every layer;
+        halo: halo strategy for spatial sharding: ``"exchange"``, in front of every layer;
             ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
             compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
     """

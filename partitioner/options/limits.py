@@ -73,6 +73,6 @@ def check_unlike_widths(graph: ModelGraph, plan: Plan) -> None:
 def shared_by_unlike_stages(name: str, one: int, other: int) -> ConfigError:
     """The error of a parameter that stages of unlike width read."""
     return ConfigError(
-        f"{name} is read in stages on {one} and on {other} ranks of the tensor dimension, which would hold unlike parts of it",
+        f"{name} is shared by stages with tensor-parallel degree {one} and {other}; degrees must match",
         remedy="give these stages as many ranks, or cut so that one stage reads it (Constraints.split_spec)",
     )

@@ -28,7 +28,7 @@ class PlanRequest:
         schedule: name of the schedule.
         stages_per_rank: stages that each rank runs.
         replicas: for each stage, how many ranks its microbatches are dealt to; empty: each rank has stages of its own.
-        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the least that fits the memory.
+        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the cheapest policy that fits in memory.
         memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
         optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
         constraints: what is decided already.
@@ -88,8 +88,8 @@ class PlanRequest:
             find_schedule(self.schedule).stage_ranks(sum(self.replicas) or 1, self.stages_per_rank, self.replicas)
         elif self.replicas and self.stages_per_rank not in (None, 1):
             raise ConfigError(
-                f"stages_per_device={self.stages_per_rank} does not fit stages that ranks take turns at",
-                remedy="each has one stage: leave it out",
+                f"stages_per_device={self.stages_per_rank} cannot be combined with replicated stages, {{'pipeline': {self.replicas}}}",
+                remedy="remove stages_per_device",
             )
         elif self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise ConfigError(f"{self.stages_per_rank} stages on each device is too few", remedy="pass 1 or more")

@@ -170,7 +170,7 @@ class EmbeddedRuntime:
         """Run every rank's program; returns each one's result.
 
         Raises:
-            CommunicationError: no rank can go on; names what each waits for.
+            CommunicationError: deadlock, all ranks are blocked; names what each waits for.
         """
         mailbox = _Mailbox()
         transports = {rank: _EmbeddedTransport(rank, self.devices, mailbox) for rank in self.local_ranks}
@@ -216,6 +216,6 @@ def _advance(rank: int, running: dict[int, Run], waiting: dict[int, Any], result
 def _stuck(waiting: Mapping[int, Any]) -> CommunicationError:
     lines = "\n".join(f"  rank {rank} waits for {pending}" for rank, pending in sorted(waiting.items()))
     return CommunicationError(
-        f"no rank can go on: each waits for something that will never come\n{lines}",
+        f"deadlock: all ranks are blocked:\n{lines}",
         remedy="a custom schedule or plan is wrong: pm.verify() names the nodes",
     )

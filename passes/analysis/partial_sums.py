@@ -1,4 +1,4 @@
-"""Which values are, by calls that are linear, on their way to be added to another sum.
+"""Find partial sums that are later added, so that one all_reduce serves both.
 
 a = mm(x, v)            b = mm(x, w)        parts of two sums, where what is contracted is cut
 c = a * mask            d = b * mask        both meet

@@ -3,7 +3,7 @@
 ``fx.GraphModule`` writes and compiles its ``forward`` as soon as it has a graph. Most graphs of a compiler are read, cut and thrown away,
 and no program runs by that ``forward``: writing it was two fifths of the time from a plan to its programs.
 
-Work on graphs of many nodes without looks for garbage.
+Pause cyclic garbage collection while large graphs are built.
 
 What such work makes, hundreds of thousands of small objects, mostly lives to its end. To look for garbage among them, again and again,
 takes a third of the time of planning and of lowering, and half of that of a simulation.
@@ -29,7 +29,7 @@ def traced_lazily() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(should_use=True)
 
 
-# -- work on graphs of many nodes without looks for garbage ------------------------------------------------------------------------
+# -- pause cyclic garbage collection ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -217,7 +217,7 @@ def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
         copy.target = aten.reshape.default
     elif copy.target is aten.as_strided.default and stage.values:
         raise ConfigError(
-            f"{node.name} reads memory by strides, which a value from another stage need not have kept",
+            f"{node.name} depends on the strides of a value received from another stage, which are not preserved",
             remedy="cut elsewhere (Constraints.split_spec), or write it with reshape, transpose and indexing",
         )
 

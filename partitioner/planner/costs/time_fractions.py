@@ -1,4 +1,4 @@
-"""What parts of the time of units their forwards and backwards have: what bounds ask that hold whatever the cuts are."""
+"""Forward and backward fractions of unit time, for lower bounds of schedules."""
 
 from __future__ import annotations
 

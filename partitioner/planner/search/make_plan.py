@@ -207,4 +207,4 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
     if request.replicas and any(draws(node) for node in graph.computing_nodes()):
-        yield "Ranks that take microbatches in turn draw the same random numbers where their processes are seeded alike: seed each unlike."
+        yield "Ranks of a round-robin replicated stage draw the same numbers if their seeds are equal: give each rank a different seed."

@@ -82,7 +82,7 @@ class HaloWriter:
     # -- what windows read ---------------------------------------------------------------------------------------------------------
 
     def fetched(self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node], slides: Sequence[Slide]) -> list[fx.Node]:
-        """The operands with what windows read beyond a rank's own elements; what several calls read alike is fetched once."""
+        """The operands with their halos; a halo that several calls read alike is exchanged once."""
         found = list(parts)
         for slide in slides:
             place = slide.window.operand

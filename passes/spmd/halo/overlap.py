@@ -1,4 +1,4 @@
-"""What a call computes while its halo is on its way: the steps that read a rank's own elements alone, first; those along borders, then.
+"""Overlap the halo exchange: compute interior elements first, and the borders when the halo has arrived.
 
 A convolution, kernel 3, padding 1, height 16 over two ranks; rank 0 has 0 .. 7:
 
