@@ -43,7 +43,7 @@ from passes.graph.fingerprint import graph_digest
 from passes.graph.lazy_graph_module import nothing_collected
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
@@ -144,7 +144,7 @@ def partition(
     steps = Progress("partition", 2 if plan is not None else 3, progress)
     with steps.step("tracing"):
         example_inputs, example_kwargs = _converted_example(model, positional(example_inputs), example_kwargs, dtype)
-        graph = _traced(model, example_inputs, example_kwargs, training, precision)
+        graph = _traced(model, example_inputs, example_kwargs, training, autocast_of(precision, model, hardware))
     runtime = _runtime_for(model, graph, placement, world_size)
     problem = None if request is None else PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
     if problem is not None:
@@ -172,10 +172,10 @@ def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> t
 
 
 def _traced(
-    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, training: bool | None, precision: str | None
+    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, training: bool | None, autocast: Autocast | None
 ) -> ModelGraph:
     """The graph of the model, with a note and a warning of what its hooks do besides."""
-    graph = trace(model, args, kwargs, training, autocast=autocast_of(precision, model))
+    graph = trace(model, args, kwargs, training, autocast=autocast)
     note = side_effect_note(model)
     if note is None:
         return graph

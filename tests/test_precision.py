@@ -213,10 +213,6 @@ def test_single_precision_of_a_double_model() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"there is no precision='half'"):
         perceptron("half")
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="knows nothing of the meta device"):
-        partition(model, 2, "tensor", example_inputs=(torch.randn(2, 4),), precision="bf16-mixed", progress=False)
 
 
 def test_a_call_inside_another_autocast_is_refused() -> None:

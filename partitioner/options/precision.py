@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from cost_models.hardware.clusters import Cluster
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
 from passes.ir.mesh import STAGES, Mesh
@@ -65,20 +66,16 @@ def converted_inputs(values: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
 
 
-def autocast_of(precision: str | None, model: nn.Module) -> Autocast | None:
+def autocast_of(precision: str | None, model: nn.Module, hardware: Cluster) -> Autocast | None:
     """The mixed precision that a model is traced in: by the list of operations of the device where it is.
 
-    Raises:
-        ConfigError: the model is on the meta device, of which torch.autocast knows nothing.
+    A model on the meta device is traced with values on the CPU, by the list of the hardware that it is planned for.
     """
     if precision not in MIXED:
         return None
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}
     if "meta" in devices:
-        raise ConfigError(
-            f"precision={precision!r} follows torch.autocast, which knows nothing of the meta device, where the model is",
-            remedy='build the model on the CPU, or choose "bf16-true"',
-        )
+        return Autocast("cpu", MIXED[precision], planned_for="cuda" if any(device.asynchronous for device in hardware.devices) else "cpu")
     return Autocast(min(devices), MIXED[precision])
 
 

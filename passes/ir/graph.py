@@ -205,16 +205,22 @@ class Autocast:
     """One mixed precision.
 
     Attributes:
-        device_type: whose list of operations.
+        device_type: where the values are that are cast, and whose list of operations that follows.
         dtype: the lower precision.
+        planned_for: of a model on the meta device, traced with values on the CPU: the device whose list it follows instead.
     """
 
     device_type: str
     dtype: torch.dtype
+    planned_for: str | None = None
 
-    def enabled(self) -> torch.autocast:
-        """The context. Nothing is cached: a cast is a node of a graph, or is done when it is needed."""
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+    def enabled(self, device_type: str | None = None) -> torch.autocast:
+        """The context. Nothing is cached: a cast is a node of a graph, or is done when it is needed.
+
+        Args:
+            device_type: where the values are, if not where they were when the model was traced.
+        """
+        return torch.autocast(device_type or self.device_type, dtype=self.dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager

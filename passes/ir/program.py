@@ -203,7 +203,8 @@ def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, a
     Raises:
         ConfigError: the model returns no loss, or the loss is no single number.
     """
-    with contextlib.nullcontext() if autocast is None else autocast.enabled():
+    devices = {leaf.device.type for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)} & {"cpu", "cuda"}
+    with contextlib.nullcontext() if autocast is None else autocast.enabled(max(devices, default=None)):
         loss: object = loss_fn(result, target) if loss_fn is not None else _own_loss(result)
     if isinstance(loss, Tensor) and loss.device.type == "meta":
         raise ConfigError("the loss is on the meta device: it has no value", remedy="compute it from the model's outputs")

@@ -13,7 +13,8 @@ from passes.graph.canonicalize import remove_noise
 from passes.graph.provenance import complete_provenance, place_of
 from passes.ir.graph import Autocast
 from passes.ir.phase import Phase, PhaseRunner
-from passes.normalize.autocast_casts import write_casts
+from passes.normalize.autocast.casts import write_casts
+from passes.normalize.autocast.operation_lists import traced_in
 from passes.normalize.draw_order import draw_in_memory_order
 from passes.normalize.functionalize import functionalize
 from passes.normalize.inline_subgraphs import inline_subgraphs
@@ -59,13 +60,18 @@ def _tie_parameters(exported: ExportedGraph, _: None) -> ExportedGraph:
     return replace(exported)
 
 
+def _inline_vmap(exported: ExportedGraph, _: None) -> ExportedGraph:
+    with traced_in(exported.autocast):
+        inline_vmap(exported.module)
+    return replace(exported)
+
+
 def _write_casts(exported: ExportedGraph, _: None) -> ExportedGraph:
     write_casts(exported.module, exported.autocast)
     return replace(exported)
 
 
 def _inline(exported: ExportedGraph, _: None) -> ExportedGraph:
-    inline_vmap(exported.module)
     inline_subgraphs(exported.module, exported.without_gradient)
     return replace(exported)
 
@@ -114,6 +120,7 @@ FUNCTIONAL = ("functionalize", "remove_noise", "draw_order", "tidy")
 
 NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
     Phase("tie_parameters", _tie_parameters),
+    Phase("inline_vmap", _inline_vmap),
     Phase("write_casts", _write_casts),
     Phase("inline", _inline),
     Phase("symbolic_batch", _symbolic_batch),
@@ -122,8 +129,8 @@ NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
-"""The order: one name for each tensor, casts as calls, subgraphs inlined, sizes read from the batch, no writes, no no-ops, draws in the
-order of memory, names."""
+"""The order: one name for each tensor, ``vmap`` inlined, casts as calls, subgraphs inlined, sizes read from the batch, no writes, no
+no-ops, draws in the order of memory, names."""
 
 
 def normalize(exported: ExportedGraph) -> ExportedGraph:

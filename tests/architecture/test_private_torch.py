@@ -38,7 +38,8 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "passes/graph/aliasing.py",
             "passes/analysis/batch/values.py",
             "passes/autograd/trace_joint.py",
-            "passes/normalize/autocast_casts.py",
+            "passes/normalize/autocast/casts.py",
+            "passes/normalize/autocast/operation_lists.py",
             "passes/graph/dependencies.py",
             "passes/ir/graph.py",
             "passes/ir/comm/microbatch.py",
@@ -59,7 +60,8 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
             "partitioner/tracing/repeated/replay.py",
             "passes/analysis/batch/table.py",
             "passes/analysis/batch_semantics.py",
-            "passes/normalize/autocast_casts.py",
+            "passes/normalize/autocast/casts.py",
+            "passes/normalize/autocast/operation_lists.py",
             "passes/normalize/functionalize.py",
             "passes/normalize/tidy.py",
             "passes/graph/schemas.py",
@@ -76,11 +78,15 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "torch._ops.HigherOrderOperator": (
         "the type of operations that hold graphs",
-        ("passes/normalize/autocast_casts.py", "passes/normalize/inline_subgraphs.py"),
+        ("passes/normalize/autocast/casts.py", "passes/normalize/inline_subgraphs.py"),
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "sees below autocast, where torch.overrides does not, what operations cast; and every storage that they make",
-        ("passes/normalize/autocast_casts.py", "benchmarks/live_storages.py"),
+        ("passes/normalize/autocast/casts.py", "benchmarks/live_storages.py"),
+    ),
+    "torch._C._dispatch_get_registrations_for_dispatch_key": (
+        "names the operations that torch.autocast casts on a device, which the documentation lists in part",
+        ("passes/normalize/autocast/operation_lists.py",),
     ),
     "torch._foreach_add_": ("adds to many tensors in one call, as torch.optim does", ("passes/ir/comm/microbatch.py",)),
     "torch._foreach_norm": (
@@ -105,8 +111,14 @@ PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("passes/graph/fake_tensors.py",),
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
-        "runs a loss, a graph for another batch, or a call that is to be timed, on shapes alone",
-        ("cost_models/profiling/kernels.py", "partitioner/model/losses/form.py", "passes/normalize/specialize_batch.py"),
+        "runs a loss, a graph for another batch, or a call that is to be timed, on shapes alone; makes traced values of meta tensors",
+        (
+            "cost_models/profiling/kernels.py",
+            "partitioner/model/losses/form.py",
+            "partitioner/tracing/export/meta_models.py",
+            "passes/normalize/autocast/casts.py",
+            "passes/normalize/specialize_batch.py",
+        ),
     ),
 }
 

@@ -26,12 +26,13 @@ from partitioner.tracing.carried_attributes import (
     set_numbers,
 )
 from partitioner.tracing.export.guards import DecidedRandomChoices, questions_about_one_row
+from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import rehearse
 from partitioner.tracing.repeated.replay import traced_once, write_copies
 from partitioner.tracing.restore import preserved
-from passes.ir.graph import without_autocast
+from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
 
@@ -69,8 +70,9 @@ def export(
             TRACING,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            without_autocast() if inputs.autocast is None else inputs.autocast.enabled(),
-            _meta_autocast_as_cpu(),
+            traced_in(inputs.autocast),
+            autocast_as_cpu(inputs.autocast),
+            meta_as_cpu(inputs.autocast),
             refuse_custom_functions(),
             DecidedRandomChoices(),
             preserved(model),
@@ -150,21 +152,6 @@ def _notes(kept: Sequence[str], questions: Sequence[str]) -> tuple[str, ...]:
         where = ", ".join(questions)
         notes.append(f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are")
     return tuple(notes)
-
-
-@contextlib.contextmanager
-def _meta_autocast_as_cpu() -> Iterator[None]:
-    """PyTorch knows no autocast for the meta device, not even one that is disabled, as models write around their rotary embeddings."""
-    original = torch.autocast.__init__
-
-    def initialize(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-    torch.autocast.__init__ = initialize  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

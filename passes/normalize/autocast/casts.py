@@ -13,14 +13,16 @@ recorded. Without autocast, on the cast arguments, it must give the same dtypes;
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +31,7 @@ from passes.graph.provenance import place_of
 from passes.graph.schemas import written_arguments
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast
+from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
 __all__ = ["write_casts"]
 
@@ -37,6 +40,8 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
 _PRODUCTS = frozenset({aten.einsum.default, aten.tensordot.default, aten.linalg_multi_dot.default, aten.chain_matmul.default})
 """Operations that are nothing but products inside, behind views: what is cast there may be cast in front."""
+_SINGLE = frozenset({aten.cross_entropy_loss.default, *map(overload, SINGLE_UNLESS_SAID)}) - {None}
+"""Operations that autocast tells to give single precision, where it casts no argument: casts in front give as much, or more precision."""
 
 
 def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
@@ -48,7 +53,7 @@ def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
     Raises:
         TraceError: an operation changes its precision inside, where no cast of arguments can say it.
     """
-    with fake_mode(module.graph):
+    with fake_mode(module.graph), operations_of(autocast), _unreported_failures():
         _write(module, autocast)
 
 
@@ -66,6 +71,17 @@ def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
         elif autocast is not None and isinstance(node.target, OpOverload):
             _cast_arguments(node, autocast)
     module.recompile()
+
+
+@contextlib.contextmanager
+def _unreported_failures() -> Iterator[None]:
+    """PyTorch reports on stderr that an operation takes no such dtypes together, which is tried here."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _region(call: fx.Node) -> Autocast | None:
@@ -124,7 +140,7 @@ def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
     values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     # Each argument is a tensor of its own here, also where one value is given twice.
     fresh = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    if not any(_may_be_cast(value) for value in fresh):
+    if not any(may_be_cast(value) for value in fresh):
         return
     if any(isinstance(value, Tensor) and value.is_meta for value in fresh):
         raise TraceError(
@@ -136,18 +152,26 @@ def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
     own = _run(node, tree, fresh, contextlib.nullcontext()).casts
     casts = {index: dtype for index, dtype in inside.casts.items() if own.get(index) != dtype}
     if node.target in _PRODUCTS:
-        casts = {index: autocast.dtype for index, value in enumerate(fresh) if _may_be_cast(value)}
-    given = [value.to(casts[index]) if isinstance(value, Tensor) and index in casts else value for index, value in enumerate(fresh)]
-    outside = _run(node, tree, given, contextlib.nullcontext())
+        casts = {index: autocast.dtype for index, value in enumerate(fresh) if may_be_cast(value)}
+    expected = _dtypes(node.meta.get("val"))
+    outside = _run(node, tree, _cast(fresh, casts), contextlib.nullcontext())
+    if node.target in _SINGLE and outside.dtypes != expected:
+        casts = {index: torch.float32 for index, value in enumerate(fresh) if may_be_cast(value)}
+        outside = _run(node, tree, _cast(fresh, casts), contextlib.nullcontext())
     written = {leaves.index(each) for each in written_arguments(node)}
-    same_inside = node.target in _PRODUCTS or outside.inner == inside.inner
-    if outside.dtypes != _dtypes(node.meta.get("val")) or not same_inside or not written.isdisjoint(casts):
+    same_inside = node.target in _PRODUCTS | _SINGLE or outside.inner == inside.inner
+    if outside.dtypes != expected or not same_inside or not written.isdisjoint(casts):
+        device_type = autocast.planned_for or autocast.device_type
         raise TraceError(
             f"{node.target} changes its precision inside under torch.autocast: no cast of its arguments says what it computes",
             place=place_of(node),
-            remedy='let the model turn autocast off around it, torch.autocast("cpu", enabled=False), or choose another precision',
+            remedy=f'let the model turn autocast off around it, torch.autocast("{device_type}", enabled=False), or choose another one',
         )
     _insert(node, leaves, tree, casts)
+
+
+def _cast(values: Sequence[Any], casts: Mapping[int, torch.dtype]) -> list[Any]:
+    return [value.to(casts[index]) if index in casts else value for index, value in enumerate(values)]
 
 
 def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Run:
@@ -159,11 +183,6 @@ def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: c
     with torch.no_grad(), torch.random.fork_rng(devices=()), context, recorder, contextlib.suppress(RuntimeError):
         dtypes = _dtypes(node.target(*args, **kwargs))
     return _Run(dtypes, recorder.casts, recorder.inner)
-
-
-def _may_be_cast(value: Any) -> bool:
-    """Autocast leaves double precision alone."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

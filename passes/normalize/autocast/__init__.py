@@ -1,0 +1,1 @@
+"""Mixed precision as ``torch.autocast`` has it, written as operations."""
