@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tests.fuzz.configuration import Configuration, choose_configuration
 from tests.fuzz.layers import IMAGE, SEQUENCE, VECTOR, used_again
-from tests.fuzz.program import Input, Program, Structure, leaves
+from tests.fuzz.program import Input, Program, Statement, Structure, leaves
 from tests.fuzz.values import INDEXED, POINTWISE, REDUCED, SHAPED, WRITTEN
 from tests.fuzz.writer import Draft, Template, Variable, Writer
 
@@ -40,6 +40,7 @@ def generate(seed: int) -> Case:
     program = writer.program
     program = replace(program, returned=_returned(writer, rng)).without_unused()
     program = replace(program, features=program.features | _features(program, writer, family))
+    program = _with_other_inputs(program, random.Random(f"inputs of {seed}"))
     return Case(program, choose_configuration(rng, program))
 
 
@@ -60,6 +61,21 @@ def _inputs(rng: random.Random, family: str) -> list[Input]:
     elif kind < 0.32 and family in {"sequence", "tokens"}:
         found.append(Input("x1", f"torch.rand(rows, {first}) > 0.3", keyword=rng.random() < 0.7, is_float=False))
     return found
+
+
+def _with_other_inputs(program: Program, rng: random.Random) -> Program:
+    """Sometimes the batch of the first input lies behind its other dimensions, or is joined by an input without rows."""
+    first, *others = program.inputs
+    kind = rng.random()
+    if not first.is_float or kind > 0.25:
+        return program
+    if kind < 0.15:
+        turned = replace(first, code=f"{first.code}.transpose(0, 1).contiguous()")
+        opening = Statement(f"{first.name} = {first.name}.transpose(0, 1)", (first.name,))
+        return replace(program, inputs=(turned, *others), statements=(opening, *program.statements))
+    scale = Input("x9", "torch.randn(())", keyword=any(each.keyword for each in program.inputs))
+    opening = Statement(f"{first.name} = {first.name} * x9.cos()", (first.name,))
+    return replace(program, inputs=(first, *others, scale), statements=(opening, *program.statements))
 
 
 def _floating(rng: random.Random, sizes: Sequence[int]) -> str:

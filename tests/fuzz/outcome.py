@@ -162,6 +162,8 @@ def _observations(side: Reference, case: Case, pm: Any) -> Any:
         module.zero_grad()
         yield "loss of a second step", side.step(inputs)
         yield "gradients of a second step", copied(side.gradients())
+        side.step(inputs)
+        yield "gradients of two steps", copied(side.gradients())
     yield "state", copied(side.state())
     args, kwargs, _ = side.inputs(program, program.other_rows)
     torch.manual_seed(2)
