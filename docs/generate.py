@@ -139,7 +139,10 @@ def machines() -> str:
         peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in device.peak_flops.items())
         links = [f"{link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} us" for link in (cluster.link(0, 1), cluster.link(1, 2))]
         rows.append((f"`{name}`", format_bytes(device.memory_bytes), f"{device.memory_bandwidth / 1e9:g} GB/s", peaks, *links))
-    lead = '`cluster="h100:8x8"`, or `Cluster.preset("h100", nodes=8, devices_per_node=8)`. `cost_models/presets.toml` names the sources.'
+    lead = (
+        '`cluster="h100:8x8"`, or `Cluster.preset("h100", nodes=8, devices_per_node=8)`. '
+        "`cost_models/hardware/presets.toml` names the sources."
+    )
     return page("Machines", lead, table(("preset", "memory", "bandwidth", "peak TFLOP/s", "inside a node", "between nodes"), rows))
 
 

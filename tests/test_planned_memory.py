@@ -164,6 +164,7 @@ def of_tiles(name: str) -> tuple[PartitionedModel, torch.Tensor]:
     return partition(make(), 4, mode, example_inputs=(x,), optimizer="adamw", progress=False, **{"recompute": "none", **options}), x
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")
 @pytest.mark.parametrize("name", [name if name in FAST_TILES else pytest.param(name, marks=pytest.mark.slow) for name in TILES])
 def test_a_plan_of_tiles_holds_what_the_simulation_of_its_programs_holds(name: str) -> None:
     pm, _ = of_tiles(name)

@@ -47,3 +47,18 @@ def test_commands_that_the_texts_name_exist() -> None:
 def canonical(name: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_files_named_in_the_pages_are_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = re.compile(rf"`((?:{'|'.join((*PACKAGES, 'tests', 'examples', 'benchmarks', 'docs'))})/[\w./-]*\w)`")
+    modules = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
+    lost = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        lost += [f"{page.name}: {path}" for path in named.findall(text) if not ((ROOT / path).exists() or (ROOT / f"{path}.py").exists())]
+        for name in modules.findall(text):
+            parent = ROOT.joinpath(*name.split(".")[:-1])  # the last word may be a module, or a name in one
+            if not parent.exists() and not parent.with_suffix(".py").exists() and not parent.parent.with_suffix(".py").exists():
+                lost.append(f"{page.name}: {name}")
+    assert not lost, report(lost, "name the file where it is now: git log --follow")
