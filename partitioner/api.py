@@ -40,7 +40,7 @@ from partitioner.runtime.state.parameters import materialize
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import graph_digest
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast, ModelGraph
@@ -213,7 +213,7 @@ def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: s
         warn_of_microbatches(graph, plan)
 
 
-@nothing_collected()
+@gc_paused()
 def _lower(
     model: nn.Module,
     graph: ModelGraph,

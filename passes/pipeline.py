@@ -34,7 +34,7 @@ from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.graph.buffer_writes import verify_writes
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import homes, pipelines
@@ -45,7 +45,7 @@ from passes.ir.schedule import Schedule
 from passes.normalize.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.shard_stages import StagedCut, cut_by_plan
-from passes.stages.boundary_layouts import with_borders
+from passes.stages.boundary_layouts import mark_boundaries
 from passes.stages.split import StageGraph
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
 from passes.tiling.rewrite import streamed
@@ -160,7 +160,7 @@ def functional_rng(lowered: Lowered, _: Target) -> Lowered:
 def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
     """Let values that cross between stages with submeshes of unlike shape lie whole on the ranks of both."""
     plan = lowered.plan
-    return replace(lowered, graph=with_borders(lowered.graph, plan.first_nodes)) if plan.grid.widths else lowered
+    return replace(lowered, graph=mark_boundaries(lowered.graph, plan.first_nodes)) if plan.grid.widths else lowered
 
 
 def shard(lowered: Lowered, target: Target) -> Lowered:
@@ -248,7 +248,7 @@ def _placed(lowered: Lowered, target: Target, number: int, program: Program) -> 
         return replace(program, module=inline_stages(program.module, mesh, program.rank))
     if len(parts) == 1:
         return program
-    return place_on_mesh(program, parts[number][program.rank], mesh, ranks, target.gradients, target.inputs, written_out=target.inline)
+    return place_on_mesh(program, parts[number][program.rank], mesh, ranks, target.gradients, target.inputs, inlined=target.inline)
 
 
 def prove(lowered: Lowered, target: Target) -> Lowered:
@@ -290,7 +290,7 @@ class Lowerer:
     def __init__(self, start: Lowered) -> None:
         self._runner = PhaseRunner(PHASES, start, check_lowered)
 
-    @nothing_collected()
+    @gc_paused()
     def after(self, phase: str, target: Target) -> Lowered:
         """The model after a phase, for a target."""
         return self._runner.after(phase, target)

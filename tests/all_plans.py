@@ -24,7 +24,7 @@ from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.planner.sharding.stage_submeshes import unlike_part
+from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.solvers.stage_problem import Working
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
@@ -188,7 +188,7 @@ def problem_of(
     if mesh.cutting.size == 1:
         return MeshProblem(mesh, model.whole, given.cluster, request, Roofline(), links)
     cut = model.cut(mesh.cutting, beside=beside, limit=limit)
-    parts = unlike_part(cut, mesh, "sync", links, differentiate=True) if mesh.widths else None
+    parts = submesh_parts(cut, mesh, "sync", links, differentiate=True) if mesh.widths else None
     return MeshProblem(mesh, cut.part, given.cluster, request, Roofline(), links, parts)
 
 

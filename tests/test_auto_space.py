@@ -14,7 +14,7 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import InfeasiblePlanError
 from partitioner.planner.bounds.mesh_bounds import MeshBounds
-from partitioner.planner.costs.links import pace_of
+from partitioner.planner.costs.links import clock_rate_of
 from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
@@ -28,7 +28,7 @@ from tests.all_plans import Instance, candidates, held_at_most, instance, mesh_p
 
 def best_by_brute_force(given: Instance) -> float:
     """Seconds of the fastest of all plans; inf where none fits. What is proved of a mesh is true of each of its plans."""
-    model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=False))
+    model = CuttableModel(given.graph, given.request, differentiate=True, pace=clock_rate_of(given.graph, given.cluster, asked=False))
     bounds = MeshBounds(model, given.cluster, given.request, Roofline())
     best = math.inf
     pipeline = Mesh((("pipeline", len(given.request.devices)),))
@@ -155,7 +155,7 @@ def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
             "auto", tuple(f"cuda:{rank}" for rank in range(mesh.size)), recompute="none", schedule=schedule, n_microbatches=count
         )
         given = Instance(graph, Cluster([device] * mesh.size, link), request)
-        model = CuttableModel(graph, request, differentiate=True, pace=pace_of(graph, given.cluster, asked=False))
+        model = CuttableModel(graph, request, differentiate=True, pace=clock_rate_of(graph, given.cluster, asked=False))
         problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
         if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
             assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)

@@ -11,7 +11,7 @@ from torch import nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
-from partitioner.planner.costs.links import Pace
+from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.sharding.axis_costs import axis_terms, contractions_of
@@ -30,16 +30,18 @@ from tests.models.gpt import Gpt
 from tests.models.zoo import case_named
 
 
-def problem_of(graph: ModelGraph, pace: Pace | None, count: int) -> tuple[ChoiceProblem, list[tuple[int, ...]]]:
+def problem_of(graph: ModelGraph, pace: ClockRate | None, count: int) -> tuple[ChoiceProblem, list[tuple[int, ...]]]:
     axes, sizes = find_axes(graph.graph), ValueBytes(graph)
     groups = [group.axes for group in axis_groups(graph, axes, count, ())]
     choices = layout_choices(graph, axes, ("tensor", count), groups, value_bytes=sizes)
     return ChoiceProblem((2,) * len(groups), tuple(axis_terms(graph, axes, choices, count, lambda _: 1, pace, sizes))), groups
 
 
-@pytest.mark.parametrize("pace", [None, Pace(1e9, 1e9, 1e-9), Pace(1e12, 1e9, 1e-6)], ids=["asked for", "slow ranks", "fast ranks"])
+@pytest.mark.parametrize(
+    "pace", [None, ClockRate(1e9, 1e9, 1e-9), ClockRate(1e12, 1e9, 1e-6)], ids=["asked for", "slow ranks", "fast ranks"]
+)
 @pytest.mark.parametrize("name", ["perceptron", "gpt"])
-def test_no_choice_costs_less(name: str, pace: Pace | None) -> None:
+def test_no_choice_costs_less(name: str, pace: ClockRate | None) -> None:
     instance = case_named(name).build()
     graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
     problem, groups = problem_of(graph, pace, 2)
@@ -57,7 +59,7 @@ def test_no_choice_costs_less(name: str, pace: Pace | None) -> None:
 def test_memory_forces_more_cuts() -> None:
     """On fast ranks with slow links the fewest bytes are sent when little is cut; that holds more than fits."""
     graph = trace(Gpt(depth=6), (torch.zeros(4, 6, dtype=torch.long),), {}, training=True)
-    pace = Pace(1e15, 1e6, 1e-6)
+    pace = ClockRate(1e15, 1e6, 1e-6)
     problem, groups = problem_of(graph, pace, 2)
     axes = find_axes(graph.graph)
     choice = AxisProblem(graph, axes, ("tensor", 2), pace=pace)

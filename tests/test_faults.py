@@ -336,12 +336,12 @@ def test_a_mark_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.Monkey
     dead: list[list[int]] = []
     lock = fcntl.flock
 
-    def looked_at(descriptor: int, operation: int) -> None:
+    def inspected(descriptor: int, operation: int) -> None:
         if operation & fcntl.LOCK_EX:
             dead.append(watcher.dead())
         lock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", looked_at)
+    monkeypatch.setattr(fcntl, "flock", inspected)
     marks = LocalMarks("localhost:1", 1, 2)
     assert dead == [[]]
     marks.remove()

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import aliasing, allocations
-from passes.graph.fake_tensors import KnownValues
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.normalize.specialize_batch import fix_batch
@@ -65,7 +65,7 @@ def test_a_fixed_graph(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = fix_batch(graph, 6)
     values = [id(node.meta["val"]) for node in shared.computing_nodes()]
     assert len(set(values)) < len(values) / 2
-    monkeypatch.setattr(KnownValues, "like", lambda _: KnownValues(shared=False))
+    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
     assert_alike(shared, fix_batch(graph, 6))
 
 
@@ -75,6 +75,6 @@ def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
     graph = trace(model, (TOKENS,), {})
     shared = cut_by_plan(graph, plan).widest.parts
-    monkeypatch.setattr(KnownValues, "like", lambda _: KnownValues(shared=False))
+    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
     for one, other in zip(shared, cut_by_plan(graph, plan).widest.parts, strict=True):
         assert_alike(one, other)

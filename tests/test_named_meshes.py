@@ -16,7 +16,7 @@ from torch import nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, InfeasiblePlanError, partition
-from partitioner.planner.costs.links import pace_of
+from partitioner.planner.costs.links import clock_rate_of
 from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.request import PlanRequest
@@ -81,7 +81,7 @@ def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
 
 def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
     """Seconds of the fastest of all plans of the mesh; inf where none fits."""
-    model = CuttableModel(given.graph, given.request, differentiate=True, pace=pace_of(given.graph, given.cluster, asked=True))
+    model = CuttableModel(given.graph, given.request, differentiate=True, pace=clock_rate_of(given.graph, given.cluster, asked=True))
     problem, best = problem_of(given, model, mesh, given.request), math.inf
     forced = forced_unit(given, problem)
     for policy, candidate in open_candidates(given, problem):

@@ -119,7 +119,7 @@ CUT_BESIDE = Constraints(axes={"heads": "tensor", "ffn": "tensor", "sequence": "
 
 
 @functools.cache
-def written_out(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
+def inlined(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = nn.Sequential(WrittenOut(), WrittenOut()).double(), torch.rand(2, LENGTH, 16, dtype=torch.float64)
     arguments = {"example_inputs": (x,), "recompute": recompute, "constraints": CUT_BESIDE, "memory_limit": "1TiB"}
@@ -128,7 +128,7 @@ def written_out(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
 
 @pytest.mark.parametrize(("recompute", "drawn_again"), [("selective", 2), ("full", 6)])  # those of attention; all
 def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_again: int) -> None:
-    pm, model, x = written_out(recompute)
+    pm, model, x = inlined(recompute)
     target, reference = torch.rand_like(x), copy.deepcopy(model)
     torch.manual_seed(5)
     expected = nn.functional.mse_loss(reference(x), target)
@@ -148,7 +148,7 @@ def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_ag
 
 def test_the_attention_core_is_made_again_and_no_more() -> None:
     """34 of 34 + 5 heads x length / width bytes an element in half precision (Korthikanti et al. 2022)."""
-    kept = {recompute: written_out(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
+    kept = {recompute: inlined(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
     values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2

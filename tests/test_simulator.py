@@ -221,7 +221,7 @@ def test_representatives_stand_for_all_ranks() -> None:
     cluster = Cluster([DEVICE] * 8, Link(1e-6, 1e9))
     x = torch.zeros(16, WIDTH)
     pm = partition(model.to("meta"), 8, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
-    shown = pm.looked_at()
+    shown = pm.inspected()
     programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
     whole, few = (
         pm.simulate(),
@@ -242,7 +242,7 @@ def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch
     mesh = {"data": 2, "pipeline": 4, "tensor": 2}
     x = torch.zeros(16, WIDTH)
     pm = partition(model.to("meta"), 16, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
-    shown = pm.looked_at()
+    shown = pm.inspected()
     programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
 
     def run() -> Simulation:

@@ -11,7 +11,7 @@ import pytest
 
 from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.bounds.v_schedules import least_on_v
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.boundaries import Gathered, Parted
@@ -158,12 +158,12 @@ def unlike(case: Case, seed: int) -> Case:
     return replace(limited, limit=float(whole * draw.choice((1.0, 1.5, 2.5)) / min(case.n_ranks, case.n_stages)))
 
 
-def searched(case: Case) -> tuple[float, Floats, Shares]:
+def searched(case: Case) -> tuple[float, Floats, TimeFractions]:
     """The best of all cuts, which the search has to find; the seconds of all units, and what is known of their halves."""
     best = min(case.seconds(starts) for starts in case.all_cuts())
     costs = case.costs()
     path = best_bottleneck(costs)
-    shares = Shares.of(case.halves)
+    shares = TimeFractions.of(case.halves)
     assert path <= best * (1 + 1e-9), case
     if path == np.inf:
         return best, case.halves.sum(axis=0).min(axis=1), shares
@@ -203,7 +203,7 @@ def test_no_cuts_beat_the_bounds_wherever_ranks_exchange(block: int, shared: boo
         waiting[:2, some] = draw.random((2, 2, 1)) * draw.choice([0.1, 1.0, 10.0]) * case.halves.mean()
         exchanging = replace(case, halves=case.halves + waiting)
         best = min(exchanging.seconds(starts) for starts in case.all_cuts())
-        whole, shares = case.halves.sum(axis=0).min(axis=1), Shares.of(case.halves)
+        whole, shares = case.halves.sum(axis=0).min(axis=1), TimeFractions.of(case.halves)
         exchanged = float(waiting[0].sum()), float(waiting[1].sum())
         candidate, lengths = Candidate(case.name, case.stages_per_rank, case.n_microbatches, case.replicas), float(whole.sum())
         if shared:
@@ -238,7 +238,7 @@ def test_shared_stages_as_long_as_they_have_ranks_take_little_more_than_the_boun
     count, n_ranks = 60, sum(shape)
     times = [StageTimes(each / 3, each / 3, each / 3, 0, 0) for each in map(float, shape)]
     seconds = simulate_step(make_schedule("1F1B", n_ranks, count, None, shape), times).makespan
-    shares = Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3, np.full((3, 1, 1), 1 / 3))
+    shares = TimeFractions((1 / 3, 1 / 3), 2 / 3, 2 / 3, np.full((3, 1, 1), 1 / 3))
     bound = least_shared_step(Candidate("1F1B", 1, count, shape), float(n_ranks), 1.0, shares)
     assert bound <= seconds * (1 + 1e-9)
     assert seconds == pytest.approx(bound, rel=0.06)
@@ -250,7 +250,7 @@ def test_equal_stages_take_what_the_bound_says(name: str) -> None:
     halves = np.ones((3, 12, 1))
     case = Case(name, 4, 9, 1, halves, np.zeros(3), ())
     assert best_bottleneck(case.costs()) == pytest.approx((9 + 4 - 1) * 9)
-    shares = Shares((1 / 3, 1 / 3), 2 / 3, 2 / 3, halves / halves.sum())
+    shares = TimeFractions((1 / 3, 1 / 3), 2 / 3, 2 / 3, halves / halves.sum())
     assert least_step(Candidate(name, 1, 9), 4, 36, 9, 9, shares) == pytest.approx((9 + 4 - 1) * 9)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from cost_models.collectives.algorithms import group_links
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
-from partitioner.planner.costs.transforms import UnlikePrices
+from partitioner.planner.costs.transforms import SubmeshPrices
 from partitioner.planner.costs.unit_costs import Prices, UnitPrices
 from partitioner.planner.pipeline.candidate import StagedModel, describe_stages, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
@@ -46,7 +46,7 @@ class Widths(NamedTuple):
 
     whole: ModelPart
     lists: tuple[Prices, Prices]
-    unlike: UnlikePrices
+    unlike: SubmeshPrices
 
 
 def borders(rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
@@ -63,7 +63,7 @@ def widths(policy: str = "none") -> Widths:
     links = {"tensor": group_links((0, 1), CLUSTER)}
     parts = (model.whole, model.cut(Mesh((("tensor", 2),))).part)
     one, two = (part.prices(KINDS, Roofline(), "adamw", "full" if policy == "full" else "none", links) for part in parts)
-    return Widths(model.whole, (one, two), UnlikePrices(OF_KIND, (one, two), one, borders))
+    return Widths(model.whole, (one, two), SubmeshPrices(OF_KIND, (one, two), one, borders))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_times_are_those_of_the_list_of_each_kind(both: Widths) -> None:
 
 
 def test_what_all_kinds_hold_alike_is_one_number(both: Widths) -> None:
-    alike = UnlikePrices((0, 0), both.lists, both.lists[0]).at(ROWS)
+    alike = SubmeshPrices((0, 0), both.lists, both.lists[0]).at(ROWS)
     one = both.lists[0].at(ROWS)
     assert alike.fixed == one.fixed
     assert tuple(alike.kept) == tuple(one.kept)
@@ -164,7 +164,7 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
     assert stages[0].parameter_bytes < bytes_read(both.whole.graph.parameters, both.lists[0], runs[0])
     assert bound_by(problems, staged).startswith("stage ")
     for rank, place in enumerate(OF_KIND):
-        alike = problems_of(both, UnlikePrices((place, place), both.lists, both.lists[0]))
+        alike = problems_of(both, SubmeshPrices((place, place), both.lists, both.lists[0]))
         assert staged.memory[rank] == stage_model(alike, CANDIDATE, (0, start)).memory[rank]
 
 

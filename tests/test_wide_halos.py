@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import ConfigError, Constraints, PartitionedModel, Plan, partition
-from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.comm.primitives import halo_add, halo_exchange, wait
 from tests.models.case import Case
 from tests.models.space import SPACE
@@ -288,7 +288,7 @@ def pair(latency: float, overhead: float) -> Cluster:
     return Cluster([device, device], Link(latency, BANDWIDTH))
 
 
-def runs(latency: float, overhead: float = 0.0) -> tuple[HaloRun, ...]:
+def runs(latency: float, overhead: float = 0.0) -> tuple[HaloSegment, ...]:
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
     return pm_of(stack(norm=True), x, (2, 1), None, pair(latency, overhead)).plan.halos
 
@@ -317,7 +317,7 @@ def test_the_plan_tells_and_keeps_the_choice() -> None:
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
     pm = pm_of(stack(norm=True), x, (2, 1), ONCE)
     assert Plan.from_json(pm.plan.to_json()) == pm.plan
-    assert "halos=(HaloRun(first=" in str(pm.plan)
+    assert "halos=(HaloSegment(first=" in str(pm.plan)
     text = pm.explain()
     assert "HALOS" in text
     assert "3 messages" in text

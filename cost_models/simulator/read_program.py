@@ -26,8 +26,8 @@ from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_stage import GraphReader, Group, StageTemplate, read_stage, template_of
 from cost_models.simulator.storages import UNKNOWN, Held, Storage, storages_of
 from cost_models.simulator.tasks import Step, Transfer
-from passes.emit.coalesce_collectives import bundle_collectives
-from passes.emit.inline_stages import communicates, written_out
+from passes.emit.coalesce_collectives import coalesce_collectives
+from passes.emit.inline_stages import communicates, inlined
 from passes.emit.overlap_collectives import overlap_communication
 from passes.graph.dependencies import with_ancestors
 from passes.graph.program_printer import ProgramModule
@@ -189,8 +189,8 @@ class _ProgramReader(GraphReader):
             return read_stage(module, rows, self.prices, gives_gradients=gives)
         assert isinstance(section, Action)
         assert isinstance(self.program.module, ProgramModule)
-        written = written_out(module, section, self.program.module, self.mesh, self.program.rank, n_saved)
-        bundle_collectives([written.graph])
+        written = inlined(module, section, self.program.module, self.mesh, self.program.rank, n_saved)
+        coalesce_collectives([written.graph])
         overlap_communication([written.graph])
         program = Program(self.program.kind, self.program.rank, written, self.program.stages)
         reader = _CallReader(program, rows, self.prices, self._templates, self.mesh, section, n_saved)

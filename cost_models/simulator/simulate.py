@@ -22,7 +22,7 @@ from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_program import RankWork, Templates, read_program
 from cost_models.simulator.result import Simulation, Timeline
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 
@@ -78,7 +78,7 @@ def simulate_programs(
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """
     everybody = representatives or Representatives.everybody(len(programs))
-    with nothing_collected():
+    with gc_paused():
         return _simulated(programs, cluster, cost_model, batch, optimizer, n_row_parts, everybody, fusion, mixed_precision)
 
 

@@ -12,14 +12,14 @@ from passes.autograd.staged_model import Differentiation
 from passes.emit.programs import LossForm
 from passes.ir.graph import ModelGraph, Results
 
-__all__ = ["LastStep", "Shown", "shown"]
+__all__ = ["InspectedPrograms", "LastStep", "shown"]
 
 LastStep: TypeAlias = tuple[bool, Results, Differentiation, LossForm]
 """What the last training step was: whether means were sums of parts, what ranks returned, what was differentiated, the loss."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class InspectedPrograms:
     """Which programs are looked at.
 
     Attributes:
@@ -35,7 +35,9 @@ class Shown:
     loss: LossForm
 
 
-def shown(graph: ModelGraph, batch: int, lowering_for: Callable[..., tuple[int, Lowering]], last_step: LastStep | None) -> Shown:
+def shown(
+    graph: ModelGraph, batch: int, lowering_for: Callable[..., tuple[int, Lowering]], last_step: LastStep | None
+) -> InspectedPrograms:
     """The last training step, before any the one that differentiates every result; a forward for a model that does not train.
 
     Args:
@@ -47,10 +49,10 @@ def shown(graph: ModelGraph, batch: int, lowering_for: Callable[..., tuple[int, 
     results = results_in_training(graph)
     if not graph.training or not lowering_for(batch, results=results)[1].everything(frozenset()).outputs:
         count, lowering = lowering_for(batch)
-        return Shown(lowering, count, None, LossForm())
+        return InspectedPrograms(lowering, count, None, LossForm())
     if last_step is None:
         count, lowering = lowering_for(batch, results=results)
-        return Shown(lowering, count, lowering.everything(frozenset()), LossForm())
+        return InspectedPrograms(lowering, count, lowering.everything(frozenset()), LossForm())
     in_parts, results, differentiation, form = last_step
     count, lowering = lowering_for(batch, in_parts=in_parts, results=results)
-    return Shown(lowering, count, differentiation, form)
+    return InspectedPrograms(lowering, count, differentiation, form)

@@ -19,7 +19,7 @@ from partitioner.model.calls import Calls
 from partitioner.model.cost_formula import cost_formula
 from partitioner.model.explain import explain, save_report
 from partitioner.model.gradient_accumulation import Accumulation
-from partitioner.model.inspected_programs import LastStep, Shown, shown
+from partitioner.model.inspected_programs import InspectedPrograms, LastStep, shown
 from partitioner.model.losses.losses import Losses, check_loss
 from partitioner.model.record import record
 from partitioner.model.replan import replan
@@ -219,7 +219,7 @@ class PartitionedModel(nn.Module):
 
     def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
         """The stages and programs that are looked at."""
-        found = self.looked_at()
+        found = self.inspected()
         lowering, differentiation, count = found.lowering, found.differentiation, found.n_microbatches
         if differentiation is None:
             return lowering.stages, lowering.forward(count).programs
@@ -232,13 +232,13 @@ class PartitionedModel(nn.Module):
         Args:
             folder: made if it is not there; ``phases.txt`` in it lists the phases, with seconds and nodes.
         """
-        found = self.looked_at()
+        found = self.inspected()
         whole = found.lowering.whole
         target = found.lowering.target(found.differentiation, found.n_microbatches, found.loss)
         size = whole.batch_size if whole.batch is None and self._graph.batch is None else None
         dump_passes(Path(folder), lambda: self._lowerings.trace_again(size), self._plan, target)
 
-    def looked_at(self) -> Shown:
+    def inspected(self) -> InspectedPrograms:
         return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)
 
     @checked_arguments()
@@ -269,7 +269,7 @@ class PartitionedModel(nn.Module):
 
     def explained(self) -> Explained:
         (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
-        schedule = lowering.schedule(self._plan.n_microbatches, self.looked_at().loss) if lowered.training else None
+        schedule = lowering.schedule(self._plan.n_microbatches, self.inspected().loss) if lowered.training else None
         name = type(self._original[0]).__name__
         found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
         return Explained(*found, self._assumed.limits, self._assumed.planned_for(self._plan))

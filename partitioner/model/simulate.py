@@ -12,17 +12,17 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
-from partitioner.model.inspected_programs import Shown
+from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.plan import PlanProblem
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["Assumptions", "is_written_out", "simulate", "simulate_plan"]
+__all__ = ["Assumptions", "is_inlined", "simulate", "simulate_plan"]
 
 _MOST_NODES = 100_000
 """Programs that are written out with more nodes are simulated by representatives, their stages left as calls."""
@@ -66,7 +66,7 @@ class _Simulated(Protocol):
     _plan: Plan
     _assumed: Assumptions
 
-    def looked_at(self) -> Shown:
+    def inspected(self) -> InspectedPrograms:
         """Which programs are simulated."""
 
 
@@ -77,11 +77,11 @@ def simulate(self: _Simulated, cluster: Cluster | str | None = None) -> Simulati
     Args:
         cluster: the machine; None: what the model was planned for.
     """
-    return simulate_plan(self._plan, self.looked_at(), self._assumed, cluster)
+    return simulate_plan(self._plan, self.inspected(), self._assumed, cluster)
 
 
-@nothing_collected()
-def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Cluster | str | None) -> Simulation:
+@gc_paused()
+def simulate_plan(plan: Plan, shown: InspectedPrograms, assumed: Assumptions, cluster: Cluster | str | None) -> Simulation:
     """Simulate the programs of a plan.
 
     Args:
@@ -102,7 +102,7 @@ def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Clust
     lowering, count = shown.lowering, shown.n_microbatches
     mesh = plan.grid
     nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
-    if not is_written_out(plan, nodes, count):
+    if not is_inlined(plan, nodes, count):
         programs, of = lowering.representatives(shown.differentiation, count, shown.loss)
     else:
         differentiation = shown.differentiation
@@ -119,7 +119,7 @@ def simulate_plan(plan: Plan, shown: Shown, assumed: Assumptions, cluster: Clust
     )
 
 
-def is_written_out(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
+def is_inlined(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
     """Whether the programs of a plan are short enough to be simulated with their stages written out.
 
     Args:

@@ -18,14 +18,14 @@ from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten
 from partitioner.tracing.inputs.ties import refuse_overlaps
 from partitioner.tracing.outputs import with_outputs
 from passes.analysis.batch.values import FittedValues, OpenValues, pair_nodes
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast, ModelGraph
 
 __all__ = ["trace"]
 
 
-@nothing_collected()
+@gc_paused()
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | None = None,

@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
 
-__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bundle_collectives", "is_held"]
+__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "coalesce_collectives", "is_held"]
 
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
@@ -34,7 +34,7 @@ ALONE_BYTES = 2**18
 between processes of one machine waits."""
 
 
-def bundle_collectives(graphs: Sequence[fx.Graph]) -> None:
+def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
     """Bundle the gathers and scatters of programs, in place.
 
     Args:

@@ -38,7 +38,7 @@ from passes.ir.program import StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.tiling.steps import is_streamed
 
-__all__ = ["communicates", "inline_stages", "written_out"]
+__all__ = ["communicates", "inline_stages", "inlined"]
 
 
 def communicates(module: nn.Module) -> bool:
@@ -52,7 +52,7 @@ def _is_read_through(stage: StageCall) -> bool:
     return communicates(stage) or is_streamed(stage.graph.graph)
 
 
-def is_written_out(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
+def is_inlined(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
     """Whether a node calls a stage that communicates or computes tiles in turn, or one whose gradients are summed as soon as each is there.
 
     Args:
@@ -79,12 +79,12 @@ def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: b
         all_stages: False leaves stages as calls whose gradients are not summed at once.
     """
     sends = any(node.target is communication.send for node in module.graph.nodes)
-    if not sends and not any(is_written_out(node, module, all_stages=all_stages) for node in module.graph.nodes):
+    if not sends and not any(is_inlined(node, module, all_stages=all_stages) for node in module.graph.nodes):
         return module
     return _Inliner(module, mesh, rank, all_stages).run()
 
 
-def written_out(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
+def inlined(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
     """One call of a stage that communicates as a program of its own: its placeholders are the stage's arguments.
 
     Args:
@@ -133,7 +133,7 @@ class _Inliner:
         for node in self.module.graph.nodes:
             self.like = node
             child = self.module.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(child, StageCall) and is_written_out(node, self.module, all_stages=self.all_stages):
+            if isinstance(child, StageCall) and is_inlined(node, self.module, all_stages=self.all_stages):
                 self.values[node] = self._inline(child, node)
                 continue
             arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)

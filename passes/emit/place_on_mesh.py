@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.emit.coalesce_collectives import bundle_collectives
+from passes.emit.coalesce_collectives import coalesce_collectives
 from passes.emit.gradient_buckets import gradient_buckets
 from passes.emit.inline_stages import inline_stages
 from passes.emit.overlap_collectives import overlap_communication
@@ -55,7 +55,7 @@ def place_on_mesh(
     gradients: Gradients = "sum",
     results: Literal["global", "local"] = "global",
     *,
-    written_out: bool = True,
+    inlined: bool = True,
 ) -> Program:
     """One rank's program among all of the mesh; ``arrange_collectives`` follows.
 
@@ -66,7 +66,7 @@ def place_on_mesh(
         pipeline: for each rank of the pipeline, the rank of the mesh.
         gradients: whether those of parameters are summed.
         results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
-        written_out: write out all stages that communicate; else those alone whose gradients are summed as soon as each is there, for a
+        inlined: write out all stages that communicate; else those alone whose gradients are summed as soon as each is there, for a
             program that is looked at and does not run.
     """
     writer = _Writer(program, graph, mesh, pipeline)
@@ -79,7 +79,7 @@ def place_on_mesh(
     program.module.graph.lint()
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
-    module = inline_stages(program.module, mesh, rank, all_stages=written_out)
+    module = inline_stages(program.module, mesh, rank, all_stages=inlined)
     # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.
     type(module).__name__ = re.sub(r"^Rank\d+", f"Rank{rank}", type(module).__name__)
     return replace(program, rank=rank, module=module)
@@ -95,7 +95,7 @@ def arrange_collectives(placed: Iterable[tuple[int, Program]]) -> None:
     for place, program in placed:
         together.setdefault(place, []).append(program.module.graph)
     for graphs in together.values():
-        bundle_collectives(graphs)
+        coalesce_collectives(graphs)
         overlap_communication(graphs)
 
 

@@ -21,7 +21,7 @@ from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys,
 from passes.graph.schemas import draws, node_leaves, written_arguments
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["KnownValues", "fake_mode"]
+__all__ = ["FakeTensorCache", "fake_mode"]
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def fake_mode(graph: fx.Graph) -> Iterator[None]:
         yield
 
 
-class KnownValues:
+class FakeTensorCache:
     """The values of calls on fake tensors, each kind of call computed once. To be used inside the fake mode of the graph.
 
     Args:
@@ -51,9 +51,9 @@ class KnownValues:
         self._forms: dict[int, tuple[Any, Hashable]] = {}
 
     @staticmethod
-    def like(graph: fx.Graph) -> KnownValues:
+    def like(graph: fx.Graph) -> FakeTensorCache:
         """For a graph that is written like another: where that writes in place, tensors come to require gradients, each on its own."""
-        return KnownValues(shared=not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes))
+        return FakeTensorCache(shared=not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes))
 
     def describe(self, node: fx.Node) -> None:
         """Set what a new node gives (``meta["val"]``) and the memory that it lies in."""

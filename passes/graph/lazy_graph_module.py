@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
-__all__ = ["LazyGraphModule", "nothing_collected", "traced_lazily"]
+__all__ = ["LazyGraphModule", "gc_paused", "traced_lazily"]
 
 
 class LazyGraphModule(_LazyGraphModule):
@@ -33,7 +33,7 @@ def traced_lazily() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Look for no garbage meanwhile; a decorator, too. What nobody refers to is freed as ever: only circles wait."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.ir.checked_arguments import check_fields, conform
-from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
 
@@ -127,7 +127,7 @@ class Plan:
     weights: str = ""
     tiles: tuple[int, ...] = ()
     tile_budget: int = 0
-    halos: tuple[HaloRun, ...] = ()
+    halos: tuple[HaloSegment, ...] = ()
     widths: tuple[int, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.graph.fake_tensors import KnownValues
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
@@ -50,7 +50,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
     def number(size: Any) -> int:
         return int(at_batch(size_of(size), batch_size))
 
-    known = KnownValues.like(graph.graph)
+    known = FakeTensorCache.like(graph.graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for node in graph.graph.nodes:
             if node.op == "placeholder":
@@ -73,7 +73,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
     return dataclasses.replace(graph, module=module, inputs=inputs, outputs=outputs, batch=None, batch_size=batch_size)
 
 
-def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], known: KnownValues) -> Any:
+def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], known: FakeTensorCache) -> Any:
     """The call; a size is its number."""
     assert callable(node.target)
     args, kwargs = fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)

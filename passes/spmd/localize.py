@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from passes.analysis.axes import Axes, is_item, returned_values, tensor_operands
 from passes.graph.buffer_writes import verify_writes
-from passes.graph.fake_tensors import KnownValues, fake_mode
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet
@@ -75,7 +75,7 @@ class _Localizer:
         self.batch: fx.Node | None = None
         self.has_whole_batch = False
         self.reader = ""
-        self.known = KnownValues.like(graph.graph)
+        self.known = FakeTensorCache.like(graph.graph)
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
 

@@ -24,7 +24,7 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.graph import ModelGraph
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["is_whole", "stage_within", "with_borders"]
+__all__ = ["is_whole", "mark_boundaries", "stage_within"]
 
 _WHOLE = "whole_on_each_rank"
 """What says of a node that it is not cut over the ranks that share a stage."""
@@ -44,7 +44,7 @@ def stage_within(node: fx.Node) -> int | None:
     return stage if isinstance(stage, int) else None
 
 
-def with_borders(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph:
+def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph:
     """The graph with an alias, at the end of its stage, of each value that a later stage reads or the model returns from an earlier one.
 
     Args:

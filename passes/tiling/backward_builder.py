@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, memory_keys, new_memory
-from passes.graph.fake_tensors import KnownValues
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.tiling.steps import TILE
 
@@ -65,7 +65,7 @@ class GradientWriter:
 
     def __init__(self, target: fx.Graph, size: Callable[[Any], Any], device: torch.device) -> None:
         self.target, self._size, self._device = target, size, device
-        self._known = KnownValues(pieces_are_alike=True)
+        self._known = FakeTensorCache(pieces_are_alike=True)
         self._owned: set[fx.Node] = set()
         self.gradients: dict[fx.Node, fx.Node] = {}
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from passes.analysis.axes import Axes
 from passes.graph.aliasing import OWN_MEMORY
-from passes.graph.fake_tensors import KnownValues
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.schemas import bound_arguments, call_with
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.comm.index_ranges import Run, Runs
@@ -49,7 +49,7 @@ class TileWriter:
         self.target = fx.Graph()
         self.whole: dict[fx.Node, fx.Node] = {}
         self._batch: fx.Node | None = None
-        self._values = KnownValues(pieces_are_alike=True)
+        self._values = FakeTensorCache(pieces_are_alike=True)
         self.tile = ""
 
     def placeholder(self, node: fx.Node) -> None:

@@ -13,7 +13,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid
 from passes.spmd.halo.call_tiles import TileCall
-from passes.spmd.halo.demand import Keeping, demand, tiles_of, what_to_keep
+from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
 
 __all__ = ["StreamSize", "stream_size"]
 
@@ -60,7 +60,7 @@ def stream_size(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> S
 class _Measure:
     """Walks the sweeps: of each, the tile in the middle, which has neighbours on all sides."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, keeping: Keeping) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, keeping: CheckpointSelection) -> None:
         self._graph, self._axes, self._grid, self._keeping = graph, axes, grid, keeping
         self._order = {node: place for place, node in enumerate(graph.graph.nodes)}
         self._whole = {node for node in graph.graph.nodes if node.op == "placeholder"}

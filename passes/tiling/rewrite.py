@@ -36,7 +36,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid
 from passes.spmd.halo.call_tiles import Read, TileCall
-from passes.spmd.halo.demand import Keeping, demand, tiles_of, what_to_keep
+from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
 from passes.tiling.builder import TileWriter
 from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
 from passes.tiling.steps import TEMPLATES
@@ -61,7 +61,7 @@ def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelG
 class _Streamer:
     """Writes the new graph in the order of the old one."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, plan: Keeping) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, plan: CheckpointSelection) -> None:
         self.graph, self.axes, self.grid, self.plan = graph, axes, grid, plan
         self.writer = TileWriter(graph, axes, len(grid.counts))
         self.scalings: dict[fx.Node, Scaling] = {}

@@ -22,12 +22,12 @@ from cost_models.hardware.clusters import Cluster, Level, Link
 from cost_models.simulator.simulate import Representatives
 from partitioner.experiments.run.subject import Subject
 from partitioner.lowering.lowering import representatives_of
-from partitioner.model.simulate import is_written_out
+from partitioner.model.simulate import is_inlined
 from partitioner.options.batch_rows import RowParts
 from partitioner.schedules.catalog import schedule_of
 from partitioner.tracing.trace import trace
 from passes.autograd.staged_model import Differentiation, LoweredStages
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -53,7 +53,7 @@ class Timed:
     n_row_parts: int
 
 
-@nothing_collected()
+@gc_paused()
 def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -> Timed:
     """The programs that ``pm.graphs`` shows, of a training step or a forward, without anything that runs them.
 
@@ -83,7 +83,7 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     split = lowerer.after("split", target)
     stages = split.stages[0, 0]
     nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
-    target = replace(target, inline=is_written_out(plan, nodes, count))
+    target = replace(target, inline=is_inlined(plan, nodes, count))
     if (differentiation := _differentiation(subject, stages)) is not None:
         schedule = schedule_of(plan, count)
         target = replace(target, kind="train_step", differentiation=differentiation, share=True, schedule=schedule)

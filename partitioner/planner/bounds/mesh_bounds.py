@@ -21,7 +21,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_shared_step, least_step
 from partitioner.planner.costs.collectives import part_of_message
 from partitioner.planner.costs.links import LinkTable, stages_length
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, microbatch_size, schedules
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
@@ -55,7 +55,7 @@ class MeshBounds:
         # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
         prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
         self._prices, self._request = prices, request
-        self._known: dict[int, tuple[float, float, Shares, Floats]] = {}
+        self._known: dict[int, tuple[float, float, TimeFractions, Floats]] = {}
         self._numbers: dict[int, Numbers] = {}
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
@@ -131,7 +131,7 @@ class MeshBounds:
             steps.append(max(count * whole / n_ranks, through))
         return min(steps) * (1 - _ROUNDING)
 
-    def _seconds_of(self, rows: int) -> tuple[float, float, Shares, Floats]:
+    def _seconds_of(self, rows: int) -> tuple[float, float, TimeFractions, Floats]:
         """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
         if rows not in self._known:
             seconds = self._prices.times(rows).min(axis=1)

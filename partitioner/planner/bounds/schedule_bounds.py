@@ -27,7 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from partitioner.planner.bounds.v_schedules import least_on_v
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.stage_problem import Floats
 
@@ -94,7 +94,7 @@ def least_step(
     whole: float,
     load: float,
     slowest: float,
-    shares: Shares,
+    shares: TimeFractions,
     exchanged: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Seconds of a step.
@@ -129,7 +129,7 @@ def least_step(
 
 
 def least_shared_step(
-    candidate: Candidate, whole: float, longest: float, shares: Shares, exchanged: tuple[float, float] = (0.0, 0.0)
+    candidate: Candidate, whole: float, longest: float, shares: TimeFractions, exchanged: tuple[float, float] = (0.0, 0.0)
 ) -> float:
     """Seconds of a step whose stages are on so many ranks each as ``candidate.replicas`` says.
 

@@ -9,7 +9,7 @@ import numpy as np
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.memory.optimizer_state import optimizer_states
-from partitioner.planner.costs.checkpoint_selection import Keeping
+from partitioner.planner.costs.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.transient_memory import WorkingMemory
 from partitioner.planner.solvers.stage_problem import Shared, Working
@@ -42,7 +42,7 @@ class UnitMemory:
         lasting = {*graph.parameters, *graph.buffers, *graph.constants}
         self._inputs = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder" and node.name not in lasting)
         given = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
-        keeping = Keeping(graph, cost, frozenset(self._unit_of), policy)
+        keeping = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy)
         self.again = keeping.again
         self.fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
         self.gradients = tuple(self._find_gradients())

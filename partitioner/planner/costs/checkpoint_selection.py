@@ -17,7 +17,7 @@ from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
 from passes.normalize.functional_rng import dropout_mask
 
-__all__ = ["Keeping"]
+__all__ = ["CheckpointSelection"]
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.g
 """Contractions with weights, as models call them (``passes.autograd.recompute`` has what they become)."""
 
 
-class Keeping:
+class CheckpointSelection:
     """What is kept of one rank's part of a model.
 
     Args:

@@ -20,7 +20,7 @@ from cost_models.hardware.clusters import Cluster, Device, Link
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh, pipelines
 
-__all__ = ["LinkTable", "Pace", "pace_of", "places_of", "stages_length"]
+__all__ = ["ClockRate", "LinkTable", "clock_rate_of", "places_of", "stages_length"]
 
 
 _WORST = Link(0.0, float("inf"))
@@ -164,7 +164,7 @@ def _peak(device: Device, dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ClockRate:
     """How fast ranks compute and talk.
 
     Attributes:
@@ -183,7 +183,7 @@ class Pace:
     asked: bool = False
 
 
-def pace_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> Pace | None:
+def clock_rate_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> ClockRate | None:
     """That of neighbours in a cluster; None for a device alone."""
     if len(cluster.devices) == 1:
         return None
@@ -191,4 +191,4 @@ def pace_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> Pace | None:
     dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
     link = cluster.link(0, 1)
     copying = 2 / min(device.bandwidth for device in cluster.devices) if link.copies else 0.0
-    return Pace(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, copying, asked)
+    return ClockRate(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, copying, asked)

@@ -8,11 +8,11 @@ import numpy as np
 
 from partitioner.planner.solvers.stage_problem import Floats
 
-__all__ = ["Shares"]
+__all__ = ["TimeFractions"]
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeFractions:
     """What parts of the units' time forwards have, and backwards have at least.
 
     Attributes:
@@ -28,10 +28,10 @@ class Shares:
     halves: Floats
 
     @staticmethod
-    def of(halves: Floats) -> Shares:
+    def of(halves: Floats) -> TimeFractions:
         """Those of units that take (3, N, K) seconds."""
         whole = halves.sum(axis=0)
         shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
         least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
         through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
-        return Shares((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))
+        return TimeFractions((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))

@@ -22,17 +22,17 @@ from functools import cached_property
 import numpy as np
 
 from partitioner.planner.costs.cut_points import CutPoints
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.costs.unit_costs import PriceList, Prices, UnitPrices, held_everywhere
 from partitioner.planner.solvers.boundaries import Gathered, Parted
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, Value, Working
 from passes.autograd.recompute import Recompute
 
-__all__ = ["RepeatedPrices", "Unfolding", "UnlikePrices", "unfolding_of"]
+__all__ = ["Expansion", "RepeatedPrices", "SubmeshPrices", "expansion_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Unfolding:
+class Expansion:
     """How the units of a folded model repeat.
 
     Attributes:
@@ -102,7 +102,7 @@ class Unfolding:
         return {}
 
 
-def unfolding_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Unfolding | None:
+def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Expansion | None:
     """How units repeat; None where a copy does not begin with a unit of its own.
 
     Args:
@@ -125,7 +125,7 @@ def unfolding_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], follo
         for index, copy in zip(source, numbers, strict=True)
     )
     whole = CutPoints(units, (), {}, tuple(points.depth[index] for index in source))
-    return Unfolding(start, stop, count, copies, whole, source)
+    return Expansion(start, stop, count, copies, whole, source)
 
 
 class RepeatedPrices:
@@ -136,7 +136,7 @@ class RepeatedPrices:
         unfolding: how its units repeat.
     """
 
-    def __init__(self, folded: PriceList, unfolding: Unfolding) -> None:
+    def __init__(self, folded: PriceList, unfolding: Expansion) -> None:
         self._folded, self._unfolding = folded, unfolding
         self.recompute: Recompute = folded.recompute
         self.kinds = folded.kinds
@@ -171,7 +171,7 @@ class RepeatedPrices:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         return self._folded.times(microbatch_size)[self._unfolding.source]
 
-    def least_shares(self, microbatch_size: int) -> Shares:
+    def least_shares(self, microbatch_size: int) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time."""
         shares, of_folded = self._folded.least_shares(microbatch_size), self._folded.times(microbatch_size).min(axis=1)
         numbers = np.bincount(self._unfolding.source, minlength=len(of_folded))
@@ -242,7 +242,7 @@ Shape = tuple[tuple[int, ...], int]
 """The units of something that is shared, and their producer, or -1: what is alike in several lists is one item."""
 
 
-class UnlikePrices:
+class SubmeshPrices:
     """The prices of units in stages of several kinds (``Prices``).
 
     Args:
@@ -305,9 +305,9 @@ class UnlikePrices:
         """(N, K) seconds of each unit, forward and backward, for microbatches of so many rows."""
         return self._columns([prices.times(microbatch_size) for prices in self._lists])
 
-    def least_shares(self, microbatch_size: int) -> Shares:
+    def least_shares(self, microbatch_size: int) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time, in a stage of any kind."""
-        return Shares.of(self.halves(microbatch_size))
+        return TimeFractions.of(self.halves(microbatch_size))
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows at least, wherever they are cut and of whatever kinds.

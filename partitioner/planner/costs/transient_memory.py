@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.ops.sizes import Size
-from partitioner.planner.costs.checkpoint_selection import Keeping
+from partitioner.planner.costs.checkpoint_selection import CheckpointSelection
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Working
 from passes.autograd.recompute import Recompute
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
@@ -82,7 +82,7 @@ class WorkingMemory:
         given: Collection[int],
         cost: GraphCost,
         units: Sequence[Sequence[str]],
-        keeping: Keeping,
+        keeping: CheckpointSelection,
         policy: Recompute,
     ) -> None:
         self._cost, self._policy = cost, policy
@@ -147,7 +147,9 @@ class WorkingMemory:
         return self._alive(sizes, which, first, last)
 
 
-def _values_of(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]], keeping: Keeping, parameters: Collection[str]) -> _Values:
+def _values_of(
+    cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]], keeping: CheckpointSelection, parameters: Collection[str]
+) -> _Values:
     place = {name: number for number, (name, _) in enumerate(order)}
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -21,7 +21,7 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.activation_memory import UnitMemory
 from partitioner.planner.costs.collectives import Exchange
 from partitioner.planner.costs.cut_points import CutPoints
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.solvers.boundaries import Gathered, Parted
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, Units, Value, Working
 from passes.autograd.recompute import Recompute
@@ -94,7 +94,7 @@ class Prices(Protocol):
     def times(self, microbatch_size: int) -> Floats:
         """(N, K) the same, forward and backward together."""
 
-    def least_shares(self, microbatch_size: int) -> Shares:
+    def least_shares(self, microbatch_size: int) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time."""
 
     def least_kept(self, microbatch_size: int) -> float:
@@ -230,9 +230,9 @@ class PriceList:
         times: Floats = self.halves(microbatch_size).sum(axis=0)
         return times
 
-    def least_shares(self, microbatch_size: int) -> Shares:
+    def least_shares(self, microbatch_size: int) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time."""
-        return Shares.of(self.halves(microbatch_size))
+        return TimeFractions.of(self.halves(microbatch_size))
 
     def least_kept(self, microbatch_size: int) -> float:
         """Bytes that all stages together keep for a microbatch of so many rows, wherever they are cut."""

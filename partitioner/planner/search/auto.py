@@ -19,7 +19,7 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.constraints.axes import check_dimensions, check_kept
-from partitioner.planner.costs.links import LinkTable, pace_of, stages_length
+from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
@@ -32,11 +32,11 @@ from partitioner.planner.search.plan_mesh import cut_described
 from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
-from partitioner.planner.sharding.stage_submeshes import UnlikePart, unlike_part
+from partitioner.planner.sharding.stage_submeshes import SubmeshParts, submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos
 from passes.graph.fingerprint import weights_digest
-from passes.graph.lazy_graph_module import nothing_collected
-from passes.ir.comm.halo_strategy import HaloRun
+from passes.graph.lazy_graph_module import gc_paused
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, TILES, Mesh
@@ -62,7 +62,7 @@ class _Cut:
         return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
-@nothing_collected()
+@gc_paused()
 def plan_auto(
     graph: ModelGraph,
     cluster: Cluster,
@@ -121,8 +121,8 @@ class _Opener:
         problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
         return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
 
-    def _unlike(self, cut: MeshCut, mesh: Mesh) -> UnlikePart:
-        return unlike_part(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
+    def _unlike(self, cut: MeshCut, mesh: Mesh) -> SubmeshParts:
+        return submesh_parts(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
 
     def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
         """Whether tiles that could cut other axes than space cut none."""
@@ -130,7 +130,7 @@ class _Opener:
         return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
 
     def _cut(self, item: _Cut, limit: float) -> MeshCut:
-        def cut(halos: tuple[HaloRun, ...]) -> MeshCut:
+        def cut(halos: tuple[HaloSegment, ...]) -> MeshCut:
             return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
 
         return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
@@ -150,7 +150,9 @@ class _Auto:
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
         trains, hardware = graph.training, Hardware(cluster, cost_model)
-        self._model = CuttableModel(graph, request, differentiate=trains, pace=pace_of(graph, cluster, asked=False), hardware=hardware)
+        self._model = CuttableModel(
+            graph, request, differentiate=trains, pace=clock_rate_of(graph, cluster, asked=False), hardware=hardware
+        )
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)

@@ -18,14 +18,14 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.time_fractions import Shares
+from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.costs.unit_costs import Prices
 from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.rank_shard import ModelPart
-from partitioner.planner.sharding.stage_submeshes import UnlikePart
+from partitioner.planner.sharding.stage_submeshes import SubmeshParts
 from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
 from partitioner.planner.solvers.critical_paths import PathCosts
 from partitioner.planner.solvers.stage_tables import best_bottleneck, bottleneck_table
@@ -92,7 +92,7 @@ class MeshProblem:
         request: PlanRequest,
         cost_model: CostModel,
         links: LinkTable | None = None,
-        unlike: UnlikePart | None = None,
+        unlike: SubmeshParts | None = None,
     ) -> None:
         self.mesh, self.part, self.cost_model, self.unlike = mesh, part, cost_model, unlike
         self.devices = request.devices
@@ -104,7 +104,7 @@ class MeshProblem:
         self._refusals: list[ConfigError] = []
         self._n_priced = 0
         self._problems: dict[Recompute, PipelineProblems] = {}
-        self._seconds: dict[tuple[Recompute, int], tuple[float, float, Shares]] = {}
+        self._seconds: dict[tuple[Recompute, int], tuple[float, float, TimeFractions]] = {}
         self._steps: dict[tuple[Recompute, Candidate], float] = {}
         self._loads: dict[tuple[Recompute, int, int, int], float] = {}
 
@@ -209,7 +209,7 @@ class MeshProblem:
                 return False
         return True
 
-    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, Shares]:
+    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, TimeFractions]:
         """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
         key = (problems.prices.recompute, rows)
         if key not in self._seconds:

@@ -18,7 +18,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from partitioner.options.constraints import Constraints
 from partitioner.planner.constraints.axes import check_dimensions, check_kept, named_dimensions
-from partitioner.planner.costs.links import LinkTable, pace_of, stages_length
+from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.axis_contenders import contending_axes
 from partitioner.planner.search.make_plan import Way, make_plan, plan_ways
@@ -26,13 +26,13 @@ from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
 from partitioner.planner.sharding.model import TENSOR, CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
-from partitioner.planner.sharding.stage_submeshes import unlike_part
+from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos
 from passes.analysis.axis_names import axes_named, batch_axes, shortened
 from passes.graph.fingerprint import weights_digest
-from passes.graph.lazy_graph_module import nothing_collected
+from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.provenance import module_path
-from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
@@ -41,7 +41,7 @@ from passes.ir.plan import Plan
 __all__ = ["cut_described", "plan_mesh", "stages_mode"]
 
 
-@nothing_collected()
+@gc_paused()
 def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> Plan:
     """Plan for a mesh that the user asked for.
 
@@ -59,7 +59,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     check_dimensions(request.constraints, mesh)
     if mesh.cutting.size == 1:
         return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
-    model_prices, pace = cost_model or Roofline(), pace_of(graph, cluster, asked=True)
+    model_prices, pace = cost_model or Roofline(), clock_rate_of(graph, cluster, asked=True)
     hardware = Hardware(cluster, model_prices)
     model = CuttableModel(graph, request, differentiate=graph.training, pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
@@ -112,7 +112,7 @@ class _Opener:
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, self._cluster, request, self._cost_model)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
         differentiate = cut.part.of.graph.training
-        unlike = unlike_part(cut, mesh, request.batchnorm, self._links, differentiate=differentiate) if mesh.widths else None
+        unlike = submesh_parts(cut, mesh, request.batchnorm, self._links, differentiate=differentiate) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
         return Way(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, unlike), cut)
 
@@ -137,7 +137,7 @@ def _besides(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bo
     return (True,) if in_tiles and TILE in named_dimensions(request.constraints) else (False, True)
 
 
-def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloRun, ...]) -> MeshCut:
+def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloSegment, ...]) -> MeshCut:
     return model.cut(mesh.cutting, beside=beside, halos=halos)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from cost_models.formulas.symbols import Numbers
-from partitioner.planner.costs.links import Pace
+from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.solvers.variable_elimination import Term
 from passes.analysis.axes import Axes
 from passes.graph.dependencies import is_differentiable
@@ -53,7 +53,7 @@ def axis_terms(
     choices: LayoutChoices,
     count: int,
     copies: Callable[[str], int],
-    pace: Pace | None,
+    pace: ClockRate | None,
     value_bytes: ValueBytes,
     fixed: Collection[int] = (),
     kept: Collection[str] = (),
@@ -119,7 +119,7 @@ def _call(price: AxisPrices, size_of: Callable[[str], float], axes: Axes, name: 
     return cost
 
 
-def _by_pace(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: Pace | None) -> AxisPrices:
+def _by_pace(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None) -> AxisPrices:
     if pace is not None and not pace.asked:
         return _Paced(graph, axes, count, pace)
     return _Asked(graph, axes, count, copies, pace)
@@ -128,7 +128,7 @@ def _by_pace(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], 
 class _Paced:
     """Seconds, at a known pace."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: Pace) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: ClockRate) -> None:
         self.message, self._count, self._pace = pace.latency, count, pace
         self._runs, self._flowing = contractions_of(axes, graph.batch_size), _floating(graph)
         self._values = {node.name: node.meta.get("val") for node in graph.graph.nodes}
@@ -163,7 +163,7 @@ class _Asked:
     message = 2.0**20
     """What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: Pace | None = None) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None = None) -> None:
         self._count, self._flowing = count, _floating(graph)
         nodes = {node.name: node for node in graph.graph.nodes}
         runs = {name: each * copies(name) for name, each in contractions_of(axes, 1 if pace is None else graph.batch_size).items()}

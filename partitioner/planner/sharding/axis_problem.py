@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partitioner.planner.costs.links import Pace
+from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.sharding.axis_costs import AxisPrices, axis_terms
 from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Choices, Term, choose
 from passes.analysis.axes import Axes
@@ -83,7 +83,7 @@ class AxisProblem:
         dimension: tuple[str, int],
         fixed: Sequence[int] = (),
         excluded: Collection[int] = (),
-        pace: Pace | None = None,
+        pace: ClockRate | None = None,
         copies: Callable[[str], int] = lambda _name: 1,
         *,
         rows: bool = False,

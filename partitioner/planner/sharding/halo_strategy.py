@@ -31,7 +31,7 @@ from partitioner.planner.costs.collectives import Exchange, find_halos
 from partitioner.planner.sharding.rank_shard import ModelPart
 from passes.analysis.axes import Axes
 from passes.graph.provenance import module_path
-from passes.ir.comm.halo_strategy import HaloRun, Payment
+from passes.ir.comm.halo_strategy import HaloSegment, Payment
 from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import slides_of
@@ -72,7 +72,7 @@ def choose_halos(
     cost_model: CostModel,
     rows: int,
     asked: Mapping[str, Payment],
-) -> tuple[HaloRun, ...]:
+) -> tuple[HaloSegment, ...]:
     """The runs of a model in which there is a choice, in order of the graph.
 
     Args:
@@ -108,7 +108,7 @@ class _Region:
         needing = [place for place, call in enumerate(calls) if place and prices.exchange([call]).messages]
         self._starts = [0, *needing, len(calls)]
 
-    def runs(self) -> Iterator[HaloRun]:
+    def runs(self) -> Iterator[HaloSegment]:
         """How it is paid for; nothing where either way sends as much."""
         if not self._prices.exchange(self._calls).messages:
             return
@@ -168,13 +168,13 @@ class _Region:
         place = self._starts[number]
         return place == len(self._calls) or not self._ways[place] == self._ways[place - 1] == "recompute"
 
-    def _run(self, calls: Sequence[TileCall], payment: Payment) -> Iterator[HaloRun]:
+    def _run(self, calls: Sequence[TileCall], payment: Payment) -> Iterator[HaloSegment]:
         if not calls:
             return
         exchange, once = self._prices.exchange(calls), self._prices.once(calls)
         if payment != "exchange" or once.messages < exchange.messages:
             paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
-            yield HaloRun(
+            yield HaloSegment(
                 calls[0].node.name,
                 calls[-1].node.name,
                 tuple(dict.fromkeys((paths[0], paths[-1]))),

@@ -14,7 +14,7 @@ import sympy
 from cost_models.graph_cost import graph_cost
 from partitioner.options.constraints import Constraints
 from partitioner.planner.constraints.axes import constrained_axes
-from partitioner.planner.costs.links import Pace
+from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
@@ -24,7 +24,7 @@ from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
 from passes.analysis.merge_axes import find_axes_to_cut, merge_short_axes
 from passes.graph.repeated_subgraphs import Folded, fold_repeats
-from passes.ir.comm.halo_strategy import HaloRun, ends_of
+from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
@@ -74,7 +74,7 @@ class CuttableModel:
         request: PlanRequest,
         *,
         differentiate: bool,
-        pace: Pace | None = None,
+        pace: ClockRate | None = None,
         hardware: Hardware | None = None,
     ) -> None:
         self._request, self._differentiate, self._pace, self._hardware = request, differentiate, pace, hardware
@@ -128,7 +128,7 @@ class CuttableModel:
         """The model for a mesh that cuts no axes."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
 
-    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloRun, ...] = ()) -> MeshCut:
+    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
 
         Args:
@@ -160,7 +160,7 @@ class CuttableModel:
             self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, differentiate=self._differentiate)
         return self._among_few[key]
 
-    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloRun, ...]) -> MeshCut:
+    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloSegment, ...]) -> MeshCut:
         chosen = self._choose(cutting, beside, limit)
         key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
         if key not in self._cuts:
@@ -421,7 +421,7 @@ class MeshCut:
     layouts: Layouts
     beside: bool = False
     gap: float | None = None
-    halos: tuple[HaloRun, ...] = ()
+    halos: tuple[HaloSegment, ...] = ()
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
         """What is cut as a plan says it: (axis of the whole model, mesh dimension).

@@ -32,7 +32,7 @@ from partitioner.planner.costs.collectives import (
 from partitioner.planner.costs.cut_points import CutPoints, find_cut_points
 from partitioner.planner.costs.decomposed_ops import with_written_out
 from partitioner.planner.costs.part_sizes import PartSizes
-from partitioner.planner.costs.transforms import RepeatedPrices, Unfolding, unfolding_of
+from partitioner.planner.costs.transforms import Expansion, RepeatedPrices, expansion_of
 from partitioner.planner.costs.unit_costs import PriceList, Prices, Triple
 from passes.analysis.axes import Axes
 from passes.autograd.recompute import Recompute
@@ -209,7 +209,7 @@ class PartGraph:
     graph: ModelGraph
     points: CutPoints
     whole: ModelGraph
-    unfolding: Unfolding | None = None
+    unfolding: Expansion | None = None
     known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
 
     @property
@@ -244,7 +244,7 @@ def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph]
     if folded.n_copies > 1:
         graph = prepare(folded.graph)
         points = _thinned(graph, folded)
-        unfolding = unfolding_of(points, _with_written(folded, graph), folded.following)
+        unfolding = expansion_of(points, _with_written(folded, graph), folded.following)
         if unfolding is not None:
             return PartGraph(graph, points, whole, unfolding)
     graph = prepare(whole)

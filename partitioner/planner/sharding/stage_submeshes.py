@@ -24,7 +24,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.options.limits import shared_by_unlike_stages
 from partitioner.planner.costs.collectives import Exchange, collectives_between
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.transforms import UnlikePrices
+from partitioner.planner.costs.transforms import SubmeshPrices
 from partitioner.planner.costs.unit_costs import Prices
 from partitioner.planner.pipeline.candidate import StageSums
 from partitioner.planner.sharding.model import MeshCut
@@ -36,7 +36,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.layout import Replicate, Shard
 from passes.ir.mesh import WIDTH, Mesh
 
-__all__ = ["UnlikePart", "unlike_part"]
+__all__ = ["SubmeshParts", "submesh_parts"]
 
 
 class _AtBorder(NamedTuple):
@@ -52,7 +52,7 @@ _WHOLE = _AtBorder(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
-class UnlikePart:
+class SubmeshParts:
     """The parts of a model for stages of unlike width.
 
     Attributes:
@@ -76,7 +76,7 @@ class UnlikePart:
         lists = {width: self._of_width(width, kinds, cost_model, optimizer, policy) for width in (1, *widths)}
         width_of = dict(zip(places, self.mesh.widths, strict=True))
         of_kind = [widths.index(width_of[kind]) for kind in kinds]
-        return UnlikePrices(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
+        return SubmeshPrices(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
 
     def _of_width(self, width: int, kinds: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute) -> Prices:
         return self.by_width[width].prices(kinds, cost_model, optimizer, policy, self.links[width])
@@ -165,7 +165,7 @@ class UnlikePart:
                 raise shared_by_unlike_stages(name, self.mesh.widths[0], self.mesh.widths[-1])
 
 
-def unlike_part(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *, differentiate: bool) -> UnlikePart:
+def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *, differentiate: bool) -> SubmeshParts:
     """The parts for a mesh whose stages are of unlike width.
 
     Args:
@@ -190,4 +190,4 @@ def unlike_part(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *, d
         place = mesh.widths.index(width) if width in mesh.widths else None
         found = links.at(mesh, mesh.widths.index(max(mesh.widths)) if place is None else place)
         between[width] = {name: found[name] for name in cutting.names}
-    return UnlikePart(mesh, parts, between)
+    return SubmeshParts(mesh, parts, between)

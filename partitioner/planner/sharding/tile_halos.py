@@ -11,14 +11,14 @@ from partitioner.planner.costs.links import LinkTable, places_of
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.halo_strategy import choose_halos
 from partitioner.planner.sharding.model import MeshCut
-from passes.ir.comm.halo_strategy import HaloRun
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.mesh import TILES, Mesh
 
 __all__ = ["with_paid_halos"]
 
 
 def with_paid_halos(
-    cut: Callable[[tuple[HaloRun, ...]], MeshCut], mesh: Mesh, cluster: Cluster, request: PlanRequest, cost_model: CostModel
+    cut: Callable[[tuple[HaloSegment, ...]], MeshCut], mesh: Mesh, cluster: Cluster, request: PlanRequest, cost_model: CostModel
 ) -> MeshCut:
     """The cut of a mesh; of tiles, with the choice of how halos move.
 

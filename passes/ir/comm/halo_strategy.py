@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["HaloRun", "Payment", "ends_of"]
+__all__ = ["HaloSegment", "Payment", "ends_of"]
 
 Payment = Literal["exchange", "overlap", "recompute"]
 """Halos move in front of every call that needs one, which waits; or which computes its interior meanwhile; or a wider halo moves once, and
@@ -14,7 +14,7 @@ both neighbours compute the rows between."""
 
 
 @dataclass(frozen=True)
-class HaloRun:
+class HaloSegment:
     """Calls that follow each other, of which several read beyond a rank's own part.
 
     Attributes:
@@ -39,6 +39,6 @@ class HaloRun:
     recompute_time: float
 
 
-def ends_of(runs: Iterable[HaloRun], payment: Payment) -> tuple[tuple[str, str], ...]:
+def ends_of(runs: Iterable[HaloSegment], payment: Payment) -> tuple[tuple[str, str], ...]:
     """The first and the last call of every run that pays so."""
     return tuple((run.first, run.last) for run in runs if run.payment == payment)

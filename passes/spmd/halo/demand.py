@@ -14,11 +14,11 @@ from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, united
 from passes.spmd.halo.call_tiles import TileCall, tile_call
 
-__all__ = ["Keeping", "demand", "tiles_of", "what_to_keep"]
+__all__ = ["CheckpointSelection", "demand", "tiles_of", "what_to_keep"]
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CheckpointSelection:
     """What is kept.
 
     Attributes:
@@ -46,12 +46,12 @@ class _Keeper:
         self._swept: set[fx.Node] = set()
         self._statistics: set[fx.Node] = set()
 
-    def plan(self) -> Keeping:
+    def plan(self) -> CheckpointSelection:
         for node in self._graph.computing_nodes():
             self._decide(node)
         for node in returned_values(self._graph.graph.output_node()):
             self._keep(node)
-        return Keeping(self._calls, frozenset(self._whole), frozenset(self._swept), frozenset(self._statistics))
+        return CheckpointSelection(self._calls, frozenset(self._whole), frozenset(self._swept), frozenset(self._statistics))
 
     def _keep(self, node: fx.Node) -> None:
         """What somebody needs whole."""
@@ -83,7 +83,7 @@ class _Keeper:
         return bytes_of(node.meta["val"], self._graph.batch, self._graph.batch_size) <= self._budget
 
 
-def what_to_keep(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> Keeping:
+def what_to_keep(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> CheckpointSelection:
     """Keep whole what is no larger than a budget of bytes, and what somebody needs whole."""
     return _Keeper(graph, axes, grid, budget).plan()
 
