@@ -24,6 +24,7 @@ from passes.ir.errors import (
     VerificationError,
 )
 from passes.ir.plan import Plan
+from passes.rules.registry import register_rule
 
 __all__ = [
     "Cluster",
@@ -46,4 +47,5 @@ __all__ = [
     "draw_weight",
     "partition",
     "register_optimizer",
+    "register_rule",
 ]
