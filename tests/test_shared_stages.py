@@ -247,7 +247,7 @@ def test_stages_of_one_rank_each_are_a_pipeline_as_ever() -> None:
         ({"data": (2, 1)}, {}, r"only stages have unlike numbers of ranks"),
         ({"model": (2, 1)}, {}, r"only stages have unlike numbers of ranks"),
         ({"pipeline": (2, 1)}, {"schedule": "ZBV"}, "GPipe, 1F1B or ZB1P"),
-        ({"pipeline": (2, 1)}, {"stages_per_device": 2}, "take turns"),
+        ({"pipeline": (2, 1)}, {"stages_per_device": 2}, "cannot be combined with replicated stages"),
         ({"pipeline": (2, 1)}, {"n_microbatches": 1}, "2 ranks take turns at a stage, and there is 1 microbatch"),
     ],
 )
