@@ -262,9 +262,6 @@ def prove(lowered: Lowered, target: Target) -> Lowered:
     return lowered
 
 
-PLACED = ("gradients", "inputs", "inline")
-"""What ``place`` reads. It rewrites the programs that ``emit`` wrote, so that each such target has programs of its own."""
-
 PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
     Phase("tile", tile),
@@ -273,11 +270,11 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("shard", shard, ("results", "rows")),
     Phase("split", split, ("devices", "pipelines")),
     Phase("differentiate", differentiate, ("differentiation", "share")),
-    Phase("emit", emit, ("kind", "n_microbatches", "schedule", "loss", "given", *PLACED)),
-    Phase("place", place, PLACED),
-    Phase("verify", prove),
+    Phase("emit", emit, None),
+    Phase("place", place, None),
+    Phase("verify", prove, None),
 )
-"""The order, and what of a target each phase reads."""
+"""The order, and what of a target each phase reads. Programs are made anew, because ``place`` rewrites what ``emit`` wrote."""
 
 
 class Lowerer:

@@ -1,4 +1,4 @@
-"""Stages that several ranks take turns at: what they cannot compute."""
+"""What a plan cannot combine: stages on several ranks with what these cannot compute, submeshes of unlike shape with shared parameters."""
 
 from __future__ import annotations
 

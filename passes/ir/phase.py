@@ -33,12 +33,12 @@ class Phase(Generic[State, Request]):
     Attributes:
         name: of the phase, in reports.
         apply: gives the state after the phase; the same object where there was nothing to do.
-        reads: the fields of the request that decide the result.
+        reads: the fields of the request that decide the result; None: it is made anew for each request, as are those of later phases.
     """
 
     name: str
     apply: Callable[[State, Request], State]
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] | None = ()
 
 
 class PhaseRunner(Generic[State, Request]):
@@ -56,12 +56,16 @@ class PhaseRunner(Generic[State, Request]):
 
     def after(self, name: str, request: Request) -> State:
         """Return the state after a phase, running what has not run for such a request."""
-        state, key = self._start, []
+        state: State = self._start
+        key: tuple[Hashable, ...] | None = ()
         for phase in self._phases:
-            key.append((phase.name, *(getattr(request, field) for field in phase.reads)))
-            known = self._known.get(tuple(key))
-            state = self._run(phase, state, request) if known is None else known
-            self._known[tuple(key)] = state
+            if key is None or phase.reads is None:
+                key, state = None, self._run(phase, state, request)
+            else:
+                key = (*key, phase.name, *(getattr(request, field) for field in phase.reads))
+                if key not in self._known:
+                    self._known[key] = self._run(phase, state, request)
+                state = self._known[key]
             if phase.name == name:
                 return state
         raise KeyError(name)
