@@ -426,7 +426,7 @@ def _wait_for_rows(path: Path, count: int, process: Any) -> None:
 
 
 def _kept_sweep(path: Path | None, many: bool) -> Results:
-    more = {"microbatches": [1, 2, 4, 8], "schedules": ["GPipe", "1F1B"]} if many else {}
+    more = {"microbatches": [1, 2, 4, 8], "schedules": ["GPipe", "1F1B"]} if many else {"microbatches": [1, 2, 4]}
     return small_sweep(path, modes=["data", "pipeline", "fsdp", "model"], clusters="h100:1x4", workers=2, **more)
 
 
