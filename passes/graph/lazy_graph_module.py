@@ -5,7 +5,7 @@ and no program runs by that ``forward``: writing it was two fifths of the time f
 
 Pause cyclic garbage collection while large graphs are built.
 
-What such work makes, hundreds of thousands of small objects, mostly lives to its end. To look for garbage among them, again and again,
+Building them makes hundreds of thousands of small objects, most of which live to the end. Collecting cycles among them, again and again,
 takes a third of the time of planning and of lowering, and half of that of a simulation.
 """
 

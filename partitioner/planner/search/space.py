@@ -96,7 +96,7 @@ def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, m
 
 
 def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> int:
-    """How many ranks could take turns at a stage."""
+    """How many ranks a round-robin replicated stage could have."""
     kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
     is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
     if len(cluster.devices) > _MOST_SHARING or not is_shared or request.constraints.device_map is not None:

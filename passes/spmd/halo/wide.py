@@ -124,7 +124,7 @@ class TileRegions:
                 yield found
             elif not may_lack:
                 raise ConfigError(
-                    f"the plan names how the calls from {first!r} to {last!r} pay for halos, and no such calls of this model follow "
+                    f"the plan names a halo strategy for the calls from {first!r} to {last!r}, and no such calls of this model follow "
                     "each other",
                     remedy="make the plan again: it is for another model, or another version of it",
                 )
