@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import partition
+from partitioner import PartitionWarning, partition
 
 X = torch.randn(6, 8, dtype=torch.float64)
 
@@ -128,6 +128,33 @@ def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: s
     expected = model(x)
     torch.manual_seed(5)
     torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
+
+
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.transpose(-1, -2), 0.4)
+
+
+def channels_last(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 8, 4), (4, 3, 8, 5), (2, 3, 4, 5), (1, 3, 4, 5)])  # sizes of 4: traced with another batch size
+@pytest.mark.parametrize("mode", ["model", "data"])
+def test_numbers_lie_as_the_memory_of_a_channels_last_input_does(shape: tuple[int, ...], mode: str) -> None:
+    model, x = Dropped(), channels_last(*shape)
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
+    torch.manual_seed(5)
+    expected = model(x)
+    torch.manual_seed(5)
+    assert torch.equal(pm(x), expected)
+
+
+def test_an_input_in_another_memory_format_than_the_traced_is_reported() -> None:
+    pm = partition(Dropped(), devices=2, mode="data", example_inputs=(torch.randn(4, 3, 8, 5, dtype=torch.float64),))
+    with pytest.warns(PartitionWarning, match=r"x has its dimensions in the order \(0, 2, 3, 1\) in memory, and was traced with") as found:
+        pm(channels_last(4, 3, 8, 5))
+    assert "x.contiguous()" in str(found[0].message)
 
 
 def test_microbatches_draw_their_own() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
 
 from partitioner.options.batch_rows import RowParts
 from passes.analysis.row_statistics import values_per_channel
 from passes.ir.comm.microbatch import microbatch_sizes
-from passes.ir.errors import ConfigError, PartitionWarning, Place
+from passes.ir.errors import ConfigError, PartitionWarning, Place, level_of_caller
 from passes.ir.graph import ModelGraph, RowMixing
 from passes.ir.plan import Plan
 
@@ -37,20 +36,7 @@ def warn_of_microbatches(graph: ModelGraph, plan: Plan) -> None:
     """Emit one PartitionWarning, at the line that called ``partition``, where microbatches change the model's numbers."""
     effects = microbatch_effects(graph.mixing, plan.n_microbatches)
     if effects:
-        warnings.warn(
-            "BatchNorm under microbatches: " + "; ".join(effects) + f"\n  remedy: {_REMEDY}", PartitionWarning, _level_of_caller()
-        )
-
-
-def _level_of_caller() -> int:
-    """Count the frames up to the first one outside of this package, as ``stacklevel`` of the function that asks."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_OWN = ("partitioner", "passes")
+        warnings.warn("BatchNorm under microbatches: " + "; ".join(effects) + f"\n  remedy: {_REMEDY}", PartitionWarning, level_of_caller())
 
 
 def check_values_per_channel(graph: ModelGraph, plan: Plan, parts: RowParts, batch: int, count: int) -> None:

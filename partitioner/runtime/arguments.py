@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils import _pytree as pytree
 from partitioner.options.batch_rows import RowParts
 from partitioner.tracing.inputs.flatten import check_dense
 from passes.ir.checked_arguments import described
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
+from passes.normalize.draw_order import memory_order
 
 __all__ = [
     "BoundInputs",
@@ -124,6 +126,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
         if leaf.batch_dim is not None:
             batches[leaf.name] = _batch(graph, leaf, value)
         _check_sizes(graph, leaf, value, any_batch)
+        _warn_of_memory_order(leaf, value)
         if leaf.placeholder is not None:
             tensors[leaf.placeholder] = value
     return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking))
@@ -241,6 +244,20 @@ def _check_values(name: str, tensor: Tensor) -> None:
     if tensor.device.type == "meta":
         raise ConfigError(f"{name} is on the meta device: it has no values", remedy="pass a tensor that has")
     check_dense(name, tensor)
+
+
+def _warn_of_memory_order(leaf: Input, value: Tensor) -> None:
+    """Emit a PartitionWarning for an input whose memory is ordered unlike the traced one's where the model draws random numbers."""
+    order = tuple(memory_order(value))
+    if leaf.memory_order in (None, order):
+        return
+    warnings.warn(
+        f"{leaf.name} has its dimensions in the order {order} in memory, and was traced with {leaf.memory_order}: the model draws random "
+        f"numbers (dropout ...) in the order of memory, so other elements get them than in the unpartitioned model\n"
+        f"  remedy: {leaf.name}.contiguous(), or partition again with example inputs in the memory format of the calls",
+        PartitionWarning,
+        stacklevel=level_of_caller(),
+    )
 
 
 def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:

@@ -19,6 +19,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.graph import Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
+from passes.normalize.draw_order import draws, memory_order
 from passes.normalize.order import ExportedGraph, normalize
 
 __all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
@@ -44,7 +45,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
         buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
         constants=lifted.constants,
         aliases={name: other for name, other in first.items() if name != other},
-        inputs=_inputs(exported, lifted, renamed),
+        inputs=_inputs(exported, lifted, renamed, draws(normal.graph)),
         input_tree=exported.inputs.tree,
         outputs=(),
         output_tree=exported.program.call_spec.out_spec,
@@ -98,7 +99,7 @@ def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch
     return value
 
 
-def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str]) -> tuple[Input, ...]:
+def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], random: bool) -> tuple[Input, ...]:
     values = {node.name: node.meta.get("val") for node in exported.program.graph.nodes if node.op == "placeholder"}
     dimensions = dict(exported.layout.dimensions)
     inputs = []
@@ -108,7 +109,8 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str]) -> t
             continue
         value = values[placeholder]
         shape = tuple(size_of(size) for size in value.shape)
-        inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, dimensions.get(index)))
+        order = tuple(memory_order(value)) if random else None
+        inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, dimensions.get(index), order))
     return tuple(inputs)
 
 

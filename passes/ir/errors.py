@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 __all__ = [
@@ -13,7 +14,10 @@ __all__ = [
     "Place",
     "TraceError",
     "VerificationError",
+    "level_of_caller",
 ]
+
+_OWN = ("partitioner", "passes", "cost_models")
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,11 @@ class CommunicationError(PartitionError):
 
 class VerificationError(PartitionError):
     """The programs of the ranks do not fit together; names the nodes."""
+
+
+def level_of_caller() -> int:
+    """Count the frames up to the first one outside of these packages, as ``stacklevel`` of a warning of the function that asks."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
+        frame, level = frame.f_back, level + 1
+    return level

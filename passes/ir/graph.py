@@ -35,6 +35,7 @@ class Input:
         shape: sizes with the batch as a sympy expression; empty for a constant.
         dtype: None for a constant.
         batch_dim: the dimension that holds the batch; None when it has none.
+        memory_order: its dimensions, outermost in memory first, in a graph that draws random numbers; None in others.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Input:
     shape: tuple[int | sympy.Expr, ...]
     dtype: torch.dtype | None
     batch_dim: int | None
+    memory_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_at
 
-__all__ = ["FILLED", "draw_in_memory_order", "normal_in_turn"]
+__all__ = ["FILLED", "draw_in_memory_order", "draws", "memory_order", "normal_in_turn"]
 
 aten = torch.ops.aten
 
@@ -41,9 +41,14 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
         filled = node.meta.pop(FILLED, node.meta.get("val"))
         if packet(node.target) not in _FILLING:
             continue
-        order = _memory_order(filled)
+        order = memory_order(filled)
         if order != sorted(order) or (packet(node.target) in _NORMAL and not _of_numbers(filled).is_contiguous()):
             _permute(graph, node, order)
+
+
+def draws(graph: fx.Graph) -> bool:
+    """Whether a graph has draws whose numbers lie in the order of memory."""
+    return any(node.target == normal_in_turn or packet(node.target) in _FILLING for node in graph.nodes)
 
 
 def _of_numbers(value: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ def _of_numbers(value: Tensor) -> Tensor:
     return torch.empty_strided(sizes, strides, device="meta")
 
 
-def _memory_order(value: Tensor) -> list[int]:
+def memory_order(value: Tensor) -> list[int]:
     """The dimensions of a value, outermost in memory first, as memory that is allocated like it has them."""
     like = torch.empty_like(_of_numbers(value))
     if like.is_contiguous():  # dimensions of size one have any stride

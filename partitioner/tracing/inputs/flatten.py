@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
+from passes.normalize.draw_order import memory_order
 
 __all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "leaf_paths", "output_names"]
 
@@ -78,9 +79,16 @@ class ModelInputs:
         for index, dimension in layout.dimensions:
             leaf = resized[index]
             if leaf.shape[dimension] != size:
-                shape = [size if each == dimension else other for each, other in enumerate(leaf.shape)]
-                resized[index] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+                resized[index] = _resized(leaf, dimension, size)
         return replace(self, leaves=tuple(resized))
+
+
+def _resized(leaf: Tensor, dimension: int, size: int) -> Tensor:
+    """A new tensor of another size in one dimension, its dimensions in the same order in memory."""
+    order = memory_order(leaf)
+    shape = [size if each == dimension else leaf.shape[each] for each in order]
+    rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    return rows.permute(sorted(range(leaf.dim()), key=order.__getitem__)).requires_grad_(leaf.requires_grad)
 
 
 @dataclass(frozen=True)
