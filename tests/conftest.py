@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.golden_text import Golden
-from tests.processes import Workers
+from tests.support.golden_text import Golden
+from tests.support.processes.processes import Workers
 
 settings.register_profile("partitioner", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("partitioner")  # timings never decide a test, and a failure comes back on the next run
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
-        elif item.nodeid.startswith("tests/architecture/"):
+        elif item.nodeid.startswith("tests/project/architecture/"):
             item.add_marker(pytest.mark.xdist_group("architecture"))
         if item.nodeid in LONG_TESTS:
             item.add_marker(pytest.mark.slow)
@@ -49,7 +49,7 @@ def _refuse_unknown(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/golden")
+    parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/support/golden")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
     """Processes for so many ranks, started when first asked for. With two, the script has initialised torch.distributed itself."""
-    from tests.torchrun_cases import take_existing_group  # noqa: PLC0415  the models that it builds are slow to import
+    from tests.support.processes.torchrun_cases import take_existing_group  # noqa: PLC0415  the models that it builds are slow to import
 
     running: dict[int, Workers] = {}
 
@@ -79,5 +79,5 @@ def workers() -> Iterator[Callable[[int], Workers]]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """Compare a text with the one that is kept; see ``tests.golden_text``."""
+    """Compare a text with the one that is kept; see ``tests.support.golden_text``."""
     return Golden(update=request.config.getoption("--update-golden"))

@@ -1,0 +1,111 @@
+"""Predicted memory beside that of a run: every storage that the operators of a training step make, for as long as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.live_storages import LiveStorages
+from partitioner import PartitionedModel, partition
+from partitioner.runtime import embedded
+from partitioner.runtime.state import gradient_slots
+from passes.spmd.shards import Block
+from tests.support.models.attention.gpt import VOCABULARY, Gpt
+
+ROWS, LENGTH, WIDTH = 16, 6, 48
+
+
+def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """For each rank, the most bytes that a step makes and holds, as if it had a process to itself.
+
+    What one rank sends another is copied, as between devices. Of a parameter that ranks share here, each holds the gradient of its
+    block; the one ``.grad`` that adds these up is of no rank.
+    """
+    counter = LiveStorages()
+    advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._added
+    gradients_of_blocks: list[Tensor] = []
+
+    def counted(rank: int, *rest: Any) -> None:
+        counter.rank = rank
+        advance(rank, *rest)
+
+    def copied(self: Any, tensor: Tensor, destination: int, tag: int) -> None:
+        counter.rank = destination
+        copy = tensor.clone()
+        counter.rank = self.rank
+        send(self, copy, destination, tag)
+
+    def added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
+        rank = counter.rank
+        if block is not None:
+            gradients_of_blocks.append(gradient)
+            counter.rank = -1
+        try:
+            return add(total, gradient, block, parameter)
+        finally:
+            counter.rank = rank
+
+    monkeypatch.setattr(gradient_slots, "_added", added)
+    monkeypatch.setattr(embedded, "_advance", counted)
+    monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
+    with counter:
+        step()
+    return {rank: peak for rank, peak in counter.peaks.items() if rank >= 0}
+
+
+def measured_step(pm: PartitionedModel, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What ``measured`` says of a training step that is not the first and finds no gradients."""
+
+    def step() -> None:
+        pm.train_step(x, target=target, loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()))
+
+    step()
+    for parameter in pm.parameters():
+        parameter.grad = None
+    return measured(step, monkeypatch)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt(WIDTH, 4, 4)
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, VOCABULARY))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
+    "one device": (gpt, 1, "model", {}),
+    "1F1B": (gpt, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 8}),
+    "GPipe, all recomputed": (gpt, 2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8, "recompute": "full"}),
+    "zero bubble": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 8}),
+    "interleaved": (gpt, 2, "pipeline", {"schedule": "Interleaved1F1B", "n_microbatches": 8}),
+    "data": (gpt, 2, "data", {}),
+    "gathered parameters": (gpt, 2, "fsdp", {}),
+    "gathered parameters, four ranks": (gpt, 4, "fsdp", {}),
+    "cut gradients": (gpt, 2, "zero2", {}),
+    "tensor": (gpt, 2, "tensor", {}),
+    "mesh": (gpt, 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
+    "convolutions": (convolutions, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 4}),
+}
+FAST = ("1F1B", "tensor", "convolutions")
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_peak_is_that_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 %: gradients, activations, communication, and what operators need in between."""
+    build, devices, mode, options = CASES[name]
+    x = torch.randint(VOCABULARY, (ROWS, LENGTH)) if build is gpt else torch.randn(ROWS, 3, 16, 16)
+    target = torch.randint(VOCABULARY, (ROWS, LENGTH) if build is gpt else (ROWS,))
+    pm = partition(build(), devices, mode, example_inputs=(x,), optimizer="adamw", progress=False, **options)
+    found = measured_step(pm, x, target, monkeypatch)
+    for rank, memory in enumerate(pm.simulate().memory):
+        given = x.nbytes if "input_1" in pm.programs()[rank].placeholders or "tokens" in pm.programs()[rank].placeholders else 0
+        assert memory.peak - memory.parameters - memory.optimizer == pytest.approx(found[rank] + given, rel=0.05)

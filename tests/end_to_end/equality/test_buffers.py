@@ -1,0 +1,121 @@
+"""Buffers are after a step, and after a call, what the model makes of them, whatever cuts the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import ConfigError, PartitionWarning, partition
+from partitioner.tracing.trace import trace
+from passes.ir.errors import PartitionError
+from tests.end_to_end.equality.test_mutation import MODES
+from tests.support.running.writing_models import BUFFERS, Layers, assert_trains_as_original, example, refusal
+
+
+class UnreadNorm(nn.Module):
+    """Batch normalisation that is called for its statistics alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        self.norm(y)
+        z: Tensor = self.last(y.tanh())
+        return z
+
+
+def spectral(normalize: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(normalize(nn.Linear(8, 16)), nn.Tanh(), normalize(nn.Linear(16, 16)), nn.Tanh(), normalize(nn.Linear(16, 8)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda name=name: Layers(*BUFFERS[name])) for name in BUFFERS},  # type: ignore[misc]
+    "spectral_norm": lambda: spectral(nn.utils.spectral_norm),
+    "spectral_norm_parametrization": lambda: spectral(nn.utils.parametrizations.spectral_norm),
+    "unread_norm": UnreadNorm,
+}
+
+
+def model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "mode", "options"),
+    [
+        ("unread_norm", 2, "data", {}),
+        ("cache", 2, "data", {}),
+        ("cache", 2, "fsdp", {}),
+        ("average", 2, "tensor", {}),
+        ("average", 2, "pipeline", {"n_microbatches": 4}),
+        pytest.param("assigned", 2, "pipeline", {"n_microbatches": 3, "schedule": "GPipe"}, marks=pytest.mark.slow),
+        pytest.param("sum", 2, "data", {}, marks=pytest.mark.slow),
+        ("count", 3, {"pipeline": (2, 1)}, {"n_microbatches": 4, "recompute": "full"}),
+        pytest.param("maximum", 2, "data", {}, marks=pytest.mark.slow),
+        ("spectral_norm", 2, "pipeline", {"n_microbatches": 4}),
+        pytest.param("spectral_norm_parametrization", 2, "pipeline", {"n_microbatches": 2, "schedule": "ZB1P"}, marks=pytest.mark.slow),
+    ],
+)
+def test_buffers_are_what_the_model_makes_them(name: str, devices: int, mode: Any, options: dict[str, Any]) -> None:
+    assert_trains_as_original(model(name), devices, mode, **options)
+
+
+@pytest.mark.parametrize("name", ["average_read", "cache", "maximum", "sum"])
+def test_a_buffer_that_no_combination_of_microbatches_gives_is_refused_by_name(name: str) -> None:
+    error = refusal(model(name), 2, "pipeline", n_microbatches=2)
+    assert isinstance(error, ConfigError)
+    assert "cannot be cut into 2 microbatches" in error.problem
+    if name != "average_read":
+        assert "the new value of buffer n" in error.problem
+    assert "n_microbatches=1" in str(error.remedy)
+
+
+def test_what_becomes_of_a_buffer_over_microbatches_is_known() -> None:
+    def updates(name: str) -> dict[str, str]:
+        traced = model(name).double()
+        return dict(trace(traced, (example(traced),)).updates)
+
+    assert updates("average") == {"b_n": "mean"}
+    assert updates("count") == {"b_count": "same"}
+    assert updates("maximum") == {"b_n": "mixed"}
+    assert set(updates("spectral_norm").values()) == {"same"}
+
+
+def test_steps_are_counted_once_a_call() -> None:
+    """The one buffer of batch normalisation that does not depend on rows."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    with pytest.warns(PartitionWarning):
+        pm = partition(net, 2, "pipeline", example_inputs=(torch.zeros(8, 8),), n_microbatches=4)
+    for _ in range(2):
+        pm.train_step(torch.randn(8, 8), target=torch.zeros(8, 8), loss_fn=nn.functional.mse_loss)
+    assert pm.full_state_dict()["1.num_batches_tracked"] == 2
+
+
+def test_evaluation_writes_no_buffer() -> None:
+    for name in ("unread_norm", "spectral_norm"):
+        net = model(name).double().eval()
+        pm = partition(net, 2, "pipeline", example_inputs=(example(net),), n_microbatches=2)
+        pm(example(net))
+        for key, value in net.named_buffers():
+            torch.testing.assert_close(pm.full_state_dict()[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mode_leaves_the_buffers_of_the_model_or_refuses(name: str, recompute: str) -> None:
+    for devices, mode, options in MODES:
+        microbatched = options.get("n_microbatches", 1) > 1
+        if "tile" in str(mode) or (name == "unread_norm" and microbatched):
+            continue
+        error = refusal(model(name), devices, mode, recompute=recompute, **options)
+        if error is not None:
+            assert isinstance(error, PartitionError)
+            assert microbatched, error

@@ -1,0 +1,181 @@
+"""Partitioned training equals the training of the model in one piece: every case, on 2, 3 and 4 devices, under every schedule.
+
+The full matrix is marked slow. What always runs is a diagonal through it: every number of devices with every schedule, each with
+another case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from torch import Tensor, nn
+
+from tests.support.models.case import Case, Instance
+from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.transparency import (
+    N_MICROBATCHES,
+    Steps,
+    backward_steps,
+    compare,
+    compare_gradients,
+    compare_values,
+    first_difference,
+    make_partitioned,
+    partitioned_steps,
+    reference_sizes,
+    reference_steps,
+)
+
+DEVICES = (2, 3, 4)
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV", "DualPipeV")
+FLOAT32_TOLERANCE = 1e-5
+"""Sums over a batch in another order: a few tens of units in the seventh digit, relative to the largest element."""
+
+
+def matrix() -> list[ParameterSet]:
+    """All of (case, devices, schedule); slow but for the diagonal, until every pair of devices and schedule is met."""
+    n_pairs = len(DEVICES) * len(SCHEDULES)
+    found = []
+    for row, case in enumerate(ZOO):
+        diagonal = (DEVICES[row % 3], SCHEDULES[(row + row // 6) % 6])
+        for devices, schedule in itertools.product(DEVICES, SCHEDULES):
+            marks = () if (devices, schedule) == diagonal and row < n_pairs else (pytest.mark.slow,)
+            found.append(pytest.param(case, devices, schedule, marks=marks, id=f"{case.name}-{devices}-{schedule}"))
+    return found
+
+
+def cases(*always: str) -> pytest.MarkDecorator:
+    """Every case of the zoo; slow but for those named."""
+    assert set(always) <= {case.name for case in ZOO}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=() if case.name in always else (pytest.mark.slow,), id=case.name) for case in ZOO]
+    )
+
+
+@pytest.mark.parametrize(("case", "devices", "schedule"), matrix())
+def test_training(case: Case, devices: int, schedule: str) -> None:
+    assert first_difference(case, devices=devices, mode="pipeline", schedule=schedule) is None
+
+
+def test_the_diagonal_meets_every_schedule_on_every_number_of_devices() -> None:
+    always = {tuple(parameters.values[1:]) for parameters in matrix() if not parameters.marks}
+    assert always == {(devices, schedule) for devices in DEVICES for schedule in SCHEDULES}
+
+
+@cases("batch_norm_convolution", "nested_outputs", "gpt2_with_cache", "resnet", "t5")
+def test_forward_in_evaluation(case: Case) -> None:
+    instance = case.build()
+    instance.model.eval()
+    pm = make_partitioned(instance, devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
+    with torch.no_grad():
+        reference = instance.model(*instance.args, **instance.kwargs)
+        assert compare_values(reference, pm(*instance.args, **instance.kwargs), case.tolerance) is None
+
+
+@cases("nested_outputs", "bert", "batch_norm_convolution")
+def test_backward_as_any_module(case: Case) -> None:
+    reference = reference_steps(case, microbatch_sizes=reference_sizes(case))
+    other = backward_steps(case, devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
+    assert compare(reference, other, case.tolerance) is None
+
+
+@cases("batch_norm_convolution", "shared_layer")
+def test_model_parallel(case: Case) -> None:
+    assert first_difference(case, n_microbatches=1, devices=3, mode="model") is None
+
+
+@pytest.mark.parametrize("batch_size", [9, 2, 1], ids=["nine_in_four", "two_in_four", "one_in_four"])
+@cases("batch_norm_convolution", "bert")
+def test_uneven_batch(case: Case, batch_size: int) -> None:
+    assert first_difference(case, batch_size=batch_size, devices=3, mode="pipeline", schedule="1F1B") is None
+
+
+@cases("unet", "nested_outputs")
+def test_one_partition_serves_every_batch_size(case: Case) -> None:
+    pm = make_partitioned(case.build(), devices=3, mode="pipeline", n_microbatches=case.microbatches(N_MICROBATCHES))
+    for batch_size in (1, 2, 5, 9, 16):
+        sizes = reference_sizes(case, batch_size)
+        reference = reference_steps(case, n_steps=1, batch_size=batch_size, microbatch_sizes=sizes)
+        instance = case.build(batch_size=batch_size)
+        pm.zero_grad()
+        loss = pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
+        difference = compare_values(reference.losses[0], loss.detach(), case.tolerance)
+        difference = difference or compare_gradients(reference.gradients[0], pm.full_gradients(), case.tolerance)
+        assert difference is None, f"batch of {batch_size}: {difference}"
+
+
+@cases("gpt", "group_norm_convolution")
+def test_float32(case: Case) -> None:
+    """One step, and not the weights after it: AdamW blows up what rounding leaves of a gradient that is zero, such as a key's bias's."""
+    reference = reference_steps(case, n_steps=1, microbatch_sizes=reference_sizes(case), dtype=torch.float32)
+    other = partitioned_steps(
+        case,
+        n_steps=1,
+        dtype=torch.float32,
+        devices=4,
+        mode="pipeline",
+        schedule="ZB1P",
+        n_microbatches=case.microbatches(N_MICROBATCHES),
+    )
+    assert compare(dataclasses.replace(reference, state={}), dataclasses.replace(other, state={}), FLOAT32_TOLERANCE) is None
+
+
+def test_gradients_accumulate_until_they_are_cleared() -> None:
+    case = case_named("shared_layer")
+    instance = case.build()
+    pm = make_partitioned(instance, devices=2, mode="pipeline", n_microbatches=N_MICROBATCHES)
+    once = reference_steps(case, n_steps=1).gradients[0]
+    twice = {name: None if gradient is None else 2 * gradient for name, gradient in once.items()}
+    for expected in (once, twice):
+        pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn)
+        assert compare_gradients(expected, pm.full_gradients(), case.tolerance) is None
+    pm.zero_grad()
+    assert all(gradient is None for gradient in pm.full_gradients().values())
+
+
+def test_a_loss_that_sums() -> None:
+    case = case_named("residual")
+    instance = case.build()
+
+    def squared_error(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target, reduction="sum")
+
+    pm = make_partitioned(instance, devices=3, mode="pipeline", n_microbatches=3)
+    loss = pm.train_step(*instance.args, target=instance.target, loss_fn=squared_error, loss_reduction="sum")
+    expected = squared_error(instance.model(*instance.args), instance.target)
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in instance.model.named_parameters()}
+    assert compare_values(expected.detach(), loss.detach(), case.tolerance) is None
+    assert compare_gradients(gradients, pm.full_gradients(), case.tolerance) is None
+
+
+def test_dropout_draws_the_mask_of_the_model_in_one_piece() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Dropout(0.3))]
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    pm = make_partitioned(Instance(model, (x,), {}, None), devices=3, mode="model")
+    torch.manual_seed(7)
+    expected = model(x)
+    torch.manual_seed(7)
+    assert compare_values(expected.detach(), pm(x).detach(), 1e-12) is None
+
+
+@pytest.mark.parametrize(
+    ("gradient", "apart", "alike"), [(1e-18, 5e-12, True), (1e-18, 1e-9, False), (1e-2, 5e-12, False)], ids=["rounding", "more", "not zero"]
+)
+def test_what_rounding_moves_is_no_difference(gradient: float, apart: float, *, alike: bool) -> None:
+    """AdamW moves a weight by what is left of a gradient that is zero; beside one whose gradient is not, nothing is allowed for it."""
+
+    def steps(sign: int) -> Steps:
+        bias, weight = torch.full((2,), sign * gradient, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        if gradient > 1e-9:
+            bias = bias.abs()
+        state = {"bias": torch.full((2,), sign * apart / 2, dtype=torch.float64), "weight": weight}
+        return Steps((torch.ones(()),) * 3, ({"bias": bias, "weight": weight},) * 3, state)
+
+    assert (compare(steps(1), steps(-1), 1e-9) is None) == alike

@@ -1,0 +1,251 @@
+"""The commands beyond planning: what they write for machines, pictures, sweeps, completion; golden texts of three of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from partitioner import partition
+from partitioner.cli import main
+from partitioner.cli.completion import SHELLS, completion_script
+from partitioner.cli.run import EXIT_CODES, command_parser
+from partitioner.experiments.results.store import Store
+from passes.ir.plan import Plan
+from tests.support.golden_text import Golden
+
+NET = """
+import torch
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def factory():
+    return nn.Sequential(*(Residual() for _ in range(4))), (torch.zeros(16, 8),)
+"""
+
+SWEEP = """
+devices = [2, 4, 64]
+modes = ["data", "pipeline"]
+clusters = { fast = "h100:8x8" }
+workers = 0
+
+[models]
+net = "net.py:factory"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to be in, with a model and a sweep."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def printed(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """What a command prints that ends with a code, and complains of nothing if that is 0."""
+    capsys.readouterr()
+    assert main(shlex.split(line)) == code
+    output, complaint = capsys.readouterr()
+    assert (complaint == "") == (code == 0)
+    return output if code == 0 else complaint
+
+
+# -- golden texts ----------------------------------------------------------------------------------------------------------------------
+
+GOLDEN = {
+    "command_plan": "plan net.py:factory --devices 2 --mode pipeline --schedule 1F1B --microbatches 2 --cluster h100:1x2",
+    "command_inspect": "inspect net.py:factory --devices 2 --mode pipeline --schedule 1F1B --microbatches 2 --cluster h100:1x2 --rank 1",
+    "command_simulate": "simulate net.py:factory --devices 4 --mode data=2,tensor=2 --cluster h100:1x4",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_texts_of_commands(name: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
+    golden(name, printed(GOLDEN[name], capsys))
+
+
+# -- simulate --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_simulate_tells_what_the_model_tells(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "simulate net.py:factory --devices 2 --mode pipeline --microbatches 2 --cluster h100:1x2"
+    found = json.loads(printed(f"{line} --json", capsys))
+    names: dict[str, Any] = {}
+    exec(NET, names)  # noqa: S102  the text above
+    model, inputs = names["factory"]()
+    simulation = partition(model, 2, "pipeline", example_inputs=inputs, n_microbatches=2, cluster="h100:1x2").simulate()
+    assert found["step_time"] == simulation.step_time
+    assert found["peak_memory"] == list(simulation.peak_memory)
+    assert {(each["source"], each["destination"]): each["bytes"] for each in found["communication"]} == dict(simulation.communication)
+    printed(f"{line} --timeline step.svg", capsys)
+    assert (folder / "step.svg").read_text().startswith("<svg")
+    told = printed(f"{line} --timeline step.json --json numbers.json", capsys)
+    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert json.loads((folder / "numbers.json").read_text()) == found
+    assert told.endswith("timeline written to step.json\n\nsimulation written to numbers.json\n")
+
+
+def test_a_plan_is_simulated_on_another_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    printed("plan net.py:factory --devices 2 --mode data --cluster h100:1x2 --json plan.json", capsys)
+    times = [
+        json.loads(printed(f"simulate net.py:factory --devices 2 --plan plan.json --cluster {cluster} --json", capsys))["step_time"]
+        for cluster in ("h100:1x2", "v100:2x1")
+    ]
+    assert times[0] < times[1]
+
+
+# -- for machines ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.from_json(printed("plan net.py:factory --devices 2 --mode data --json", capsys))
+    assert plan.n_ranks == 2
+    assert json.loads(printed("check net.py:factory --devices 2 --mode data --json", capsys))["equal"] is True
+    assert len(json.loads(printed("sweep sweep.toml --store runs.db --json", capsys))) == 6
+    assert len(json.loads(printed("report runs.db --json", capsys))) == 6
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [("--format dot", "digraph"), ("--format svg", "<svg"), ("--output m.dot", "digraph"), ("--output m.svg --rank 1", "<svg")],
+)
+def test_inspect_draws(options: str, begins: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(f"inspect net.py:factory --devices 2 --mode pipeline --microbatches 2 {options}", capsys)
+    files = [path for path in folder.iterdir() if path.name.startswith("m.")]
+    assert (files[0].read_text() if files else text).startswith(begins)
+    assert not files or text == f"{files[0].suffix[1:]} written to {files[0].name}\n"
+
+
+def test_inspect_writes_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed("inspect net.py:factory --devices 2 --mode pipeline --microbatches 2 --output model.html", capsys)
+    assert (folder / "model.html").read_text().startswith("<!DOCTYPE html>")
+    assert "a page needs a file" in printed("inspect net.py:factory --devices 2 --format html", capsys, code=2)
+    assert "a page shows all ranks" in printed("inspect net.py:factory --devices 2 --rank 0 --output model.html", capsys, code=2)
+
+
+# -- sweep and report ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_kept_resumed_and_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = printed("sweep sweep.toml --store runs.db", capsys)
+    assert "6 placements, 1 failed\n" in first
+    rows = Store("runs.db").rows()
+    assert {(row.model, row.cluster, row.status) for row in rows if row.devices < 64} == {("net", "fast", "ok")}
+    assert "has 6 placements of this sweep already\n  remedy: resume" in printed("sweep sweep.toml --store runs.db", capsys, code=2)
+    assert printed("sweep sweep.toml --store runs.db --resume", capsys) == first
+    assert Store("runs.db").rows() == rows
+    told = printed("report runs.db --html out.html --csv rows.csv", capsys)
+    assert told == "html written to out.html\ncsv written to rows.csv\n"
+    assert "<h1>runs</h1>" in (folder / "out.html").read_text()
+    with (folder / "rows.csv").open(newline="") as file:
+        assert [row["key"] for row in csv.DictReader(file)] == [row.key for row in rows]
+    assert printed("report runs.db", capsys).endswith("6 placements, 1 failed\n")
+
+
+def test_a_sweep_takes_some_by_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(json.loads(printed("sweep sweep.toml --store runs.db --samples 2 --seed 3 --json", capsys))) == 2
+
+
+def test_a_sweep_of_failures_ends_with_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.toml").write_text(SWEEP.replace("[2, 4, 64]", "[64]").replace('"data", ', ""))
+    assert main(["sweep", "sweep.toml", "--store", "runs.db"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("devices = [", "the sweep file sweep.toml cannot be read: "),
+        (SWEEP.replace("modes", "moods"), "has an unknown 'moods'\n  remedy: did you mean modes? choose from models, devices"),
+        (SWEEP.replace("devices", "timeout"), "has no devices"),
+        ("devices = 2\nmodels = ['net.py:factory']", "have no names"),
+        (SWEEP.replace("net.py", "nowhere.py"), "there is no file nowhere.py"),
+        (SWEEP.replace('"data", ', '"sideways", '), "there is no mode 'sideways'"),
+    ],
+)
+def test_a_sweep_file_that_does_not_fit(text: str, problem: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.toml").write_text(text)
+    complaint = printed("sweep sweep.toml --store runs.db", capsys, code=2)
+    assert problem in complaint
+    assert "\n  remedy: " in complaint
+
+
+def test_a_report_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no store runs.db" in printed("report runs.db", capsys, code=2)
+    Store("runs.db").close()
+    assert "the sweep has no rows" in printed("report runs.db --html out.html", capsys, code=2)
+
+
+# -- how a process ends ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("a gear is loose"), 3)])
+def test_whatever_happens_is_told_in_words(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_arguments: Any, **_keywords: Any) -> nn.Module:
+        raise error
+
+    monkeypatch.setattr("partitioner.cli.partition_commands.partition", fails)
+    complaint = printed("plan net.py:factory --devices 2", capsys, code=code)
+    assert code in EXIT_CODES.values()
+    assert "Traceback" not in complaint
+    assert complaint.startswith("interrupted" if code == 130 else "error: RuntimeError: a gear is loose\n")
+
+
+# -- completion ------------------------------------------------------------------------------------------------------------------------
+
+
+def completed(shell: str, words: str) -> set[str]:
+    """What a shell offers for the last of some words."""
+    script = completion_script(command_parser(), shell)
+    ask = f'COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _partitioner; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_words() -> None:
+    assert completed("bash", "partitioner ''") == {"plan", "inspect", "simulate", "check", "sweep", "report", "completion"}
+    assert completed("bash", "partitioner si") == {"simulate"}
+    assert completed("bash", "partitioner plan net.py:factory --sch") == {"--schedule"}
+    assert completed("bash", "partitioner plan net.py:factory --schedule Z") == {"ZB1P", "ZBV"}
+    assert completed("bash", "partitioner inspect net.py:factory --format d") == {"dot"}
+    assert completed("bash", "partitioner completion f") == {"fish"}
+    # Nothing of ours where a file or a number is meant: the shell offers files.
+    assert completed("bash", "partitioner report ''") == set()
+    assert completed("bash", "partitioner sweep x --store ''") == set()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_scripts_name_every_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = printed(f"completion {shell}", capsys)
+    for option in ("devices", "timeline", "resume", "html"):
+        assert f"--{option}" in script or f"-l {option}" in script
+    interpreter = shutil.which(shell)
+    if interpreter is not None:
+        flag = "--no-execute" if shell == "fish" else "-n"
+        assert subprocess.run([interpreter, flag], input=script, text=True, capture_output=True, check=False).returncode == 0

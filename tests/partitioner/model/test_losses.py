@@ -1,0 +1,400 @@
+"""A loss is what it is said to be, or is refused: microbatches and ranks never change its number unsaid.
+
+The reference is the original model on the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partitioner import PartitionedModel, partition
+from partitioner.model.losses.reachable_state import loss_key
+from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from partitioner.schedules.clocks.unit_time import simulate
+from partitioner.schedules.forwards_first import forwards_first
+from passes.ir.errors import ConfigError
+from passes.ir.schedule import ActionKind
+from tests.support.processes import loss_cases as cases
+from tests.support.processes.loss_cases import MEANS, NEITHER, WIDTH, difference, labelled
+from tests.support.processes.processes import Workers
+
+MODES: dict[str, dict[str, Any]] = {
+    "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 3, "schedule": "1F1B"},
+    "data": {"devices": 2, "mode": "data"},
+    "mesh": {"devices": 4, "mode": {"fsdp": 2, "pipeline": 2}, "n_microbatches": 2},
+}
+
+
+def partitioned(**options: Any) -> PartitionedModel:
+    return partition(cases.model(), example_inputs=(labelled()[0],), **options)
+
+
+@pytest.fixture(scope="module", params=["pipeline", "data", pytest.param("mesh", marks=pytest.mark.slow)])
+def pm(request: pytest.FixtureRequest) -> PartitionedModel:
+    return partitioned(**MODES[request.param])
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> PartitionedModel:
+    return partitioned(**MODES["pipeline"])
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for name in {"pm", "pipeline"} & set(request.fixturenames):
+        request.getfixturevalue(name).zero_grad()
+
+
+def test_losses_of_all_rows_are_exact(pm: PartitionedModel) -> None:
+    x, target = labelled()
+    for name, loss_fn in {**MEANS, **NEITHER}.items():
+        assert difference(cases.model(), pm, loss_fn, x, target, loss_reduction="batch") is None, name
+
+
+def test_rows_of_ranks_and_microbatches_are_in_their_order() -> None:
+    x, target = labelled()
+    pm = partitioned(**MODES["mesh"])
+    for name in ("row_order", "weighted"):
+        assert difference(cases.model(), pm, NEITHER[name], x, target, loss_reduction="batch") is None, name
+    assert difference(cases.model(), pm, MEANS["ignored_labels"], x, target) is None
+
+
+def test_means_are_exact_without_saying_more(pm: PartitionedModel) -> None:
+    x, target = labelled()
+    for name, loss_fn in MEANS.items():
+        assert difference(cases.model(), pm, loss_fn, x, target) is None, name
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_what_is_no_mean_is_refused(pm: PartitionedModel, name: str) -> None:
+    x, target = labelled()
+    with pytest.raises(ConfigError, match="loss_fn is no mean over the rows") as raised:
+        pm.train_step(x, target=target, loss_fn=NEITHER[name])
+    assert 'loss_reduction="batch"' in str(raised.value)
+    assert all(parameter.grad is None for parameter in pm.parameters())
+
+
+def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
+    x, target = labelled()
+
+    def total(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t, reduction="sum")
+
+    with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
+        pm.train_step(x, target=target, loss_fn=total)
+    with pytest.raises(ConfigError, match="leave loss_reduction out"):
+        pm.train_step(x, target=target, loss_fn=F.cross_entropy, loss_reduction="sum")
+    with pytest.raises(ConfigError, match="loss_fn is no sum"):
+        pm.train_step(x, target=target, loss_fn=lambda o, t: total(o, t) + 1, loss_reduction="sum")
+    assert difference(cases.model(), pm, total, x, target, loss_reduction="sum") is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_takes_a_loss_of_all_rows(schedule: str) -> None:
+    x, target = labelled()
+    pm = partitioned(devices=2, mode="pipeline", n_microbatches=3, schedule=schedule)
+    assert difference(cases.model(), pm, NEITHER["weighted"], x, target, loss_reduction="batch") is None
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (2, 1)], ids=str)
+def test_ranks_that_share_a_stage(stages: tuple[int, ...]) -> None:
+    x, target = labelled()
+    pm = partitioned(devices=3, mode={"pipeline": stages}, n_microbatches=4)
+    assert difference(cases.model(), pm, NEITHER["contrastive"], x, target, loss_reduction="batch") is None
+    assert difference(cases.model(), pm, MEANS["ignored_labels"], x, target) is None
+
+
+def test_forwards_first_runs_wherever_the_schedule_does() -> None:
+    """The clock runs it, for which no rank may wait for ever; and all forwards of the last stage precede its backwards."""
+    for name in SCHEDULES:
+        for ranks in (1, 2, 4):
+            for microbatches in (1, 3, 8):
+                schedule = forwards_first(make_schedule(name, ranks, microbatches))
+                simulate(schedule)
+                for actions in schedule.actions:
+                    kinds = [action.kind is ActionKind.FORWARD for action in actions]
+                    assert kinds == sorted(kinds, reverse=True)
+                assert sorted(map(str, schedule)) == sorted(map(str, make_schedule(name, ranks, microbatches)))
+
+
+# -- what changes from step to step ------------------------------------------------------------------------------------------------
+
+
+def test_ignored_targets_count_by_what_is_left(pm: PartitionedModel) -> None:
+    """Whichever are ignored: none at first, then unequally many, all of one microbatch, all of them (no number, as in one piece)."""
+    x, target = labelled()
+    for ignored in ((), (0,), (0, 1, 2), (5, 6, 7), tuple(range(8))):
+        labels = target.clone()
+        labels[list(ignored)] = -100
+        assert difference(cases.model(), pm, F.cross_entropy, x, labels) is None, ignored
+
+
+def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
+    """Exact by rows while nothing is ignored; by all rows at once, and said so, or refused, from then on."""
+    x, target = labelled()
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t) + 0.1 * o.pow(2).mean()
+
+    assert difference(cases.model(), pm, loss_fn, x, target) is None
+    target[:3] = -100
+    with pytest.raises(ConfigError, match="unlike numbers of targets"):
+        pm.train_step(x, target=target, loss_fn=loss_fn)
+    assert difference(cases.model(), pm, loss_fn, x, target, loss_reduction="batch") is None
+
+
+def test_what_is_equal_today_may_differ_tomorrow(pm: PartitionedModel) -> None:
+    """A mask that is full on the first step proves nothing: the loss is taken of all rows, which is exact whatever the mask."""
+    x, _ = labelled()
+    full, partly = torch.ones(8, dtype=torch.bool), torch.tensor([1, 1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)
+
+    def masked(o: Tensor, t: Tensor) -> Tensor:
+        return (o.pow(2).mean(1) * t).sum() / t.sum()
+
+    with pytest.warns(UserWarning, match="cannot be proved to be a mean over rows .*div.* taken of all rows"):
+        assert difference(cases.model(), pm, masked, x, full) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert difference(cases.model(), pm, masked, x, partly) is None
+
+
+def test_rows_that_are_all_equal_hide_nothing(pm: PartitionedModel) -> None:
+    x, target = (each[:1].expand(8, *each.shape[1:]).contiguous() for each in labelled())
+    with pytest.raises(ConfigError, match="loss_fn is no mean"):
+        pm.train_step(x, target=target, loss_fn=NEITHER["largest"])
+
+
+def test_a_batch_of_one_row_and_microbatches_of_one(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    assert difference(cases.model(), pipeline, NEITHER["root_mean_square"], x[:1], target[:1]) is None  # nothing is cut
+    with pytest.raises(ConfigError, match="loss_fn is no mean"):
+        pipeline.train_step(x[:3], target=target[:3], loss_fn=NEITHER["root_mean_square"])
+
+
+def test_a_loss_that_values_decide(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    with pytest.warns(UserWarning, match="values of a tensor decide"):
+        found = difference(cases.model(), pipeline, lambda o, t: o.mean() if float(o.detach().sum()) < 1e9 else o.max(), x, target)
+    assert found is None
+
+
+def test_a_switch_that_a_loss_reads_is_seen(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    criterion = nn.CrossEntropyLoss()
+    assert difference(cases.model(), pipeline, criterion, x, target) is None
+    criterion.reduction = "sum"
+    with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
+        pipeline.train_step(x, target=target, loss_fn=criterion)
+
+
+def test_equal_functions_have_equal_keys() -> None:
+    def made(factor: float, weight: Tensor) -> Callable[..., Tensor]:
+        return lambda o, t: factor * (o * weight - t).pow(2).mean()
+
+    one, other = made(0.5, torch.ones(2)), made(0.5, torch.zeros(2))
+    assert loss_key(one) == loss_key(other)
+    assert loss_key(one) != loss_key(made(0.25, torch.ones(2)))
+    assert loss_key(one, exact=False) == loss_key(made(0.25, torch.ones(2)), exact=False)
+    assert loss_key(one, exact=False) != loss_key(made(-0.25, torch.ones(2)), exact=False)
+    assert loss_key(nn.MSELoss()) != loss_key(nn.MSELoss())
+
+
+# -- state -------------------------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A loss that counts its calls, in a buffer and outside of it, and reads the count."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.history: list[int] = []
+
+    def forward(self, o: Tensor, t: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(len(self.history))
+        return o.pow(2).mean() * len(self.history)
+
+
+def test_a_loss_with_a_state_is_called_once_a_step(pipeline: PartitionedModel) -> None:
+    """Neither what looks at a loss, nor the other microbatches, count as calls."""
+    x, target = labelled()
+    loss_fn, reference = Counting(), Counting()
+    with pytest.raises(ConfigError, match="changes what later calls read"):
+        pipeline.train_step(x, target=target, loss_fn=loss_fn)
+    for _ in range(2):
+        loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
+        torch.testing.assert_close(loss, reference(cases.model()(x), target).detach())
+    assert loss_fn.calls == reference.calls == 2
+    assert loss_fn.history == reference.history
+
+
+def test_random_numbers_are_as_many_as_without_a_proof(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    state = torch.get_rng_state()
+    pipeline.train_step(x, target=target, loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2))
+    with pytest.raises(ConfigError):
+        pipeline.train_step(x, target=target, loss_fn=lambda o, t: o.pow(2).mean().sqrt())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_scaler_inside(pm: PartitionedModel) -> None:
+    """Its first call makes its scale: not of what a proof computes with."""
+    x, target = labelled()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return scaler.scale(o.pow(2).mean())
+
+    assert difference(cases.model(), pm, loss_fn, x, target) is None
+    assert scaler.get_scale() == 1024.0
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# -- what is no loss ---------------------------------------------------------------------------------------------------------------
+
+_OWN = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+_OF_ALL_ROWS = torch.arange(8.0, dtype=torch.float64).unsqueeze(1)
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a_name": ("ce", "loss_fn is 'ce', which cannot be called"),
+    "nothing": (None, "no loss: the model returns more than one number"),
+    "an_integer": (lambda o, t: 3, "returns a value of type int"),
+    "a_float": (lambda o, t: 3.0, "returns a value of type float"),
+    "no_value": (lambda o, t: None, "returns a value of type NoneType"),
+    "a_tuple": (lambda o, t: (o.mean(), t), "returns a value of type tuple"),
+    "a_value_per_row": (lambda o, t: o.mean(1), "returns a tensor of shape"),
+    "no_gradient": (lambda o, t: o.detach().mean(), "does not require a gradient"),
+    "other_arguments": (lambda o: o.mean(), "takes 1 positional argument but 2 were given"),
+    "a_parameter": (lambda o, t: (o * _OWN).pow(2).mean(), "gradients for tensors that are no outputs of the model"),
+    "weights_of_all_rows": (lambda o, t: (o * _OF_ALL_ROWS).mean(), 'it takes all 8 rows: pass loss_reduction="batch"'),
+    "labels_out_of_place": (lambda o, t: F.cross_entropy(o, t.float()), "loss_fn fails on outputs of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_loss_is_refused(pipeline: PartitionedModel, name: str) -> None:
+    x, target = labelled()
+    loss_fn, message = WRONG[name]
+    with pytest.raises(ConfigError) as raised:
+        pipeline.train_step(x, target=target, loss_fn=loss_fn)
+    assert message in str(raised.value)
+    assert raised.value.remedy
+    assert all(parameter.grad is None for parameter in pipeline.parameters())
+
+
+def test_targets_that_do_not_fit(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    with pytest.raises(ConfigError, match="target has shape"):
+        pipeline.train_step(x, target=target[:5], loss_fn=F.cross_entropy)
+    with pytest.raises(ConfigError, match="requires a gradient"):
+        pipeline.train_step(x, target=x.clone().requires_grad_(), loss_fn=F.mse_loss)
+    with pytest.raises(ConfigError, match="there is no loss_reduction 'none'"):
+        pipeline.train_step(x, target=target, loss_fn=F.cross_entropy, loss_reduction="none")  # type: ignore[arg-type]
+
+
+def test_a_loss_without_a_target(pipeline: PartitionedModel) -> None:
+    x, _ = labelled()
+    assert difference(cases.model(), pipeline, NEITHER["contrastive"], x, None, loss_reduction="batch") is None
+
+
+# -- losses of the model -----------------------------------------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    """Returns a loss of its own."""
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = cases.model()
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": self.loss_fn(logits, target), "logits": logits}
+
+
+@pytest.mark.parametrize("name", ["weighted", "root_mean_square", "masked"])
+def test_a_model_that_returns_its_loss(name: str) -> None:
+    x, target = labelled()
+    model = Returning(NEITHER[name])
+    pm = partition(model, devices=2, mode="data", example_inputs=(x, target))
+    expected = model(x, target)["loss"]
+    expected.backward()
+    torch.testing.assert_close(pm.train_step(x, target), expected.detach())
+    gradients = pm.full_gradients()
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad)
+
+
+def test_a_function_of_the_loss_that_the_model_returns() -> None:
+    """The root of a mean is none; what is added to a mean over the targets that count is taken of all rows."""
+    x, target = labelled()
+    model = Returning(MEANS["ignored_labels"])
+    pm = partition(model, devices=2, mode="pipeline", n_microbatches=2, example_inputs=(x, target))
+    with pytest.warns(UserWarning, match="a mean that leaves targets out"):
+        loss = pm.train_step(x, target, loss_fn=lambda o, t: o["loss"] + 0.1 * o["logits"].pow(2).mean())
+    out = model(x, target)
+    expected = out["loss"] + 0.1 * out["logits"].pow(2).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    gradients = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_and_order_of_the_last_step_are_reported() -> None:
+    x, target = labelled(rows=32)
+    pm = partition(cases.model(), devices=2, mode="pipeline", n_microbatches=8, schedule="1F1B", example_inputs=(x,))
+    pm.train_step(x, target=target, loss_fn=F.cross_entropy)
+    by_microbatches, text = pm.simulate(), pm.explain()
+    pm.train_step(x, target=target, loss_fn=NEITHER["weighted"], loss_reduction="batch")
+    of_all_rows = pm.simulate()
+    assert max(of_all_rows.peak_memory) > max(by_microbatches.peak_memory)
+    assert "loss of all rows" not in text
+    assert "took a loss of all rows, for which every stage holds all microbatches" in pm.explain()
+    sections = list(dict.fromkeys(str(node.meta["section"]) for node in pm.graph(1).graph.nodes if node.meta.get("section")))
+    assert sections.index("1F7") < sections.index("loss of all rows") < sections.index("1B0")
+    pm.verify()
+
+
+def test_memory_over_the_limit_is_announced() -> None:
+    x, target = labelled(rows=512)
+    options: dict[str, Any] = {"mode": "pipeline", "n_microbatches": 16, "schedule": "1F1B", "optimizer": "none", "example_inputs": (x,)}
+    pm = partition(cases.model(), devices=2, **options)
+    tight = partition(cases.model(), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
+    with pytest.warns(UserWarning, match="holds all 16 microbatches on every rank: rank . is predicted to need"):
+        tight.train_step(x, target=target, loss_fn=NEITHER["weighted"], loss_reduction="batch")
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["pipeline", "data"])
+def test_processes_refuse_together(workers: Callable[[int], Workers], mode: str) -> None:
+    remedy = 'ConfigError pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
+    assert workers(2).values(cases.refused_then_exact, mode, timeout=120) == [[remedy, "None", remedy, "None", "None"]] * 2
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_processes_with_rows_of_their_own(workers: Callable[[int], Workers]) -> None:
+    expected = [None, "ConfigError", "ConfigError", None]
+    assert workers(2).values(cases.trained_on_own_rows, timeout=120) == [expected] * 2

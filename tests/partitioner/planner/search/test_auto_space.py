@@ -1,0 +1,171 @@
+"""``mode="auto"`` against brute force: every mesh, policy, microbatch count, schedule and cut, each priced from the definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware.clusters import Cluster, Device, Link
+from partitioner import InfeasiblePlanError
+from partitioner.planner.bounds.mesh_bounds import MeshBounds
+from partitioner.planner.costs.links import clock_rate_of
+from partitioner.planner.pipeline.candidate import stage_model
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.tracing.trace import trace
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import Mesh
+from tests.support.planning.all_plans import (
+    Instance,
+    candidates,
+    held_at_most,
+    instance,
+    mesh_problem,
+    meshes,
+    price,
+    shared,
+    unlike_widths,
+)
+
+
+def best_by_brute_force(given: Instance) -> float:
+    """Seconds of the fastest of all plans; inf where none fits. What is proved of a mesh is true of each of its plans."""
+    model = CuttableModel(given.graph, given.request, differentiate=True, pace=clock_rate_of(given.graph, given.cluster, asked=False))
+    bounds = MeshBounds(model, given.cluster, given.request, Roofline())
+    best = math.inf
+    pipeline = Mesh((("pipeline", len(given.request.devices)),))
+    beside_others = [mesh for mesh in meshes(given) if mesh.length("pipeline") > 1 and mesh.cutting.size > 1]
+    every = [
+        *((mesh, beside, ()) for mesh in meshes(given) for beside in (False, True)),
+        *((mesh, False, each) for mesh in (pipeline, *beside_others) for each in shared(given, mesh)),
+        *((other, False, turns) for mesh in (pipeline, *beside_others) for other, turns in unlike_widths(given, mesh)),
+    ]
+    for mesh, beside, replicas in every:
+        problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)
+        if problem is not None:
+            fastest = min(plans(given, problem), default=math.inf)
+            bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=held_at_most(given, mesh))
+            assert bound <= fastest, (mesh, beside, replicas)
+            best = min(best, fastest)
+    return best
+
+
+def plans(given: Instance, problem: MeshProblem) -> Iterator[float]:
+    """Seconds of every plan of a mesh."""
+    for policy, candidate in candidates(given, problem):
+        problems = problem.problems(policy)
+        n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
+        for cuts in itertools.combinations(range(1, n_units), n_stages - 1):
+            yield price(problem, problems, stage_model(problems, candidate, (0, *cuts)))
+
+
+_QUICK = {*range(8), 13, 18}
+"""Instances of every run: in the last two, stages on several ranks each are bounded beside parameters that ranks hold in parts."""
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in _QUICK else pytest.mark.slow) for seed in range(200)])
+def test_the_plan_is_the_best_of_all_plans(seed: int) -> None:
+    given = instance(seed)
+    best = best_by_brute_force(given)
+    if best == math.inf:
+        with pytest.raises((InfeasiblePlanError, ConfigError)):
+            plan_auto(given.graph, given.cluster, given.request)
+        return
+    plan = plan_auto(given.graph, given.cluster, given.request)
+    assert plan.gap is not None
+    assert plan.step_time * (1 - plan.gap) <= best * (1 + 1e-9)
+    assert plan.step_time == pytest.approx(best, rel=1e-9)
+    assert plan.gap == 0.0
+
+
+class Sliced(nn.Module):
+    """A table of which a piece is read: the gradient of that piece alone is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.zeros(65536, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 4, 64) -> (B, 4, 64)."""
+        given: torch.Tensor = self.layer(x + self.table[:4])
+        return given
+
+
+def light_and_heavy(width: int) -> nn.Module:
+    """A convolution that takes all the time, and a product that has all the parameters."""
+    layers = nn.Conv2d(8, 8, 9, padding=4, bias=False), nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(512, width, bias=False)
+    return nn.Sequential(*layers)
+
+
+class Attending(nn.Module):
+    """Attention of few numbers over a sequence, and a narrow perceptron: little to compute for what is exchanged."""
+
+    def __init__(self, heads: int, size: int, inside: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.into, self.out = nn.Linear(256, 3 * heads * size, bias=False), nn.Linear(heads * size, 256, bias=False)
+        self.up, self.down = nn.Linear(256, inside, bias=False), nn.Linear(inside, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, 256) to the same."""
+        q, k, v = self.into(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
+def products() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+
+
+UNLIKE_STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[tuple[str, int], ...], tuple[int, ...]]] = {
+    "exchanged_where_little_is_computed": (lambda: light_and_heavy(256), (8, 8, 96, 96), (("pipeline", 2), ("tensor", 4)), ()),
+    "gathered_where_little_is_computed": (lambda: light_and_heavy(512), (16, 8, 128, 128), (("fsdp", 2), ("pipeline", 2)), ()),
+    "scattered_where_little_is_computed": (lambda: light_and_heavy(512), (16, 8, 128, 128), (("pipeline", 2), ("zero1", 2)), ()),
+    "gathered_by_ranks_in_turn": (products, (32, 2048), (("fsdp", 2), ("pipeline", 4)), (2, 2)),
+    "scattered_by_ranks_in_turn": (products, (32, 2048), (("pipeline", 3), ("zero1", 2)), (2, 1)),
+    "a_piece_of_a_table_summed": (Sliced, (8, 4, 64), (("data", 2),), ()),
+    "a_piece_of_a_table_scattered": (Sliced, (8, 4, 64), (("fsdp", 2),), ()),
+    "parts_of_a_sequence_by_channels": (lambda: Attending(1, 4, 32), (8, 256, 256), (("sequence", 2), ("tensor", 8)), ()),
+    "channels_by_parts_of_a_sequence": (lambda: Attending(1, 4, 256), (8, 256, 256), (("sequence", 8), ("tensor", 2)), ()),
+    "fewer_heads_than_ranks": (lambda: Attending(2, 64, 32), (8, 64, 256), (("data", 2), ("tensor", 4)), ()),
+    "fewer_heads_than_ranks_of_stages": (lambda: Attending(2, 64, 32), (8, 64, 256), (("pipeline", 2), ("tensor", 4)), ()),
+    "too_short_to_be_held_in_parts": (lambda: nn.Linear(8, 1, bias=False), (8, 8), (("fsdp", 2), ("tensor", 6)), ()),
+    "nothing_trained": (lambda: nn.Linear(512, 512).requires_grad_(False), (8, 512), (("data", 2),), ()),
+}
+"""Model, input, mesh and ranks of each stage."""
+
+
+def schedules_of(name: str) -> tuple[str, ...]:
+    """Those that the stages of a case can have."""
+    _, _, dimensions, replicas = UNLIKE_STAGES[name]
+    if "pipeline" not in dict(dimensions):
+        return ("1F1B",)
+    return ("GPipe", "1F1B", "ZB1P") if replicas else ("GPipe", "1F1B", "ZB1P", "ZBV", "Interleaved1F1B")
+
+
+@pytest.mark.parametrize(("name", "schedule"), [(name, schedule) for name in UNLIKE_STAGES for schedule in schedules_of(name)])
+def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
+    """One stage may wait for what it exchanges while another one computes."""
+    make, shape, dimensions, replicas = UNLIKE_STAGES[name]
+    mesh = Mesh(dimensions)
+    with torch.device("meta"):
+        graph = trace(make(), (torch.zeros(shape),), {}, training=True)
+    device = Device("slow", {"float32": 1e11}, 2**40, 1e13, compute_efficiency=1.0)
+    for count, link in itertools.product((2, 8), (Link(0.0, 1e9), Link(1e-4, 1e9))):
+        request = PlanRequest(
+            "auto", tuple(f"cuda:{rank}" for rank in range(mesh.size)), recompute="none", schedule=schedule, n_microbatches=count
+        )
+        given = Instance(graph, Cluster([device] * mesh.size, link), request)
+        model = CuttableModel(graph, request, differentiate=True, pace=clock_rate_of(graph, given.cluster, asked=False))
+        problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
+        if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
+            assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)

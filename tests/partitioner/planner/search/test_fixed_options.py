@@ -1,0 +1,54 @@
+"""No plan with an option fixed by hand beats the plan that is made without it by more than the gap that the latter states."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from partitioner import Constraints
+from tests.support.models.realistic import REALISTIC
+from tests.support.planning.fixed_options import CLUSTERS, MODES, beaten_by, plan_of
+
+QUICK = {
+    ("narrowing perceptron", "pipeline", "h100:1x4"),
+    ("narrowing perceptron", "pipeline x tensor", "h100:1x4"),
+    ("convolutions", "tensor", "h100:1x4"),
+    ("wide perceptron", "data x tensor", "cpu:1x4"),
+    ("tables", "tensor", "cpu:1x4"),
+}
+"""A few of all: of each, some option was once better than the default by more than it stated."""
+
+EVERY = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow, id=" - ".join(each))
+    for each in itertools.product(REALISTIC, MODES, CLUSTERS)
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "cluster"), EVERY)
+def test_no_option_fixed_by_hand_beats_the_plan(name: str, mode: str, cluster: str) -> None:
+    """Axes each by itself and together, microbatches, schedules, stages on each device, recomputation."""
+    found = beaten_by(name, MODES[mode], cluster)
+    if found is None:
+        pytest.skip("the mode does not fit the model")
+    _, beaten = found
+    assert not beaten, "\n".join(map(str, beaten))
+
+
+def test_one_microbatch_is_among_those_of_a_pipeline() -> None:
+    """Layers that take less than the start of their kernels are slower in four microbatches than in one, on the same mesh."""
+    default, one = (plan_of("narrowing perceptron", "pipeline", "h100:1x4", n_microbatches=count) for count in (None, 1))
+    assert default.step_time <= one.step_time
+    assert default.gap == 0.0
+
+
+def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
+    """``"sequence"`` cuts the sequence alone; with the vocabulary cut over the same ranks a step takes less, which is said."""
+    kept = plan_of("GPT-2", "sequence", "cpu:1x4")
+    other = plan_of("GPT-2", "sequence", "cpu:1x4", constraints=Constraints(axes={"vocab": "sequence"}))
+    assert kept.axes == (("sequence", "sequence"),)
+    assert kept.gap is not None
+    assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
+    assert kept.axes_gap == pytest.approx(kept.gap)
+    assert "vocab" in kept.searched
+    assert "other axes than the mode means take less time" in kept.searched

@@ -1,0 +1,136 @@
+"""An interrupt while somebody looks on takes the best plan so far, with what is proved of it by then; otherwise it ends everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from cost_models.cost_model import Roofline
+from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.devices import Device
+from cost_models.ops.work import Work
+from partitioner import Plan, partition
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.best_first import PlanSearch
+from partitioner.tracing.trace import trace
+from passes.ir.graph import ModelGraph
+from tests.partitioner.planner.search.test_auto_space import best_by_brute_force
+from tests.support.models.zoo import case_named
+from tests.support.planning.all_plans import instance
+
+CLUSTER = Cluster.preset("l4", nodes=2, devices_per_node=2)
+
+
+class Interrupts(Roofline):
+    """Prices that somebody interrupts when so many were asked for."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
+        """Seconds; on the way, perhaps, Ctrl-C."""
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt  # what Python makes of the signal, if it is not ignored, as it is in the background of a shell
+        return super().operation_time(work, device, dtype)
+
+
+@cache
+def gpt() -> ModelGraph:
+    instance = case_named("gpt").build()
+    return trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+
+
+def planned(prices: Roofline, tell: Callable[[str], None] | None) -> Plan:
+    return plan_auto(gpt(), CLUSTER, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))), prices, tell)
+
+
+@cache
+def finished() -> tuple[Plan, int]:
+    """The plan of a whole search, and how many prices it asks for."""
+    prices = Interrupts(0)
+    return planned(prices, None), -prices.left
+
+
+@pytest.mark.parametrize("seed", [5, 18, pytest.param(13, marks=pytest.mark.slow)])
+def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
+    """The best of all plans, by brute force, is never below the bound; before there is a plan nothing can be taken."""
+    given, every = instance(seed), Interrupts(0)
+    plan_auto(given.graph, given.cluster, given.request, every)
+    count, best = -every.left, best_by_brute_force(given)
+    ended, taken = 0, list[Plan]()
+    for after in range(count // 30, count, count // 30):
+        try:
+            taken.append(plan_auto(given.graph, given.cluster, given.request, Interrupts(after), lambda _: None))
+        except KeyboardInterrupt:
+            ended += 1
+    assert ended
+    assert any(plan.gap for plan in taken)
+    for plan in taken:
+        assert plan.gap is not None
+        assert plan.step_time * (1 - plan.gap) <= best * (1 + 1e-9)
+        assert "before the search was interrupted" in plan.searched
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Something of which nothing is known but a bound."""
+
+    idle: float = 0.0
+
+
+@pytest.mark.parametrize("proving", [False, True])
+def test_what_was_under_way_may_be_as_fast_as_its_bound(proving: bool) -> None:
+    def interrupted(_: Closed) -> None:
+        raise KeyboardInterrupt
+
+    search = PlanSearch[Closed](lambda _: None, interrupted)
+    search.best = cast(Any, (None, SimpleNamespace(step_time=10.0)))
+    search.add(3.0, Closed())
+    search.add(8.0, Closed())
+    if not proving:
+        search.run()
+    search.prove()
+    assert search.interrupted
+    assert (search.bound, search.gap) == (3.0, 0.7)
+
+
+def test_who_is_told_of_the_first_plan_may_take_it() -> None:
+    def enough(_: str) -> None:
+        raise KeyboardInterrupt
+
+    whole, _ = finished()
+    first = planned(Roofline(), enough)
+    assert first.searched.startswith("1 plan ")
+    assert first.gap is not None
+    assert first.step_time * (1 - first.gap) <= whole.step_time
+
+
+def test_it_ends_everything_where_nobody_looks_on() -> None:
+    _, count = finished()
+    with pytest.raises(KeyboardInterrupt):
+        planned(Interrupts(count - 1), None)
+
+
+def test_partition_takes_what_its_display_tells_of() -> None:
+    instance = case_named("gpt").build()
+    model = instance.model.to("meta")
+
+    def found(prices: Interrupts, *, shown: bool) -> Plan:
+        args, kwargs = instance.args, dict(instance.kwargs)
+        return partition(model, 4, example_inputs=args, example_kwargs=kwargs, cluster=CLUSTER, cost_model=prices, progress=shown).plan
+
+    prices = Interrupts(0)
+    assert "interrupted" not in found(prices, shown=True).searched
+    late = -prices.left - 1
+    assert "before the search was interrupted" in found(Interrupts(late), shown=True).searched
+    with pytest.raises(KeyboardInterrupt):
+        found(Interrupts(late), shown=False)

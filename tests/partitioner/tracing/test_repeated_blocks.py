@@ -1,0 +1,309 @@
+"""Modules that repeat are traced once, and the graph is, node for node, that of a trace of all of them."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from partitioner.tracing.export import export
+from partitioner.tracing.repeated.find import Copies, rehearse
+from partitioner.tracing.repeated.replay import write_copies
+from partitioner.tracing.trace import trace
+from passes.graph.aliasing import aliasing, allocations
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import ModelGraph
+from tests.support.models.attention.gpt import Gpt
+from tests.support.models.zoo import case_named
+
+WIDTH, LENGTH = 8, 5
+
+
+class Block(nn.Module):
+    """Something to repeat."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Blocks, one behind the other."""
+
+    def __init__(self, block: Callable[[int], nn.Module], depth: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block(index) for index in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Masked(nn.Module):
+    """Takes a mask, and gives its result and the mask in a tuple; sizes follow from the batch."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, width = x.shape
+        rows = self.inner(x.reshape(batch * length, width))
+        scores = (rows @ rows.transpose(0, 1)).view(batch, length, batch, length)
+        return rows.view(batch, length, width) * mask + scores.sum((2, 3)).unsqueeze(-1), mask
+
+
+class MaskedStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = self.first(x), x.new_ones(x.shape[1], 1)
+        for block in self.blocks:
+            x, mask = block(x, mask=mask)
+        return x
+
+
+class Scaled(Block):
+    """The index decides a number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (self.index + 1)
+
+
+class Alternating(Block):
+    """The index decides what is computed, for every second block."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.is_local = index % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(1) if self.is_local else x)
+
+
+class Threshold(Block):
+    """The index decides something about batches that are not traced."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.most = 1000 + index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] < self.most else x
+
+
+class Counting(Block):
+    """A number that no block has decides: each third is another."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = Counting.calls
+        Counting.calls += 1
+        return super().forward(x) * (2.0 if number % 3 == 2 else 1.0)
+
+
+class CountingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.calls = 0
+        return super().forward(x)
+
+
+class Balanced(Block):
+    """Leaves something for the model to find."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.penalty = result.square().mean()
+        return result
+
+
+class BalancedStack(Stack):
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        penalties: list[Any] = [block.penalty for block in self.blocks]
+        return x, sum(penalties)
+
+
+FOUND: list[Tensor] = []
+
+
+class Telling(Block):
+    """Puts something where the model finds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        FOUND.append(x.mean())
+        return super().forward(x)
+
+
+class TellingStack(Stack):
+    def forward(self, x: Tensor) -> Any:
+        FOUND.clear()
+        x = super().forward(x)
+        total = torch.stack(FOUND).sum()
+        FOUND.clear()
+        return x, total
+
+
+class CallsTold(Block):
+    """Counts for the model."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CallsTold.calls += 1
+        return super().forward(x)
+
+
+class CallsToldStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        CallsTold.calls = 0
+        return super().forward(x) * CallsTold.calls
+
+
+class InPlace(Block):
+    """Writes in what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(super().forward(x))
+
+
+class Tied(Stack):
+    """Two blocks have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.blocks[3].up.weight = self.blocks[1].up.weight  # type: ignore[union-attr]
+
+
+class Twice(Stack):
+    """A block is called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[2](super().forward(x))
+
+
+class Between(Stack):
+    """The model looks into its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + block.up.bias[:WIDTH]  # type: ignore[union-attr,index]
+        return x
+
+
+class Constant(Block):
+    """A tensor of the code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(2.0)
+
+
+class Quiet(Block):
+    """A part without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax()
+        return super().forward(x) / scale
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
+    # name: (model, blocks that are written as others are)
+    "plain": (lambda: Stack(Block), 4),
+    "gpt": (lambda: Gpt(depth=5), 4),
+    "sequential": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4))), 3),
+    "masked": (lambda: MaskedStack(Masked), 4),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), 4), 2),
+    "alternating": (lambda: Stack(Alternating, 7), 5),
+    "between": (lambda: Between(Block), 3),
+    "tied": (Tied, 2),
+    "twice": (lambda: Twice(Block), 3),
+    "scaled": (lambda: Stack(Scaled), 0),
+    "threshold": (lambda: Stack(Threshold), 0),
+    "counting": (lambda: CountingStack(Counting, 9), 0),
+    "balanced": (lambda: BalancedStack(Balanced), 0),
+    "telling": (lambda: TellingStack(Telling), 0),
+    "calls_told": (lambda: CallsToldStack(CallsTold), 0),
+}
+
+
+def example_of(name: str) -> tuple[Any, ...]:
+    return (torch.zeros(4, 6, dtype=torch.int64),) if name == "gpt" else (torch.zeros(4, LENGTH, WIDTH),)
+
+
+def listed(graph: ModelGraph) -> list[Any]:
+    """All that is known of each node."""
+    return [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs), *known(node)) for node in graph.graph.nodes]
+
+
+def known(node: fx.Node) -> tuple[Any, ...]:
+    values = [
+        (leaf.dtype, *map(str, map(size_of, (*leaf.shape, *leaf.stride()))), leaf.requires_grad) if isinstance(leaf, Tensor) else str(leaf)
+        for leaf in tree_leaves(node.meta.get("val"))
+    ]
+    return values, node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
+
+
+def assert_equal_graphs(one: ModelGraph, other: ModelGraph) -> None:
+    for left, right in zip(listed(one), listed(other), strict=True):
+        assert left == right
+    assert aliasing(one.graph) == aliasing(other.graph)
+    assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
+    assert (one.parameters, one.buffers, one.outputs, one.notes) == (other.parameters, other.buffers, other.outputs, other.notes)
+
+
+def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelGraph:
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "rehearse", lambda *_: ())
+        return trace(model, args, kwargs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, n_written = MODELS[name]
+    model, args = make(), example_of(name)
+    assert sum(len(copies.others) for copies in rehearse(model, args, {})) == n_written
+    assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
+
+
+@pytest.mark.parametrize("block", [InPlace, Constant, Quiet])
+def test_what_cannot_be_written_from_one_is_traced_as_it_is(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = Stack(block), example_of("")
+    assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2", "vit", "swin"))])
+def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = case_named(name).build()
+    full = traced_in_full(monkeypatch, instance.model, instance.args, instance.kwargs)
+    assert_equal_graphs(trace(instance.model, instance.args, instance.kwargs), full)
+
+
+def test_one_of_alike_blocks_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[int] = []
+
+    def write(program: Any, copies: tuple[Copies, ...]) -> None:
+        exported.append(sum(node.target is torch.ops.aten.gelu.default for node in program.graph.nodes))
+        write_copies(program, copies)
+
+    monkeypatch.setattr(export, "write_copies", write)
+    graph = trace(Stack(Block, 6), example_of(""), {})
+    assert exported == [1]
+    assert sum(node.target is torch.ops.aten.gelu.default for node in graph.graph.nodes) == 6

@@ -1,0 +1,174 @@
+"""Recomputation: equal numbers, less memory, planned as it is lowered, and chosen only when memory asks for it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
+from partitioner.tracing.trace import trace
+from passes.autograd.staged_model import Differentiation, cut_stages
+from passes.graph.aliasing import memory_keys
+from passes.ir.comm import primitives as communication
+from passes.normalize.functional_rng import dropout_mask_again
+from passes.pipeline import differentiate_stages
+from tests.support.models.zoo import case_named
+
+CASE = case_named("gpt")
+ROWS = 8
+SMALL = 64
+"""Bytes of position numbers, which every stage makes for itself."""
+
+
+@functools.cache
+def planned(recompute: str | None, memory_limit: int | None = None) -> PartitionedModel:
+    instance = CASE.build(batch_size=ROWS)
+    return partition(
+        instance.model,
+        devices=2,
+        mode="pipeline",
+        example_inputs=instance.args,
+        example_kwargs=dict(instance.kwargs),
+        schedule="1F1B",
+        n_microbatches=4,
+        recompute=recompute,
+        memory_limit=memory_limit,
+    )
+
+
+@functools.cache
+def saved_bytes(recompute: str) -> tuple[int, ...]:
+    """For each stage the bytes that its lowered forward saves for one microbatch, memory that values share counted once.
+
+    What a stage is given of the step's inputs lies in these.
+    """
+    plan = planned(recompute).plan
+    instance = CASE.build(batch_size=ROWS)
+    graph = trace(instance.model, instance.args, instance.kwargs)
+    devices = [torch.device("cpu")] * 2
+    everything = Differentiation(frozenset(graph.returned), frozenset(), frozenset(graph.parameters))
+    lowered = differentiate_stages(cut_stages([graph] * len(plan.stages), plan, devices), everything, recompute)  # type: ignore[arg-type]
+    found = []
+    for stage in lowered.training:
+        results: Any = stage.forward.graph.output_node().args[0]
+        inputs = {leaf.placeholder for leaf in graph.inputs}
+        saved = (node for node in results[-1] if node.name not in inputs)
+        storages = {key: int(tensor.untyped_storage().nbytes()) for node in saved for tensor, key in memory_keys(node)}
+        found.append(sum(storages.values()) // 4)
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("recompute", "margin"), [("none", 0.0), ("selective", 0.25), ("full", 0.05)])
+def test_predicted_activations_are_what_the_graphs_save(recompute: str, margin: float) -> None:
+    """Never less than is saved; with ``"selective"`` a stage's last results count though no reader of its own needs them again.
+
+    Beside what the last stage keeps, the gradient of its result comes from the loss.
+    """
+    stages = planned(recompute).plan.stages
+    result = CASE.build(batch_size=ROWS // 4)
+    from_loss = result.model(*result.args, **result.kwargs).nbytes
+    for stage, saved in zip(stages, saved_bytes(recompute), strict=True):
+        beside = from_loss if stage is stages[-1] else 0
+        assert saved * 0.97 <= stage.activation_bytes <= saved * (1.03 + margin) + beside + SMALL
+
+
+def test_each_policy_saves_less() -> None:
+    assert sum(saved_bytes("full")) < sum(saved_bytes("selective")) < sum(saved_bytes("none"))
+
+
+def test_the_planner_recomputes_as_little_as_the_memory_allows() -> None:
+    peaks = {recompute: max(planned(recompute).plan.memory) for recompute in ("none", "selective", "full")}
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+    assert planned(None).plan.recompute == "none"
+    for recompute, peak in peaks.items():
+        assert planned(None, memory_limit=peak).plan.recompute == recompute
+    with pytest.raises(InfeasiblePlanError):
+        planned(None, memory_limit=peaks["full"] // 2)
+
+
+def test_recomputing_takes_longer() -> None:
+    times = [planned(recompute).plan.step_time for recompute in ("none", "selective", "full")]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+
+
+class WrittenOut(nn.Module):
+    """A block whose attention is written out: scores and weights are larger than the queries and keys that they are made from."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = self.dropout((query @ key.transpose(-2, -1) / 3).softmax(-1))
+        x = x + self.dropout(self.project((weights @ value).transpose(1, 2).reshape(batch, length, width)))
+        return torch.as_tensor(x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))))
+
+
+LENGTH = 224
+CUT_BESIDE = Constraints(axes={"heads": "tensor", "ffn": "tensor", "sequence": "tensor"})
+
+
+@functools.cache
+def inlined(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WrittenOut(), WrittenOut()).double(), torch.rand(2, LENGTH, 16, dtype=torch.float64)
+    arguments = {"example_inputs": (x,), "recompute": recompute, "constraints": CUT_BESIDE, "memory_limit": "1TiB"}
+    return partition(model, 2, {"tensor": 2}, **arguments), model, x  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("selective", 2), ("full", 6)])  # those of attention; all
+def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_again: int) -> None:
+    pm, model, x = inlined(recompute)
+    target, reference = torch.rand_like(x), copy.deepcopy(model)
+    torch.manual_seed(5)
+    expected = nn.functional.mse_loss(reference(x), target)
+    expected.backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-12, msg=name)
+    nodes = [node for node in pm.graph(0).graph.nodes if str(node.meta.get("section")) == "0B0"]
+    assert sum(node.target is dropout_mask_again for node in nodes) == drawn_again
+    again = [node for node in nodes if node.target is communication.all_gather and node.meta["again"]]
+    assert len(again) >= 4  # what the first linear layers of each half of both blocks read
+
+
+def test_the_attention_core_is_made_again_and_no_more() -> None:
+    """34 of 34 + 5 heads x length / width bytes an element in half precision (Korthikanti et al. 2022)."""
+    kept = {recompute: inlined(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
+    values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
+    half = 2 * LENGTH * 16 * 8 // 2
+    assert kept["selective"] < kept["none"] / 2
+    blocks = 2 * values * half
+    masks, statistics, states = 4 * half // 8, 2 * 4 * half // 16, 2 * 5056  # a byte a number; two numbers a row; two of the generator
+    around = 4 * 2 * half  # what the step is given and gives, and its gradient: whole on each rank
+    assert blocks <= kept["selective"] - masks - statistics - states <= blocks + around + SMALL
+
+
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
+def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
+    """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
+    x = torch.rand(4, LENGTH, 16)
+    pm = partition(WrittenOut(), 2, {"tensor": 2}, example_inputs=(x,), recompute=recompute, memory_limit="1TiB")
+    pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+    assert sum(node.target is dropout_mask_again for node in pm.graph(0).graph.nodes) == drawn_again
+
+
+def test_repeated_blocks_with_dropout_are_planned_cut() -> None:
+    """Masks are written beside the model's nodes: no module is theirs."""
+    layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8)) for _ in range(6)]
+    pm = partition(nn.Sequential(*layers), 2, {"tensor": 2}, example_inputs=(torch.rand(4, 8),), recompute="none")
+    assert pm.plan.stages[0].modules == tuple(str(index) for index in range(6))

@@ -1,0 +1,184 @@
+"""Nothing to spare: the programs of a step hold the communication of the hand-written ideal, counted from their graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from partitioner import PartitionedModel, partition
+from passes.emit.coalesce_collectives import ALONE_BYTES
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
+from tests.support.models.attention.gpt import Block
+from tests.support.models.case import mean_squared_error
+
+WIDTH, HEADS, LENGTH, ROWS = 32, 4, 6, 8
+ELEMENT = 8
+"""Bytes of a number in float64."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One of a step.
+
+    Attributes:
+        kind: its function.
+        group: its ranks.
+        n_bytes: of the tensors that this rank gives it.
+        backward: whether it belongs to the backward of a microbatch.
+    """
+
+    kind: object
+    group: tuple[int, ...]
+    n_bytes: int
+    backward: bool
+
+
+def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
+    """All but that of the loss, which is a number."""
+    for node in graph.nodes:
+        if node.target in COLLECTIVES and "loss" not in node.name:
+            section = str(node.meta["section"])
+            yield Collective(
+                node.target, node.kwargs["group"], node.meta["bytes"], section.lstrip("0123456789").startswith(("B", "I", "W"))
+            )
+
+
+def after_a_step(model: nn.Module, x: Tensor, mode: str | dict[str, int], devices: int, n_microbatches: int = 1) -> PartitionedModel:
+    pm = partition(model, devices=devices, mode=mode, example_inputs=(x,), n_microbatches=n_microbatches, progress=False)
+    pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
+    return pm
+
+
+def step_of(model: nn.Module, x: Tensor, mode: str | dict[str, int], devices: int, n_microbatches: int = 1) -> list[list[Collective]]:
+    """Of every rank."""
+    pm = after_a_step(model, x, mode, devices, n_microbatches)
+    return [list(collectives_of(pm.graph(rank).graph)) for rank in range(devices)]
+
+
+def blocks(depth: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(depth))).double()
+    return model, torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+
+
+def perceptron() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 8)).double()
+    return model, torch.randn(ROWS, 8, dtype=torch.float64)
+
+
+def n_parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters()) * ELEMENT
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -> None:
+    """Behind attention and behind the feed-forward layer; backward in front of them. Each moves the residual stream."""
+    for found in step_of(*blocks(depth), "tensor", 2):
+        assert Counter((each.kind, each.backward) for each in found) == {(all_reduce, False): 2 * depth, (all_reduce, True): 2 * depth}
+        assert {each.n_bytes for each in found} == {ROWS * LENGTH * WIDTH * ELEMENT}
+
+
+def test_each_rank_holds_its_half_of_a_block() -> None:
+    """All but what is added or multiplied to the whole residual stream: two norms and the biases of the two row-cut layers."""
+    model, x = blocks(1)
+    pm = after_a_step(model, x, "tensor", 2)
+    whole = 2 * 2 * WIDTH + 2 * WIDTH
+    total = sum(parameter.numel() for parameter in model.parameters())
+    held = [sum(tensors[name].numel() for name in pm._graph.parameters) for tensors in pm._state.by_rank.values()]
+    assert sum(held) == total + whole
+    assert held[0] == held[1]
+    assert sum(parameter.numel() for parameter in pm.parameters()) == total  # ranks of one process share what they all hold
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_data_parallel_reduces_every_gradient_once(n_microbatches: int) -> None:
+    model, x = perceptron()
+    for found in step_of(model, x, "data", 2, n_microbatches):
+        assert {each.kind for each in found} == {all_reduce}
+        assert sum(each.n_bytes for each in found) == n_parameter_bytes(model)
+
+
+def test_data_parallel_pipelines_reduce_every_gradient_once() -> None:
+    """Each stage in its own group, once for all microbatches."""
+    model, x = blocks(4)
+    ranks = step_of(model, x, {"data": 2, "pipeline": 2}, 4, 4)
+    assert {each.kind for found in ranks for each in found} == {all_reduce}
+    assert {each.group for found in ranks for each in found} == {(0, 2), (1, 3)}
+    first_pipeline = sum(each.n_bytes for found in ranks[:2] for each in found)
+    assert first_pipeline == n_parameter_bytes(model)
+
+
+def test_data_parallel_reduces_what_a_tensor_rank_holds() -> None:
+    model, x = blocks(2)
+    pm = after_a_step(model, x, {"data": 2, "tensor": 2}, 4)
+    for rank in range(4):
+        program = pm.graph(rank)
+        found = [each for each in collectives_of(program.graph) if each.group == (rank % 2, rank % 2 + 2)]
+        held = sum(block.numel() for block in (*program.parameters(), *program.buffers())) * ELEMENT
+        assert n_parameter_bytes(model) / 2 <= held < n_parameter_bytes(model)
+        assert sum(each.n_bytes for each in found) == held
+
+
+def test_fsdp_gathers_parameters_forward_and_backward_and_scatters_gradients_once() -> None:
+    """As the ZeRO paper counts: three times the parameters. Backward needs no bias, and no weight of the first layer."""
+    model, x = perceptron()
+    parameters = n_parameter_bytes(model)
+    backward = sum(layer.weight.numel() for layer in (model[2], model[4])) * ELEMENT  # type: ignore[index]
+    for found in step_of(model, x, "fsdp", 2):
+        assert {each.kind for each in found} == {all_gather, reduce_scatter}
+        gathered = [each for each in found if each.kind is all_gather]
+        assert sum(2 * each.n_bytes for each in gathered if not each.backward) == parameters
+        assert sum(2 * each.n_bytes for each in gathered if each.backward) == backward
+        assert sum(each.n_bytes for each in found if each.kind is reduce_scatter) == parameters
+
+
+def test_large_parameters_go_alone_and_small_ones_together() -> None:
+    side = 256
+    assert side * side * ELEMENT // 2 >= ALONE_BYTES > side * ELEMENT
+    model, x = nn.Sequential(nn.Linear(side, side), nn.Linear(side, side)).double(), torch.randn(ROWS, side, dtype=torch.float64)
+    pm = after_a_step(model, x, "fsdp", 2)
+    sizes = [
+        [value.meta["val"].numel() for value in node.args[0]]
+        for node in pm.graph(0).graph.nodes
+        if node.target in (all_gather, reduce_scatter)
+    ]
+    weight, bias = side * side // 2, side // 2
+    assert Counter(map(tuple, sizes)) == {(weight,): 3, (bias, bias): 1, (2 * weight,): 2, (2 * bias, 2 * bias): 1}
+
+
+def test_ranks_with_uneven_parts_send_the_same_together() -> None:
+    """Two ranks of three have a part that is large enough to go alone; the third would send its own with others."""
+    side, rows = 256, 3 * ALONE_BYTES // (256 * ELEMENT) - 1
+    model, x = nn.Sequential(nn.Linear(side, rows), nn.Linear(rows, side)).double(), torch.randn(9, side, dtype=torch.float64)
+    pm = after_a_step(model, x, "fsdp", 3)
+    moved = [[len(node.args[0]) for node in pm.graph(rank).graph.nodes if node.target in COLLECTIVES] for rank in range(3)]
+    assert moved[0] == moved[1] == moved[2]
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2"])
+def test_zero_gathers_parameters_once_and_scatters_gradients_once(mode: str) -> None:
+    model, x = perceptron()
+    for found in step_of(model, x, mode, 2):
+        moved = Counter[object]()
+        for each in found:
+            moved[each.kind] += each.n_bytes
+        assert moved == {all_gather: n_parameter_bytes(model) // 2, reduce_scatter: n_parameter_bytes(model)}
+
+
+def test_nothing_moves_that_nobody_cuts() -> None:
+    model, x = blocks(2)
+    for found in step_of(model, x, "pipeline", 2, 4):
+        assert found == []
+
+
+def test_no_step_exchanges_or_gathers_activations_of_a_tensor_rank() -> None:
+    """Cut heads and cut feed-forward layers: nothing but sums, whatever the number of ranks."""
+    for found in step_of(*blocks(2), "tensor", 4):
+        assert {each.kind for each in found} == {all_reduce}
+        assert all_to_all not in {each.kind for each in found}

@@ -1,0 +1,80 @@
+"""Calls that are alike share fake tensors, and are what each would be alone: sizes, strides, and which memory they lie in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partitioner import partition
+from partitioner.tracing.trace import trace
+from passes.graph.aliasing import aliasing, allocations
+from passes.graph.fake_tensors import FakeTensorCache
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import ModelGraph
+from passes.normalize.specialize_batch import fix_batch
+from passes.spmd.shard_stages import cut_by_plan
+from tests.support.models.attention.gpt import Gpt
+
+TOKENS = torch.zeros(4, 6, dtype=torch.int64)
+
+
+class Pieces(nn.Module):
+    """Views of views, items of lists, a value that is given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            query, key, value = layer(x).chunk(3, -1)
+            x = x + torch.cat([query[..., :4], key.transpose(0, 1).transpose(0, 1)[..., 4:]], -1) * value.contiguous() * (value * value)
+        return x
+
+
+def described(graph: ModelGraph) -> list[Any]:
+    """Every node with how its value lies."""
+    return [
+        (
+            node.name,
+            str(node.target),
+            [
+                (*map(size_of, (*leaf.shape, *leaf.stride(), leaf.storage_offset())), leaf.dtype, leaf.requires_grad)
+                for leaf in pytree.tree_leaves(node.meta.get("val"))
+                if isinstance(leaf, Tensor)
+            ],
+        )
+        for node in graph.graph.nodes
+    ]
+
+
+def assert_alike(one: ModelGraph, other: ModelGraph) -> None:
+    assert described(one) == described(other)
+    assert aliasing(one.graph) == aliasing(other.graph)
+    assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
+
+
+@pytest.mark.parametrize("case", ["gpt", "pieces"])
+def test_a_fixed_graph(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = (Gpt(depth=4), TOKENS) if case == "gpt" else (Pieces(), torch.zeros(4, 6, 8))
+    graph = trace(model, (example,), {})
+    shared = fix_batch(graph, 6)
+    values = [id(node.meta["val"]) for node in shared.computing_nodes()]
+    assert len(set(values)) < len(values) / 2
+    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
+    assert_alike(shared, fix_batch(graph, 6))
+
+
+@pytest.mark.slow
+def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Gpt(depth=4, width=16, heads=4)
+    plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
+    graph = trace(model, (TOKENS,), {})
+    shared = cut_by_plan(graph, plan).widest.parts
+    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
+    for one, other in zip(shared, cut_by_plan(graph, plan).widest.parts, strict=True):
+        assert_alike(one, other)

@@ -1,0 +1,55 @@
+"""All choices of axes at once: what each call does under any of them is what the plain walk does under that one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from partitioner.planner.sharding.axis_problem import axis_groups
+from partitioner.tracing.trace import trace
+from passes.analysis.axes import find_axes
+from passes.analysis.axis_names import batch_axes
+from passes.analysis.merge_axes import merge_short_axes
+from passes.normalize.functional_rng import split_randomness
+from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
+from passes.spmd.propagate import Layouts, assign_layouts
+from tests.support.models.case import Case
+from tests.support.models.zoo import ZOO
+
+ALWAYS = ("perceptron", "convolution", "gpt", "lstm", "unet")
+
+CASES = [pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in ZOO]
+
+
+def expect_equal(choices: LayoutChoices, choice: tuple[int, ...], plain: Layouts) -> None:
+    every = range(len(choice))
+    for name, outcomes in choices.calls.items():
+        found = outcomes.at(every, choice)
+        assert found.needs == tuple(layout[0] for layout in plain.needs[name]), name
+        if name != "output":
+            assert found.cut == plain.cuts[name][0], name
+            assert found.gives == tuple(layout[0] for layout in plain.results[name]), name
+    for name, held in choices.held.items():
+        assert held.at(every, choice).stored == plain.stored[name][0], name
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_every_choice_is_that_of_the_plain_walk(case: Case, rows: bool) -> None:
+    instance = case.build()
+    graph = split_randomness(trace(instance.model, instance.args, dict(instance.kwargs), training=True))
+    axes = find_axes(graph.graph)
+    axes = merge_short_axes(graph, axes, 2)
+    fixed = tuple(sorted(batch_axes(graph, axes))) if rows else ()
+    if rows and not fixed:
+        pytest.skip("the model has no batch, so no rows that a mesh dimension could cut")
+    name = "data" if rows else "tensor"
+    draw = random.Random(0)
+    groups = [group.axes for group in axis_groups(graph, axes, 2, fixed)]
+    groups = draw.sample(groups, min(len(groups), 8))
+    choices = layout_choices(graph, axes, (name, 2), groups, fixed, rows=rows)
+    for _ in range(6):
+        choice = tuple(draw.randint(0, 1) for _ in groups)
+        assigned = (*fixed, *(axis for group, chosen in zip(groups, choice, strict=True) if chosen for axis in group))
+        expect_equal(choices, choice, assign_layouts(graph, axes, ((name, 2),), {name: assigned}, (name,) if rows else ()))

@@ -1,0 +1,130 @@
+"""Mixtures of experts: every expert computes every token, or each token goes to a place that its expert has for it.
+
+A row of the batch is a group (Lepikhin et al., GShard, 2021): of its tokens an expert takes the first ``capacity`` that chose it, and
+what finds no place keeps what it was.
+"""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor, nn
+
+from tests.support.models.case import Case, Inputs, mean_squared_error, real
+
+__all__ = ["CAPACITY", "CASES", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Mixture"]
+
+WIDTH = 6
+LENGTH = 5
+EXPERTS = 4
+CAPACITY = 2
+
+
+class Mixture(nn.Module):
+    """Each token is given to all experts; what its two best do not give is weighed by zero."""
+
+    def __init__(self, experts: int = EXPERTS, inside: int = 10) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, inside) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(experts, inside, WIDTH) / inside**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(dim=-1)
+        best, chosen = scores.topk(2, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, chosen, best / best.sum(dim=-1, keepdim=True))
+        inside = nn.functional.silu(torch.einsum("bsd,edf->bsef", x, self.up))
+        given = torch.einsum("bsef,efd->bsed", inside, self.down)
+        return torch.einsum("bsed,bse->bsd", given, weights)
+
+
+class Routed(nn.Module, ABC):
+    """Each token goes to the expert that it scores best; a group at a time, or all rows of the batch as one."""
+
+    def __init__(self, *, one_group: bool = False, inside: int = 10) -> None:
+        super().__init__()
+        self.one_group = one_group
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, inside) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, inside, WIDTH) / inside**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.flatten(0, 1).unsqueeze(0) if self.one_group else x
+        scores, chosen = self.gate(groups).softmax(dim=-1).max(dim=-1)
+        chose = nn.functional.one_hot(chosen, EXPERTS)
+        place = (chose.cumsum(dim=1) * chose).sum(dim=-1) - 1
+        return (self.computed(groups, chosen, place) * scores.unsqueeze(-1)).view_as(x)
+
+    @abstractmethod
+    def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
+        """What the experts make of the tokens."""
+
+    def experts(self, places: Tensor) -> Tensor:
+        """Of the tokens in their places: (group, expert, place, width)."""
+        return torch.einsum("gecf,efd->gecd", nn.functional.silu(torch.einsum("gecd,edf->gecf", places, self.up)), self.down)
+
+
+class RoutedByProducts(Routed):
+    """Tokens move in products with ones and zeros, as GShard and Switch write it."""
+
+    def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
+        expert = nn.functional.one_hot(chosen, EXPERTS).unsqueeze(-1)
+        slot = nn.functional.one_hot(place.clamp(max=CAPACITY), CAPACITY + 1)[..., :CAPACITY].unsqueeze(-2)
+        goes = (expert * slot).to(groups.dtype)
+        return torch.einsum("gsec,gecd->gsd", goes, self.experts(torch.einsum("gsec,gsd->gecd", goes, groups)))
+
+
+class RoutedByIndex(Routed):
+    """Tokens are written to their places and read from there; behind the last is one for all that find none."""
+
+    def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
+        count = EXPERTS * CAPACITY
+        slot = torch.where(place < CAPACITY, chosen * CAPACITY + place, count).unsqueeze(-1).expand(-1, -1, WIDTH)
+        slots = groups.new_zeros(groups.shape[0], count + 1, WIDTH).scatter(1, slot, groups)
+        given = self.experts(slots[:, :count].unflatten(1, (EXPERTS, CAPACITY))).flatten(1, 2)
+        return nn.functional.pad(given, (0, 0, 0, 1)).gather(1, slot)
+
+
+class Residual(nn.Module):
+    """Two mixtures, each behind a normalisation and beside what it reads."""
+
+    def __init__(self, mixture: Callable[[], nn.Module] = Mixture) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.mixtures = nn.ModuleList(mixture() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
+            x = x + mixture(norm(x))
+        return self.head(x)
+
+
+def _tokens(generator: Generator, batch_size: int) -> Inputs:
+    return (real(generator, batch_size, LENGTH, WIDTH),), {}
+
+
+def _target(generator: Generator, batch_size: int) -> Tensor:
+    return real(generator, batch_size, LENGTH, 3)
+
+
+CASES = (Case("mixture_of_experts", Residual, _tokens, _target, mean_squared_error),)
+
+ROUTED = {
+    "products": Case("routed_by_products", lambda: Residual(RoutedByProducts), _tokens, _target, mean_squared_error),
+    "index": Case("routed_by_index", lambda: Residual(RoutedByIndex), _tokens, _target, mean_squared_error),
+    "one_group": Case(
+        "routed_in_one_group",
+        lambda: Residual(lambda: RoutedByIndex(one_group=True)),
+        _tokens,
+        _target,
+        mean_squared_error,
+        compares_rows=True,
+    ),
+}
+"""How tokens get to their experts: not of the zoo, but cut over the same ranks as the batch."""

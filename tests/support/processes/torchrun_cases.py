@@ -1,0 +1,380 @@
+"""What worker processes do for the tests of the torchrun runtime: each function runs on every rank at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from cost_models.profiling.op_times import MeasuredCosts
+from partitioner import PartitionedModel, partition
+from partitioner.runtime import torchrun
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.executor import ProgramSet, compile_program
+from partitioner.runtime.process.failure import Failure
+from partitioner.runtime.process.groups import Connection
+from partitioner.runtime.process.transport import DistributedTransport
+from partitioner.runtime.torchrun import TorchrunRuntime
+from passes.ir.comm.primitives import all_reduce, receive, send, wait
+from passes.ir.errors import CommunicationError
+from passes.ir.program import Program
+from tests.support.models.case import BATCH_SIZE, Case, Instance, mean_squared_error, real
+from tests.support.models.zoo import case_named
+from tests.support.processes.collective_cases import CASES, Part
+from tests.support.running.transparency import (
+    N_MICROBATCHES,
+    compare_gradients,
+    compare_values,
+    first_difference,
+    make_partitioned,
+    reference_steps,
+)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+LINEAR = Case(
+    "linear",
+    lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))),
+    lambda generator, rows: ((real(generator, rows, 5),), {}),
+    lambda generator, rows: real(generator, rows, 5),
+    mean_squared_error,
+)
+"""Small enough that failures are not waited for."""
+
+
+def named(name: str) -> Case:
+    return LINEAR if name == LINEAR.name else case_named(name)
+
+
+def partitioned(name: str, **arguments: Any) -> tuple[Case, Instance, PartitionedModel]:
+    """A case of the zoo over all ranks."""
+    case = named(name)
+    instance = case.build()
+    options = {"devices": int(os.environ["WORLD_SIZE"]), "mode": "pipeline", "n_microbatches": N_MICROBATCHES, **arguments}
+    return case, instance, make_partitioned(instance, **options)
+
+
+def step(case: Case, instance: Instance, pm: PartitionedModel) -> Tensor:
+    return pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
+
+
+# -- equal numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def training_difference(name: str, schedule: str, batch_size: int = BATCH_SIZE) -> str | None:
+    """Loss, gradients and weights of three AdamW steps, on this rank, against the model in one piece."""
+    devices = int(os.environ["WORLD_SIZE"])
+    difference = first_difference(named(name), batch_size=batch_size, devices=devices, mode="pipeline", schedule=schedule)
+    return None if difference is None else str(difference)
+
+
+def forward_difference(name: str, mode: Any = "pipeline") -> str | None:
+    """Outputs in evaluation, for the batch of the trace and another one."""
+    case = named(name)
+    instance = case.build()
+    instance.model.eval()
+    pm = make_partitioned(instance, devices=int(os.environ["WORLD_SIZE"]), mode=mode, n_microbatches=N_MICROBATCHES)
+    for batch_size in (BATCH_SIZE, 3):
+        inputs = case.build(batch_size=batch_size)
+        with torch.no_grad():
+            reference = instance.model(*inputs.args, **inputs.kwargs)
+            difference = compare_values(reference, pm(*inputs.args, **inputs.kwargs), case.tolerance)
+        if difference is not None:
+            return f"batch of {batch_size}: {difference}"
+    return None
+
+
+def plans_by_measured_times() -> list[str]:
+    """The hashes of two plans by the same times; a step can be made by each, and processes may wait for each other before it."""
+    costs, plans = MeasuredCosts(), []
+    for _ in range(2):
+        case, instance, pm = partitioned("linear", cost_model=costs)
+        dist.barrier()
+        step(case, instance, pm)
+        plans.append(pm.plan.hash)
+    return plans
+
+
+def check_report(name: str) -> tuple[bool, str]:
+    """What ``check`` says on this rank, and whether a step still trains as before it."""
+    case, instance, pm = partitioned(name)
+    report = pm.check(*instance.args, **instance.kwargs)
+    step(case, instance, pm)
+    return bool(report), str(report)
+
+
+def state_moves() -> str | None:
+    """A full state, or the parts that the ranks hold, loaded into another model give the same outputs."""
+    case, instance, pm = partitioned("shared_layer")
+    _, _, other = partitioned("shared_layer", schedule="GPipe")
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=0.1)
+    for get_state in (pm.full_state_dict, pm.state_dict):
+        step(case, instance, pm)
+        optimizer.step()
+        other.load_state_dict(get_state())
+        instance.model.load_state_dict(pm.full_state_dict())
+        with torch.no_grad():
+            expected = instance.model(*instance.args)
+            for model in (pm, other):
+                difference = compare_values(expected, model(*instance.args), case.tolerance)
+                if difference is not None:
+                    return str(difference)
+    return None
+
+
+def backward_is_refused() -> None:
+    case, instance, pm = partitioned("linear")
+    assert case.loss_fn is not None
+    case.loss_fn(pm(*instance.args), instance.target).backward()
+
+
+# -- the transport -----------------------------------------------------------------------------------------------------------------
+
+
+TENSORS = (
+    torch.zeros(0, 3),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.tensor(7),
+    torch.tensor([True, False, True]),
+    torch.arange(6).reshape(2, 3).t(),
+    torch.arange(24.0).reshape(1, 4, 3, 2).permute(0, 3, 1, 2),
+    torch.arange(8.0)[::2],
+    torch.arange(3, dtype=torch.int16),
+    torch.arange(3.0).bfloat16(),
+    torch.complex(torch.arange(3.0), torch.ones(3)),
+)
+
+
+def ring(size: int) -> ProgramSet:
+    """Every rank sends all tensors to the next one, receives those of the one before, and sums over all ranks and over two of them."""
+    programs = [Program("forward", number, ring_program(number, size), ()) for number in range(size)]
+    return ProgramSet(tuple(programs), {rank(): compile_program(programs[rank()])})
+
+
+def ring_program(number: int, size: int) -> fx.GraphModule:
+    graph = fx.Graph()
+    values = [graph.placeholder(f"value{index}") for index in range(len(TENSORS))]
+    parts = [graph.placeholder(f"part{index}") for index in range(2)]
+    before, after = (number - 1) % size, (number + 1) % size
+    pending = [
+        graph.call_function(receive, (tuple(tensor.shape), tensor.dtype), {"source": before, "tag": tag})
+        for tag, tensor in enumerate(TENSORS)
+    ]
+    for tag, value in enumerate(values):
+        graph.call_function(send, (value,), {"destination": after, "tag": tag})
+    results = [graph.call_function(wait, (each,)) for each in reversed(pending)]
+    groups = [group for group in (tuple(range(size)), (0, size - 1)) if number in group]
+    started = [graph.call_function(all_reduce, (parts,), {"group": group}) for group in groups]
+    results += [graph.call_function(wait, (each,)) for each in started]
+    graph.output(results)
+    return fx.GraphModule({}, graph)
+
+
+def exchanged(tagged: bool) -> list[Tensor]:
+    """What a rank gets from the one before it is what that one sent; returns the sums, which are real numbers in two precisions."""
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    runtime = TorchrunRuntime([torch.device("cpu")] * size)
+    if not tagged:
+        use_channels(runtime)
+    generator = torch.Generator().manual_seed(rank())
+    parts = {"part0": torch.randn(1000, generator=generator), "part1": torch.randn(3, 5, dtype=torch.float64, generator=generator)}
+    (results,) = runtime.run(ring(size), {rank(): {**{f"value{index}": tensor for index, tensor in enumerate(TENSORS)}, **parts}}).values()
+    received = results[: len(TENSORS)][::-1]
+    for sent, got in zip(TENSORS, received, strict=True):
+        torch.testing.assert_close(got, sent, rtol=0, atol=0)
+    return [part for sums in results[len(TENSORS) :] for part in sums]
+
+
+def collectives(tagged: bool) -> list[Tensor]:
+    """Every case of ``tests.support.processes.collective_cases`` in one program, over all ranks, over two of them, and over one.
+
+    Each rank compares what it gets; returned are a small and a large sum of real numbers.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    runtime = TorchrunRuntime([torch.device("cpu")] * size)
+    if not tagged:
+        use_channels(runtime)
+    written = [collective_program(number, size) for number in range(size)]
+    programs = tuple(Program("forward", number, module, ()) for number, (module, _) in enumerate(written))
+    parts = written[rank()][1]
+    given = {f"value{index}": tensor for index, tensor in enumerate(tensor for part in parts for tensor in part.tensors)}
+    kept = {name: tensor.clone() for name, tensor in given.items()}
+    executables = ProgramSet(programs, {rank(): compile_program(programs[rank()])})
+    generator = torch.Generator().manual_seed(rank())
+    reals = [torch.randn(count, generator=generator) for count in (100, 200_000)]
+    (results,) = runtime.run(executables, {rank(): {**given, "small": reals[0], "large": reals[1]}}).values()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in given.items())
+    for part, got in zip(parts, results, strict=False):
+        for tensor, wanted in zip(got, part.expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+            assert tensor.is_contiguous()
+    return [total for (total,) in results[len(parts) :]]
+
+
+def collective_program(number: int, size: int) -> tuple[fx.GraphModule, list[Part]]:
+    """All is started before anything is waited for."""
+    graph = fx.Graph()
+    groups = [group for group in (tuple(range(size)), (0, size - 1), (number,)) if number in group]
+    found = [(case, group, case.parts(len(group))[group.index(number)]) for case in CASES for group in dict.fromkeys(groups)]
+    count = itertools.count()
+    values = [[graph.placeholder(f"value{next(count)}") for _ in part.tensors] for _, _, part in found]
+    reals = [graph.placeholder(name) for name in ("small", "large")]
+    started = [
+        graph.call_function(case.function, (given,), {"group": group, **part.keywords})
+        for (case, group, part), given in zip(found, values, strict=True)
+    ]
+    started += [graph.call_function(all_reduce, ([real],), {"group": tuple(range(size))}) for real in reals]
+    graph.output([graph.call_function(wait, (pending,)) for pending in reversed(started)][::-1])
+    return fx.GraphModule({}, graph), [part for _, _, part in found]
+
+
+def use_channels(runtime: Runtime) -> None:
+    """Give a runtime a group for each channel, where messages have no tags: what NCCL needs, on gloo."""
+    connect_anew(runtime, 60, tagged=False)
+
+
+def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Connection:
+    assert isinstance(runtime, TorchrunRuntime)
+    session, number = torchrun.arrive(), next(torchrun._count)
+    limit = timedelta(seconds=seconds)
+    runtime._connection = Connection(torch.device("cpu"), limit, number, session.watch, session.store, tagged=tagged)
+    return runtime._connection
+
+
+def training_over_channels(name: str, schedule: str) -> str | None:
+    """A training step whose messages have no tags."""
+    case, instance, pm = partitioned(name, schedule=schedule)
+    use_channels(pm._runtime)
+    loss = step(case, instance, pm).detach()
+    reference = reference_steps(case, n_steps=1)
+    difference = compare_values(reference.losses[0], loss, case.tolerance)
+    difference = difference or compare_gradients(reference.gradients[0], pm.full_gradients(), case.tolerance)
+    return None if difference is None else str(difference)
+
+
+def take_existing_group(seconds: int) -> tuple[float, bool]:
+    """A script that initialises ``torch.distributed`` itself; returns the timeout that the runtime takes over."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    mine = dist.group.WORLD
+    runtime = TorchrunRuntime([torch.device("cpu")] * dist.get_world_size())
+    return runtime._connection.timeout.total_seconds(), runtime._connection.world is mine
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------------------
+
+
+def different_batch_sizes(other: int) -> None:
+    """Two steps of 8 rows, then one in which a rank has 6."""
+    case, instance, pm = partitioned("linear")
+    for _ in range(2):
+        step(case, instance, pm)
+    rows = 6 if rank() == other else BATCH_SIZE
+    step(case, case.build(batch_size=rows), pm)
+
+
+def partition_another_model(difference: str, measured: bool) -> None:
+    """Rank 1 has other weights, another operation without any, or another batch; a plan of the first rank would do for the last two."""
+    odd = rank() == 1
+    width = 24 if odd and difference == "weights" else 16
+    activation = nn.GELU() if odd and difference == "operation" else nn.ReLU()
+    model = nn.Sequential(nn.Linear(8, width), activation, nn.Linear(width, 4))
+    x = torch.zeros(4 if odd and difference == "batch" else BATCH_SIZE, 8)
+    partition(model, 2, "data", example_inputs=(x,), cost_model=MeasuredCosts() if measured else None, progress=False)
+
+
+def evaluate_on_one_rank() -> None:
+    """After a step, rank 0 alone looks at the outputs."""
+    case, instance, pm = partitioned("linear")
+    step(case, instance, pm)
+    if rank() == 0:
+        with torch.no_grad():
+            pm(*instance.args)
+    else:
+        step(case, instance, pm)
+
+
+def failing_loss() -> None:
+    """In the second step the loss raises, where it is computed."""
+    _, instance, pm = partitioned("linear")
+    steps: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if len(steps) == 1:
+            raise ValueError("no such label: 17")
+        return nn.functional.mse_loss(output, target)
+
+    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+    steps.append(1)
+    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+
+
+def silent_loss() -> None:
+    """The loss takes until some rank has given up waiting for it."""
+    _, instance, pm = partitioned("linear")
+    connection = connect_anew(pm._runtime, 4)
+    steps: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        while steps and connection.record.first() is None:
+            time.sleep(0.05)
+        return nn.functional.mse_loss(output, target)
+
+    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+    steps.append(1)
+    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+
+
+def use_after_failure() -> str:
+    """What a model says whose ranks have failed together before."""
+    case, instance, pm = partitioned("linear")
+    assert isinstance(pm._runtime, TorchrunRuntime)
+    pm._runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
+    try:
+        step(case, instance, pm)
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def train_for_ever(dying: int) -> None:
+    """Train until a rank is killed while it sends in the middle of the third step."""
+    case, instance, pm = partitioned("linear", schedule="1F1B")
+    for _ in range(2):
+        step(case, instance, pm)
+    if rank() == dying:
+        die_at_send(3)
+    while True:
+        step(case, instance, pm)
+
+
+def die_at_send(count: int) -> None:
+    send_as_before = DistributedTransport.send
+    sends: list[int] = []
+
+    def send_or_die(self: DistributedTransport, tensor: Tensor, destination: int, tag: int) -> None:
+        sends.append(tag)
+        if len(sends) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send_as_before(self, tensor, destination, tag)
+
+    DistributedTransport.send = send_or_die  # type: ignore[method-assign]  # no sooner and no later
+
+
+def fail_between_steps(failing: int) -> None:
+    """An error of the script itself, which the runtime does not see."""
+    case, instance, pm = partitioned("linear")
+    step(case, instance, pm)
+    if rank() == failing:
+        raise KeyError("no such file")
+    step(case, instance, pm)
