@@ -25,6 +25,7 @@ from cost_models.memory.optimizer_state import training_bytes
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.make_plan import make_plan
 from partitioner.planner.tile_grid import best_grid
+from partitioner.schedules.catalog import find_schedule
 from passes.analysis.axes import Axes, find_axes
 from passes.autograd.recompute import Recompute
 from passes.graph.symbolic_sizes import bytes_of
@@ -102,7 +103,10 @@ def plan_stream(
 
 
 def _check_schedule(request: PlanRequest) -> None:
-    if request.schedule is not None and request.schedule not in ("GPipe", "1F1B"):
+    if request.schedule is None:
+        return
+    kind = find_schedule(request.schedule)
+    if kind.splits_backward or not kind.has_one_stage:
         raise ConfigError(
             f"schedule {request.schedule!r} cuts a backward in two, and that of tiles in turn is one",
             remedy="leave schedule=None",

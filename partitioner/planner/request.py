@@ -8,6 +8,7 @@ from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.constraints import Constraints
 from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.gpipe import GPIPE
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import RECOMPUTE
@@ -81,7 +82,7 @@ class PlanRequest:
 
     def _check_schedule(self) -> None:
         if self.mode == "model":
-            for name, value, only in (("schedule", self.schedule, "GPipe"), ("stages_per_device", self.stages_per_rank, 1)):
+            for name, value, only in (("schedule", self.schedule, GPIPE.name), ("stages_per_device", self.stages_per_rank, 1)):
                 if value not in (None, only):
                     raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
         if self.schedule is not None:

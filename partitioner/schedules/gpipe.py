@@ -11,7 +11,7 @@ With m microbatches on R ranks, every stage holds m activations, and the ranks a
 
 from __future__ import annotations
 
-from partitioner.schedules.kind import ScheduleKind
+from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, on
 from partitioner.schedules.placement import looped
 
@@ -24,6 +24,11 @@ def gpipe(rank: Rank) -> list[Move]:
     return on(stage, "F") * rank.n_microbatches + on(stage, "B") * rank.n_microbatches
 
 
+def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
+    every = (n_microbatches,) * n_ranks
+    return InFlight(every, every, (0,) * n_ranks)
+
+
 GPIPE = ScheduleKind(
     name="GPipe",
     source="Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, arXiv:1811.06965",
@@ -32,5 +37,8 @@ GPIPE = ScheduleKind(
     default_stages_per_rank=1,
     any_stages_per_rank=False,
     splits_backward=False,
+    forwards_first=True,
+    in_flight_alone=_in_flight,
+    idle=0.05,
 )
 """One stage a rank, whole backwards."""

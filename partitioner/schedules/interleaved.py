@@ -46,5 +46,7 @@ INTERLEAVED = ScheduleKind(
     default_stages_per_rank=2,
     any_stages_per_rank=True,
     splits_backward=False,
+    alternates=True,
+    forwards_ahead=lambda n_ranks, _: n_ranks,
 )
 """Any number of stages a rank in a loop over the ranks, whole backwards."""

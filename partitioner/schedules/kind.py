@@ -15,15 +15,32 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from partitioner.schedules.pattern import Move, Rank, numbered
+from partitioner.schedules.placement import v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Awaiting", "ScheduleKind", "awaiting", "peak_activation", "peak_in_flight"]
+__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "peak_activation", "peak_in_flight"]
+
+
+class InFlight(NamedTuple):
+    """For each stage, how far it runs ahead where each rank has one stage.
+
+    Attributes:
+        ahead: forwards that begin at most before the backward of the first of them, or its input half, has ended.
+        held: the same for the weight half: microbatches whose activations are held at once.
+        weights_behind: input halves in front of the first weight half; 0 where backwards are whole.
+    """
+
+    ahead: tuple[int, ...]
+    held: tuple[int, ...]
+    weights_behind: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
     """One of the known schedules.
+
+    The planner asks for no schedule by its name: what bounds may assume of one is said here. A fact that is left out is not assumed.
 
     Attributes:
         name: as users write it: ``"1F1B"``.
@@ -33,6 +50,14 @@ class ScheduleKind:
         default_stages_per_rank: stages a rank where nobody says.
         any_stages_per_rank: whether other numbers than the default are possible.
         splits_backward: whether backwards may be done in two halves, so that the stages' programs need both.
+        forwards_first: whether all forwards of a rank come in front of all its backwards.
+        alternates: whether a rank with one stage begins with a forward for each rank behind it, and then does a forward and a backward by
+            turns.
+        forwards_ahead: of (n_ranks, rank) with two stages on each rank, how many forwards of a rank's first stage come in front of the
+            first one of its second, at most. On a V, the order in front of and behind what repeats is the same for 2 ``n_ranks``
+            microbatches and for more; in a loop, backwards are whole, and as many of the first stage come behind those of the second.
+        in_flight_alone: of (n_ranks, n_microbatches), how far stages run ahead where each rank has one; None: this is counted.
+        idle: how much of the bubble of 1F1B is likely to be left beyond what bounds tell: a guess that orders the search.
     """
 
     name: str
@@ -42,6 +67,16 @@ class ScheduleKind:
     default_stages_per_rank: int
     any_stages_per_rank: bool
     splits_backward: bool
+    forwards_first: bool = False
+    alternates: bool = False
+    forwards_ahead: Callable[[int, int], int] | None = None
+    in_flight_alone: Callable[[int, int], InFlight] | None = None
+    idle: float = 0.5
+
+    @property
+    def is_v(self) -> bool:
+        """Whether ranks run one stage on the way down and one on the way up."""
+        return self.placement is v_shaped
 
     def allows(self, stages_per_rank: int) -> bool:
         """Whether each rank can run this many stages."""

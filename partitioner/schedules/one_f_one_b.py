@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 
-from partitioner.schedules.kind import ScheduleKind
+from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, on
 from partitioner.schedules.placement import looped
 
@@ -39,6 +39,11 @@ def alternate(forwards: Sequence[list[Move]], backwards: Sequence[list[Move]], n
     return list(chain(*forwards[:n_ahead], *(chain(forward, backward) for forward, backward in turns)))
 
 
+def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
+    held = tuple(min(n_microbatches, n_ranks - rank) for rank in range(n_ranks))
+    return InFlight(held, held, (0,) * n_ranks)
+
+
 ONE_F_ONE_B = ScheduleKind(
     name="1F1B",
     source="Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, arXiv:2104.04473",
@@ -47,5 +52,8 @@ ONE_F_ONE_B = ScheduleKind(
     default_stages_per_rank=1,
     any_stages_per_rank=False,
     splits_backward=False,
+    alternates=True,
+    in_flight_alone=_in_flight,
+    idle=0.05,
 )
 """One stage a rank, whole backwards."""

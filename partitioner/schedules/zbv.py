@@ -45,5 +45,7 @@ ZBV = ScheduleKind(
     default_stages_per_rank=2,
     any_stages_per_rank=False,
     splits_backward=True,
+    forwards_ahead=lambda n_ranks, rank: 2 * (n_ranks - 1 - rank) + 1,
+    idle=0.15,
 )
 """Two stages a rank on a V, every backward split."""

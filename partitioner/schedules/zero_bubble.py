@@ -14,7 +14,7 @@ longer than F and I, each rank is idle for (R-1)(F+I-W), a third of 1F1B's (R-1)
 
 from __future__ import annotations
 
-from partitioner.schedules.kind import ScheduleKind
+from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.one_f_one_b import alternate
 from partitioner.schedules.pattern import Move, Rank, on
 from partitioner.schedules.placement import looped
@@ -31,6 +31,11 @@ def zero_bubble(rank: Rank) -> list[Move]:
     return alternate(forwards, backwards, n_ahead=rank.n_after) + on(stage, "W") * n_behind
 
 
+def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
+    ahead = tuple(min(n_microbatches, n_ranks - rank) for rank in range(n_ranks))
+    return InFlight(ahead, (min(n_microbatches, n_ranks),) * n_ranks, tuple(range(n_ranks)))
+
+
 ZERO_BUBBLE = ScheduleKind(
     name="ZB1P",
     source="Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241: ZB-H1",
@@ -39,5 +44,7 @@ ZERO_BUBBLE = ScheduleKind(
     default_stages_per_rank=1,
     any_stages_per_rank=False,
     splits_backward=True,
+    in_flight_alone=_in_flight,
+    idle=0.3,
 )
 """One stage a rank, every backward split."""

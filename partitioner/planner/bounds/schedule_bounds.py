@@ -30,6 +30,7 @@ from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.schedules.catalog import SCHEDULES
 
 __all__ = ["least_load", "least_shared_step", "least_step"]
 
@@ -107,25 +108,27 @@ def least_step(
         exchanged: seconds that all stages together wait for the ranks beside them, for one microbatch, forward and backward.
     """
     count, alone, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
-    is_whole = candidate.schedule == "GPipe" or candidate.schedule in _WHOLE_BACKWARDS
+    kind = SCHEDULES[candidate.schedule]
     every = whole + sum(exchanged)
     load = max(load, every / n_ranks)
-    step = max(every if is_whole else whole * shares.through + sum(exchanged), count * load)
-    if candidate.schedule == "GPipe":
-        return max(step, every + (count - 1) * load)
-    if candidate.schedule in _WHOLE_BACKWARDS:
+    step = max(whole * shares.through + sum(exchanged) if kind.splits_backward else every, count * load)
+    if not kind.splits_backward:
+        if alone and kind.forwards_first:
+            return max(step, every + (count - 1) * load)
         step = max(step, every + (count - 1) * shares.backward * slowest)
-    if alone and candidate.schedule in _WHOLE_BACKWARDS:
-        step = max(step, every / (1 - (1 - 1 / count) ** n_ranks))
-        return max(step, 2 * every + (count - n_ranks - 1) * load) if count > n_ranks else step
-    if alone and forward > 0:
+        if alone:
+            step = max(step, every / (1 - (1 - 1 / count) ** n_ranks))
+            return max(step, 2 * every + (count - n_ranks - 1) * load) if kind.alternates and count > n_ranks else step
+    elif alone and forward > 0:
         left = 1 - forward / count
         counting = whole + exchanged[0] + exchanged[1] * left ** (n_ranks - 1)  # where it counts least: on the first rank
         return max(step, counting * forward / (1 - left**n_ranks))
-    if candidate.schedule in _ON_A_V and whole > 0:
-        relative = exchanged[0] / whole, exchanged[1] / whole
-        return max(step, whole * least_on_v(candidate.schedule, n_ranks, count, shares.halves, relative))
-    return max(step, every * _fill_of_loop(n_ranks, count)) if candidate.stages_per_rank == 2 else step
+    if candidate.stages_per_rank != 2 or kind.forwards_ahead is None:
+        return step
+    if not kind.is_v:
+        return max(step, every * _fill_of_loop(n_ranks, count, kind.forwards_ahead(n_ranks, 0)))
+    relative = (exchanged[0] / whole, exchanged[1] / whole) if whole > 0 else (0.0, 0.0)
+    return max(step, whole * least_on_v(kind.name, n_ranks, count, shares.halves, relative))
 
 
 def least_shared_step(
@@ -149,7 +152,7 @@ def least_shared_step(
         exchanged: as ``least_step`` has it; what a split backward exchanges is not in front.
     """
     count, n_ranks, last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]
-    is_split = candidate.schedule not in ("GPipe", *_WHOLE_BACKWARDS)
+    is_split = SCHEDULES[candidate.schedule].splits_backward
     every = whole + sum(exchanged)
     beside, rounds, rest = (shares.forward[0] if is_split else 1.0), -(-count // last), count / (n_ranks - last)
     at_last = max(rest - beside, 0.0) / (rounds - beside + rest)
@@ -159,14 +162,14 @@ def least_shared_step(
 
 
 @lru_cache(maxsize=1024)
-def _fill_of_loop(n_ranks: int, count: int) -> float:
+def _fill_of_loop(n_ranks: int, count: int, forwards_ahead: int) -> float:
     """The same for two stages on each rank in a loop and whole backwards: rank r runs stages r and R+r, microbatches in groups of R.
 
     It is not done before what is above it in the first round, forward and backward, and all that it computes; nor before all of the first
-    round and what is above it in the second, and what it computes but for K = R forwards of its first stage that come in front of the first
-    one of its second, and as many backwards behind the last one.
+    round and what is above it in the second, and what it computes but for the forwards of its first stage that come in front of the
+    first one of its second, and as many backwards behind the last one.
     """
-    ahead = min(n_ranks, count)
+    ahead = min(forwards_ahead, count)
 
     def counts(weights: Floats, second: Floats) -> Floats:
         first = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
@@ -199,9 +202,3 @@ _SECONDS = np.array([[0.3], [0.5], [0.7], [0.9]])
 
 _ROUNDS = 20
 """How often weights are mended."""
-
-_WHOLE_BACKWARDS = ("1F1B", "Interleaved1F1B")
-"""Schedules whose backwards are not split: a stage's gradient of the input is there when all of its backward is."""
-
-_ON_A_V = ("ZBV", "DualPipeV")
-"""Schedules whose ranks run one stage on the way down and one on the way up."""

@@ -83,7 +83,7 @@ def _least(name: str, n_ranks: int, count: int, shape: tuple[int, ...], numbers:
     if not shares.sum() > 0:
         return np.zeros(1), np.zeros(1), np.zeros(1)
     forward, inputs, _ = np.rint(shares / shares.sum() / _SHARE).astype(int).tolist()
-    means = _means(name if n_ranks <= _MOST_RANKS else "", n_ranks, count, forward, inputs)
+    means = _means(name, n_ranks, count, forward, inputs)
     each = np.tensordot(means, halves.reshape(3, -1), (1, 0)).min(axis=1)  # (T, N K), each where it counts least
     units = each.reshape(len(each), *halves.shape[1:]).min(axis=2).sum(axis=1)
     return units, means[:, 0].min(axis=1), means[:, 1].min(axis=1)
@@ -111,20 +111,22 @@ class _Paths:
     """The paths through each rank.
 
     Args:
-        name: of the schedule; empty: of any on a V, of which what lies behind a rank is not asked.
+        name: of the schedule.
         n_ranks: of a pipeline.
         count: microbatches.
     """
 
     def __init__(self, name: str, n_ranks: int, count: int) -> None:
-        self.mixtures = _MIXTURES if name else _MIXTURES[:_N_TO_THE_END]
+        forwards_ahead = SCHEDULES[name].forwards_ahead
+        assert forwards_ahead is not None  # else nothing is known of the order
+        self.mixtures = _MIXTURES if n_ranks <= _MOST_RANKS else _MIXTURES[:_N_TO_THE_END]
         left = np.zeros((3, 3, n_ranks, 2))
         self._whole = np.zeros(2 * n_ranks)
-        if name:
+        if n_ranks <= _MOST_RANKS:
             left[1:], self._whole = _ends(name, n_ranks, min(count, 2 * n_ranks))
         self._last = left[2, :, 0]
         on_it = np.full((2, 3, 3, n_ranks, 2), float(count)) - left
-        ahead = np.minimum(2 * np.arange(n_ranks)[::-1] + 1, count)  # forwards in front of the first one of the second stage
+        ahead = np.minimum([forwards_ahead(n_ranks, rank) for rank in range(n_ranks)], count)
         on_it[1, :, 0, :, 0] -= ahead
         self._on_it = np.einsum("tbe,behrs->thrs", self.mixtures, on_it)
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from partitioner.planner.request import PlanRequest
 from partitioner.schedules.catalog import SCHEDULES
+from partitioner.schedules.gpipe import GPIPE
+from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from passes.analysis.row_statistics import values_per_channel
 from passes.ir.graph import ModelGraph
 
 __all__ = ["Candidate", "may_cut_batch", "microbatch_choices", "schedules", "with_statistics"]
 
-DEFAULT_SCHEDULE = "1F1B"
+DEFAULT_SCHEDULE = ONE_F_ONE_B.name
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Candidate:
 def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     """The schedules and stages a rank that the request leaves open, the default first."""
     if request.mode == "model":
-        return [("GPipe", 1)]
+        return [(GPIPE.name, 1)]
     if request.schedule is not None:
         kind = SCHEDULES[request.schedule]
         return [(kind.name, request.stages_per_rank or kind.default_stages_per_rank)]

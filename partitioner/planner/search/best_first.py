@@ -27,16 +27,14 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import MeshProblem, Promise, Solution
 from partitioner.planner.sharding.model import MeshCut
+from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 
 __all__ = ["Opened", "Option", "PlanSearch"]
 
-_IDLE = {"GPipe": 0.05, "1F1B": 0.05, "ZBV": 0.15, "DualPipeV": 0.1, "ZB1P": 0.3}
-"""Schedule -> how much of the bubble of 1F1B it is likely to leave, beyond what its bounds tell; half for all others."""
-
 _UNEVEN = 0.3
-"""The same for thin stages: units are not divided, so that a stage of few of them is not as long as others."""
+"""How long ranks are likely to wait for thin stages: units are not divided, so that a stage of few of them is not as long as others."""
 
 _AGAIN = 0.1
 """The same for what is computed again, until it is priced."""
@@ -88,7 +86,7 @@ class Option:
         """The share of the time that its ranks are likely to wait for each other, or compute again, beyond what its bound tells."""
         candidate, problem = self.candidate, self.problem
         thin = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
-        idle = thin + _IDLE.get(candidate.schedule, 0.5) * (problem.n_places - 1) / candidate.n_microbatches
+        idle = thin + SCHEDULES[candidate.schedule].idle * (problem.n_places - 1) / candidate.n_microbatches
         if self.policy != "none":
             return idle + (_AGAIN if self.promise is None else 0.0)
         return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)

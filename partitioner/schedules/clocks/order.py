@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from partitioner.schedules.kind import Awaiting, awaiting, peak_in_flight
+from partitioner.schedules.catalog import find_schedule, make_schedule
+from partitioner.schedules.kind import Awaiting, InFlight, awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind
 
 __all__ = ["Order", "order_of"]
@@ -45,40 +45,33 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int,
     >>> order_of("1F1B", 4, 8, 1).in_flight, order_of("ZB1P", 4, 8, 1).in_flight
     ((4, 3, 2, 1), (4, 4, 4, 4))
     """
-    if name in _ALONE and not replicas:
-        ranks = tuple(range(n_ranks))
-        behind = tuple(min(n_microbatches, n_ranks - rank) for rank in ranks)
-        all_of_them, most = (n_microbatches,) * n_ranks, (min(n_microbatches, n_ranks),) * n_ranks
-        ahead, in_flight = {"GPipe": (all_of_them, all_of_them), "1F1B": (behind, behind), "ZB1P": (behind, most)}[name]
-        later = tuple(min(held, n_microbatches - 1) for held in in_flight)
-        stage_ranks, splits, fills = tuple((rank,) for rank in ranks), name == "ZB1P", name == "GPipe"
-        comes = _awaiting_alone(name, n_microbatches, in_flight)
-        return Order(n_microbatches, stage_ranks, splits, fills, ahead, in_flight, later, comes)
+    kind = find_schedule(name)
+    splits, fills = kind.splits_backward, kind.forwards_first
+    if kind.in_flight_alone is not None and stages_per_rank == 1 and not replicas:
+        alone = kind.in_flight_alone(n_ranks, n_microbatches)
+        later = tuple(min(held, n_microbatches - 1) for held in alone.held)
+        stage_ranks, comes = kind.stage_ranks(n_ranks, stages_per_rank), _awaiting_alone(alone, n_microbatches, fills)
+        return Order(n_microbatches, stage_ranks, splits, fills, alone.ahead, alone.held, later, comes)
     schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas)
     ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
     in_flight, later = peak_in_flight(schedule), peak_in_flight(schedule, later=True)
-    splits, fills = SCHEDULES[name].splits_backward, name == "GPipe"
     return Order(n_microbatches, schedule.stage_ranks, splits, fills, ahead, in_flight, later, awaiting(schedule))
 
 
-def _awaiting_alone(name: str, n_microbatches: int, in_flight: tuple[int, ...]) -> Awaiting:
+def _awaiting_alone(alone: InFlight, n_microbatches: int, fills: bool) -> Awaiting:
     """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages.
 
     F F ... F | B F | B F ... | B B ... B    what a rank holds grows, stays, where there are more microbatches than that, and shrinks
 
-    Of ZB1P, whose rank r has r input halves in front of its first weight half, what it holds shrinks from the third message behind that on.
+    Where input halves are in front of the first weight half, what a rank holds shrinks from the third message behind them on.
     """
-    if n_microbatches > len(in_flight) + 1 and name != "GPipe":
+    in_flight = alone.held
+    if n_microbatches > len(in_flight) + 1 and not fills:
         return Awaiting(in_flight, in_flight, in_flight, in_flight)
     growing = tuple(min(held, n_microbatches - 1) for held in in_flight)
     staying = tuple(held if n_microbatches > held + 1 else 0 for held in in_flight)
-    waiting = range(len(in_flight)) if name == "ZB1P" else (0,) * len(in_flight)
     shrinking = tuple(
         held if held < n_microbatches else n_microbatches - 1 if n_microbatches > behind + 2 else 0
-        for held, behind in zip(in_flight, waiting, strict=True)
+        for held, behind in zip(in_flight, alone.weights_behind, strict=True)
     )
     return Awaiting(growing, staying, in_flight, shrinking)
-
-
-_ALONE = ("GPipe", "1F1B", "ZB1P")
-"""Schedules with one stage on each rank, whose numbers their papers give: nothing need be built."""

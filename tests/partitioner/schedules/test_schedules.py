@@ -6,7 +6,7 @@ import doctest
 import importlib
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -255,3 +255,17 @@ def test_numbers_that_do_not_fit_are_refused(name: str, numbers: tuple[int, int,
 
 def test_a_pattern_is_letters_of_a_stage() -> None:
     assert on(3, "IW") == [(3, ActionKind.BACKWARD_INPUT), (3, ActionKind.BACKWARD_WEIGHT)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_a_schedule_states_is_what_its_ranks_do(name: str) -> None:
+    kind = SCHEDULES[name]
+    for n_ranks, m in product((1, 2, 3, 5), (1, 4, 12)):
+        schedule = kind.build(n_ranks, m)
+        for rank, actions in enumerate(schedule.actions):
+            is_forward = [action.kind is ActionKind.FORWARD for action in actions]
+            assert not kind.forwards_first or is_forward == sorted(is_forward, reverse=True)
+            if kind.forwards_ahead is not None:
+                first = min(action.stage for action in actions)
+                in_front = next(place for place, action in enumerate(actions) if action.stage != first)
+                assert in_front == min(m, kind.forwards_ahead(n_ranks, rank))
