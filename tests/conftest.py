@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +19,7 @@ torch.set_num_threads(1)  # test workers share the cores
 gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live: looking through them at Python's pace takes a tenth of the time
 
 
-LONG_TESTS = frozenset(Path(__file__).with_name("long_tests.txt").read_text(encoding="utf-8").splitlines())
-"""Tests that take seconds, by ``--durations``, where shorter ones look at the same things: marked slow, as full matrices are."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and pytest the marks
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start processes run in one worker, one after the other: they share fixtures and do not crowd the cores.
 
@@ -35,17 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("gloo"))
         elif item.nodeid.startswith("tests/project/architecture/"):
             item.add_marker(pytest.mark.xdist_group("architecture"))
-        if item.nodeid in LONG_TESTS:
-            item.add_marker(pytest.mark.slow)
-    if not any("::" in argument for argument in config.args):
-        _refuse_unknown(items)
-
-
-def _refuse_unknown(items: list[pytest.Item]) -> None:
-    """A line of the table that names no test of the files that were read."""
-    files, known = {item.nodeid.partition("::")[0] for item in items}, {item.nodeid for item in items}
-    if unknown := sorted(line for line in LONG_TESTS - known if line.partition("::")[0] in files):
-        raise pytest.UsageError("tests/long_tests.txt names tests that there are not:\n  " + "\n  ".join(unknown))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,6 +37,7 @@ MODELS = [
     "t5",
     "resnet",
 ]
+SLOW = ("bert", "t5", "resnet")
 RECURRENT = ("lstm", "gru")
 """The price counts every step alike; autograd leaves out the gradient of the first step's state, which nobody asks for."""
 
@@ -58,7 +59,7 @@ def outputs(instance: Instance) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch.export says so of recurrent layers
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == "t5" else ()) for case in ZOO if case.name in MODELS]
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in SLOW else ()) for case in ZOO if case.name in MODELS]
 )
 def test_flops_and_kept_bytes_of_a_model(case: Any) -> None:
     instance = case.build()

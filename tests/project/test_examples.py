@@ -59,8 +59,12 @@ LONG = frozenset(
         "mixed_cluster",
         "mixtral_experts",
         "one_weird_trick",
+        "replicas_of_pipelines",
         "streamed_decoder",
+        "tiled_unet",
+        "tiled_volumes",
         "transformers_from_config",
+        "unet_skips",
         "unet_space_then_batch",
     }
 )
@@ -112,8 +116,9 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 200 for line in printed.splitlines() if not line.lstrip().startswith(("def ", "#")))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", [pytest.param("distributed_sampler", marks=pytest.mark.slow), "torchrun_training"])
+@pytest.mark.parametrize("name", ["distributed_sampler", "torchrun_training"])
 def test_torchrun_prints_the_losses_of_one_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = next(path for path in EXAMPLES if path.stem == name)
     main_of(path)(QUICK[path.stem])

@@ -17,10 +17,8 @@ from tests.support.running.transparency import (
     reference_steps,
 )
 
-MULTI_STAGE = pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBV", "DualPipeV"])
 
-
-@pytest.mark.parametrize("name", ["gpt", "shared_layer"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "shared_layer"])
 def test_a_weight_tied_across_stages_gets_the_sum_of_its_gradients(name: str) -> None:
     """There each stage trains its own copy with its own part of the gradient, and nothing says so."""
     case = case_named(name)
@@ -49,21 +47,32 @@ def test_a_value_used_by_several_later_stages_gets_the_sum_of_their_gradients(na
     assert first_difference(case_named(name), devices=4, mode="pipeline", schedule="1F1B") is None
 
 
-@MULTI_STAGE
-@pytest.mark.parametrize("name", ["unet", "branches"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param("unet", "Interleaved1F1B", marks=pytest.mark.slow),
+        pytest.param("unet", "ZBV", marks=pytest.mark.slow),
+        ("unet", "DualPipeV"),
+        pytest.param("branches", "Interleaved1F1B", marks=pytest.mark.slow),
+        ("branches", "ZBV"),
+        ("branches", "DualPipeV"),
+    ],
+)
 def test_schedules_with_several_stages_a_device_take_skips(name: str, schedule: str) -> None:
     """There such schedules refuse a value that does not go to the next stage."""
     assert first_difference(case_named(name), devices=2, mode="pipeline", schedule=schedule) is None
 
 
-@pytest.mark.parametrize("n_microbatches", [4, 7])
+@pytest.mark.parametrize("n_microbatches", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_batch_that_the_microbatches_do_not_divide(n_microbatches: int) -> None:
     """There a batch of 9 in 4 microbatches dies inside gloo."""
     case = case_named("unet")
     assert first_difference(case, batch_size=9, n_microbatches=n_microbatches, devices=3, mode="pipeline", schedule="1F1B") is None
 
 
-@pytest.mark.parametrize("case", [case_named("batch_norm_convolution"), case_named("resnet")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case_named("batch_norm_convolution"), pytest.param(case_named("resnet"), marks=pytest.mark.slow)], ids=lambda case: case.name
+)
 def test_batch_normalisation_under_microbatching_is_reported_and_defined(case: Case) -> None:
     """There the gradients change and nothing says so. Here it is said; the numbers are those of the microbatches trained in turn."""
     pm = make_partitioned(case.build(), devices=2, mode="pipeline", n_microbatches=4)

@@ -64,6 +64,7 @@ class Attention(nn.Module):
 MESHES = [{"tensor": 2}, {"data": 2}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(f"{name}{size}" for name, size in mesh.items()))
 def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
     torch.manual_seed(1)

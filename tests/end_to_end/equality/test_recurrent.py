@@ -72,7 +72,7 @@ def assert_trains_alike(model: nn.Module, *, devices: int, batch_first: bool = T
             batch_first,
             arguments,
             id="-".join([kind.__name__, "batch_first" if batch_first else "time_first", *arguments]),
-            marks=pytest.mark.slow if (kind is nn.LSTM) == batch_first and arguments else (),
+            marks=pytest.mark.slow if (kind is nn.LSTM) == batch_first or arguments else (),
         )
         for kind, batch_first, arguments in itertools.product((nn.LSTM, nn.GRU), (True, False), LAYERS)
     ],

@@ -41,12 +41,13 @@ def difference_of(way: str, mode: str | Mapping[str, int], devices: int, dimensi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "mode", "devices", "dimension"),
     [
-        pytest.param("products", "data", 3, "data", marks=pytest.mark.slow),
-        pytest.param("products", {"data": 2, "tensor": 2}, 4, "data", marks=pytest.mark.slow),
-        pytest.param("index", {"data": 2, "pipeline": 2}, 4, "data", marks=pytest.mark.slow),
+        ("products", "data", 3, "data"),
+        ("products", {"data": 2, "tensor": 2}, 4, "data"),
+        ("index", {"data": 2, "pipeline": 2}, 4, "data"),
         ("index", "data", 2, "data"),
         ("one_group", "data", 2, "data"),
         *(
@@ -81,9 +82,10 @@ def after_a_step(way: str, devices: int, mode: str | Mapping[str, int] = "data",
     return pm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "devices"),
-    [("products", 2), pytest.param("products", 4, marks=pytest.mark.slow), pytest.param("index", 2, marks=pytest.mark.slow)],
+    [("products", 2), ("products", 4), ("index", 2)],
 )
 def test_tokens_go_and_come_back_once(way: str, devices: int) -> None:
     """Two mixtures: four exchanges forward, four backward; all else is the sum of what all ranks hold."""
@@ -103,7 +105,8 @@ def test_tokens_go_over_the_inner_of_two_dimensions_that_cut_rows() -> None:
     assert groups == [(0, 1)] * 8
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
 def test_a_rank_holds_its_experts_and_sums_no_gradient_of_them(devices: int) -> None:
     pm = after_a_step("products", devices)
     held = {name: tuple(parameter.shape) for name, parameter in pm.named_parts(0)}
@@ -115,6 +118,7 @@ def test_a_rank_holds_its_experts_and_sums_no_gradient_of_them(devices: int) -> 
         assert not any("up" in name or "down" in name for name in names)
 
 
+@pytest.mark.slow
 def test_what_leaves_a_rank_is_said() -> None:
     """Half of the tokens in their places, for each of the eight exchanges of a step."""
     pm = after_a_step("products", 2)
@@ -127,6 +131,7 @@ def test_what_leaves_a_rank_is_said() -> None:
         assert sent_by_kind(lowered, program)["all_to_all"] == 8 * places // 2
 
 
+@pytest.mark.slow
 def test_tokens_of_all_rows_in_one_group_meet_and_it_is_said() -> None:
     pm = after_a_step("one_group", 2)
     assert any("rows of the batch meet" in note for note in pm.plan.notes)
@@ -134,6 +139,7 @@ def test_tokens_of_all_rows_in_one_group_meet_and_it_is_said() -> None:
     assert all_to_all not in kinds
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_computed_whole_by_those_who_hold_the_experts() -> None:
     case = ROUTED["products"]
     pm = make_partitioned(case.build(), mode="data", devices=2, constraints=over("data"))
@@ -144,6 +150,7 @@ def test_a_batch_that_does_not_divide_is_computed_whole_by_those_who_hold_the_ex
     assert compare_gradients(reference.gradients[0], pm.full_gradients(), case.tolerance) is None
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts_is_read_back() -> None:
     case = ROUTED["index"]
     first, second = case.build(), case.build()

@@ -24,7 +24,11 @@ WIDTH, LENGTH = 12, 5
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("gpt", 2), ("vit", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 3), ("llama", 2), ("bert", 3)))],
+    [
+        ("gpt", 2),
+        pytest.param("vit", 2, marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 3), ("llama", 2), ("bert", 3))),
+    ],
 )
 def test_trains_like_the_original(name: str, devices: int) -> None:
     assert first_difference(case_named(name), n_microbatches=1, devices=devices, mode="sequence") is None
@@ -43,7 +47,8 @@ def test_beside_tensor() -> None:
     assert first_difference(case_named("gpt"), n_microbatches=1, devices=4, mode=mesh) is None
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_keys_and_values_alone_are_gathered(devices: int) -> None:
     """5 positions over 2 and 3 ranks: the parts are uneven, and each has a causal mask of its own."""
     torch.manual_seed(0)
@@ -107,7 +112,7 @@ def test_masks_are_cut_with_their_queries() -> None:
     torch.testing.assert_close(pm(x, mask), Bidirectional()(x, mask))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"enable_gqa": True}, {"scale": 0.3}])
+@pytest.mark.parametrize("arguments", [{}, {"enable_gqa": True}, pytest.param({"scale": 0.3}, marks=pytest.mark.slow)])
 def test_causal_attention_by_itself(arguments: dict[str, Any]) -> None:
     class Causal(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ TRAININGS = [
     ("group_norm_convolution", (2, 1), {}, "ZB1P", 9),
     ("gpt", (2, 1), {}, "1F1B", 9),  # its embedding is read by both stages
     pytest.param("gpt", (1, 2), {}, "GPipe", 8, marks=pytest.mark.slow),
-    ("gpt", (2, 1), {"tensor": 2}, "1F1B", 8),
+    pytest.param("gpt", (2, 1), {"tensor": 2}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("gpt", (1, 2), {"data": 2}, "1F1B", 8, marks=pytest.mark.slow),
     ("shared_layer", (3, 2, 1), {}, "ZB1P", 11),
     pytest.param("unet", (1, 2, 1), {}, "1F1B", 8, marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ from tests.support.running.transparency import first_difference
 
 Mesh = Mapping[str, int | tuple[int, ...]]
 
-QUICK = {("dcgan_generator", 2), ("segmentation_of_volumes", 3)}
+QUICK = {("dcgan_generator", 2)}
 """What always runs."""
 
 
@@ -142,9 +142,11 @@ def test_tiles_inside_stages() -> None:
     [
         pytest.param(nn.Conv2d(2, 2, 9, padding=4), (6, 5), 6, id="halo_wider_than_a_neighbour"),
         pytest.param(nn.Conv2d(2, 2, 3, padding=8, dilation=4), (7, 4), 4, id="padding_wider_than_a_tile"),
-        pytest.param(nn.Conv2d(2, 2, 3, padding=2, padding_mode="circular"), (5, 5), (2, 2), id="around_the_ends_and_corners"),
+        pytest.param(
+            nn.Conv2d(2, 2, 3, padding=2, padding_mode="circular"), (5, 5), (2, 2), id="around_the_ends_and_corners", marks=pytest.mark.slow
+        ),
         pytest.param(nn.Conv2d(2, 2, 3, padding=3, padding_mode="reflect"), (8, 5), (2, 2), id="mirrored_corners"),
-        pytest.param(nn.Conv2d(2, 2, 2, stride=3), (13, 11), (3, 2), id="elements_that_nobody_reads"),
+        pytest.param(nn.Conv2d(2, 2, 2, stride=3), (13, 11), (3, 2), id="elements_that_nobody_reads", marks=pytest.mark.slow),
     ],
 )
 def test_borders(layer: nn.Module, shape: tuple[int, int], grid: int | tuple[int, int]) -> None:
@@ -152,6 +154,7 @@ def test_borders(layer: nn.Module, shape: tuple[int, int], grid: int | tuple[int
     assert first_difference_of_tiles(model, x, ranks_of({"tile": grid}), {"tile": grid}) == ""
 
 
+@pytest.mark.slow
 def test_sizes_smaller_than_the_grid_are_gathered_there() -> None:
     """16 -> 8 -> 4 -> 2 over three tiles: once, in front of what makes them two."""
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2))]
@@ -221,7 +224,7 @@ GRIDS: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {
 """What is cut -> a grid, and what is gathered: the result, for whoever called the model."""
 
 
-@pytest.mark.parametrize("cut", GRIDS)
+@pytest.mark.parametrize("cut", [pytest.param("height", marks=pytest.mark.slow), "width", pytest.param("both", marks=pytest.mark.slow)])
 def test_patches_are_not_gathered(cut: str) -> None:
     grid, expected = GRIDS[cut]
     model, x = Patches().double(), torch.randn(2, 3, 12, 10, dtype=torch.float64)

@@ -67,7 +67,8 @@ TRAININGS = [
     ("group_norm_convolution", {"data": 2, **mode((1, 2))}, "1F1B", 8),
     pytest.param("branches", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("unet", mode((1, 2, 1)), "1F1B", 8, marks=pytest.mark.slow),
-    ("padded_attention", mode((1, 2)), "1F1B", 8),  # a size that is computed bears the name of a call
+    # A size that is computed bears the name of a call.
+    pytest.param("padded_attention", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("padded_attention", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("encoder_decoder", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("batch_norm_convolution", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
@@ -75,11 +76,12 @@ TRAININGS = [
     pytest.param("mixture_of_experts", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
     ("nested_outputs", mode((2, 1)), "GPipe", 2),
     ("returns_loss", mode((1, 2)), "1F1B", 7),
-    ("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8),
+    pytest.param("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8, marks=pytest.mark.slow),
     ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches in turn, then one on both
     ("perceptron", {"pipeline": (1, 2), "tensor": (2, 1)}, "ZB1P", 9),  # two ranks have parts of the loss
-    ("gpt", mode((2, 1, 2)), "1F1B", 8),  # the stages that read its embedding are as wide
+    # The stages that read its embedding are as wide.
+    pytest.param("gpt", mode((2, 1, 2)), "1F1B", 8, marks=pytest.mark.slow),
 ]
 
 

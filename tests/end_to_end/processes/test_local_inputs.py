@@ -15,6 +15,7 @@ from tests.support.processes.processes import Workers
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name", "mode"),
     [
@@ -47,23 +48,26 @@ def test_models(workers: Callable[[int], Workers], name: str, mode: cases.Mode) 
     assert workers(4).values(cases.training_difference, name, mode, timeout=170) == [None] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param("gpt", "data", marks=pytest.mark.slow),
+        ("gpt", "data"),
         ("perceptron", "fsdp"),
-        pytest.param("group_norm_convolution", "fsdp", marks=pytest.mark.slow),
+        ("group_norm_convolution", "fsdp"),
     ],
 )
 def test_calls_return_own_rows(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
     assert workers(2).values(cases.call_difference, name, mode, timeout=120) == [None] * 2
 
 
+@pytest.mark.slow
 def test_check_takes_the_whole_batch(workers: Callable[[int], Workers]) -> None:
     for equal, text in workers(2).values(cases.check_report, "perceptron", "data"):
         assert equal, text
 
 
+@pytest.mark.slow
 def test_rows_that_mix(workers: Callable[[int], Workers]) -> None:
     for answer in workers(2).call(cases.rows_that_mix):
         assert isinstance(answer.error, ConfigError), answer.error
@@ -84,7 +88,7 @@ def test_unequal_rows(workers: Callable[[int], Workers]) -> None:
         assert "DistributedSampler" in str(answer.error)
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("everywhere", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inputs_that_are_missing(workers: Callable[[int], Workers], everywhere: bool) -> None:
     errors = [str(answer.error) for answer in workers(2).call(cases.nothing_where_inputs_are_read, everywhere)]
     assert "None now" in errors[0]

@@ -31,13 +31,13 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 @pytest.mark.parametrize(
     ("size", "name", "schedule", "batch_size"),
     [
-        pytest.param(2, "gpt", "1F1B", 8, id="tied_weights_on_first_and_last_rank"),
-        pytest.param(2, "unet", "ZBV", 8, id="skips_over_stages"),
-        pytest.param(2, "batch_norm_convolution", "Interleaved1F1B", 8, id="buffers"),
+        pytest.param(2, "gpt", "1F1B", 8, id="tied_weights_on_first_and_last_rank", marks=pytest.mark.slow),
+        pytest.param(2, "unet", "ZBV", 8, id="skips_over_stages", marks=pytest.mark.slow),
+        pytest.param(2, "batch_norm_convolution", "Interleaved1F1B", 8, id="buffers", marks=pytest.mark.slow),
         pytest.param(2, "nested_outputs", "DualPipeV", 2, id="batch_smaller_than_microbatches"),
         pytest.param(4, "integers_and_flags", "1F1B", 9, id="nine_rows_in_four", marks=pytest.mark.slow),
         pytest.param(4, "shared_layer", "ZB1P", 8, id="tied_weights_on_all_ranks", marks=pytest.mark.slow),
-        pytest.param(4, "branches", "Interleaved1F1B", 8, id="values_for_every_later_rank"),
+        pytest.param(4, "branches", "Interleaved1F1B", 8, id="values_for_every_later_rank", marks=pytest.mark.slow),
     ],
 )
 def test_training(workers: Callable[[int], Workers], size: int, name: str, schedule: str, batch_size: int) -> None:
@@ -52,6 +52,7 @@ def test_training_of_every_model(workers: Callable[[int], Workers], name: str, s
     assert workers(size).values(cases.training_difference, name, schedule, timeout=170) == [None] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("gpt", "tensor"), ("group_norm_convolution", "data"), ("shared_layer", "zero1"), ("gpt", "fsdp")],
@@ -60,6 +61,7 @@ def test_training_over_cut_axes(workers: Callable[[int], Workers], name: str, mo
     assert workers(2).values(meshes.mesh_training_difference, name, mode, timeout=120) == [None] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [("gpt", "tensor"), ("batch_norm_convolution", "data"), ("shared_layer", "fsdp")])
 def test_calls_over_cut_axes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
     """Nothing is cut in stages, so ``backward()`` reaches all that it has to."""
@@ -142,7 +144,7 @@ def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "size"),
     [
-        pytest.param("gpt", {"pipeline": (2, 1)}, 3, id="tied_weights"),
+        pytest.param("gpt", {"pipeline": (2, 1)}, 3, id="tied_weights", marks=pytest.mark.slow),
         pytest.param("nested_outputs", {"pipeline": (1, 2)}, 3, id="two_ranks_with_the_loss"),
         pytest.param("unet", {"pipeline": (1, 2, 1)}, 4, id="in_the_middle", marks=pytest.mark.slow),
         pytest.param("gpt", {"pipeline": (3, 1)}, 4, id="three_and_one", marks=pytest.mark.slow),
@@ -178,6 +180,7 @@ def test_processes_that_measure_share_a_plan(workers: Callable[[int], Workers]) 
     assert first[0] == first[1]  # planned anew, and the same: nobody waits for a plan that is not new
 
 
+@pytest.mark.slow
 def test_check_compares_what_a_process_sees(workers: Callable[[int], Workers]) -> None:
     for equal, text in workers(2).values(cases.check_report, "gpt"):
         assert equal, text
@@ -192,7 +195,7 @@ def test_backward_is_refused(workers: Callable[[int], Workers]) -> None:
 
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["one_group", "group_a_channel"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensors_of_every_kind(workers: Callable[[int], Workers], size: int, tagged: bool) -> None:
     """Empty, without dimensions, strided; and sums that are the same on all ranks to the last bit."""
     sums = workers(size).values(cases.exchanged, tagged)
@@ -206,7 +209,7 @@ def test_tensors_of_every_kind(workers: Callable[[int], Workers], size: int, tag
 
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["calls_for_gloo", "calls_for_nccl"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives_of_every_kind(workers: Callable[[int], Workers], size: int, tagged: bool) -> None:
     """Each rank compares whole numbers with the formula; sums of real numbers are the same on all ranks to the last bit."""
     sums = workers(size).values(cases.collectives, tagged)
@@ -218,6 +221,7 @@ def test_collectives_of_every_kind(workers: Callable[[int], Workers], size: int,
             assert torch.equal(sums[rank][index], sums[0][index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_messages_without_tags(workers: Callable[[int], Workers], schedule: str) -> None:
     """As NCCL has it: what is sent first is received first."""
@@ -242,6 +246,7 @@ print(f"\\nloss {loss:.12f}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
     """Nothing else is printed: the process group that the runtime has made is taken down when the script ends."""
     script = tmp_path / "train.py"
@@ -279,6 +284,7 @@ def test_ranks_with_different_models(workers: Callable[[int], Workers], differen
         assert f"rank 1 has Sequential for {4 if difference == 'batch' else 8} rows" in str(answer.error)
 
 
+@pytest.mark.slow
 def test_ranks_that_make_different_calls(workers: Callable[[int], Workers]) -> None:
     for answer in workers(4).call(cases.evaluate_on_one_rank, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
@@ -297,6 +303,7 @@ def test_a_loss_that_raises_on_one_rank(workers: Callable[[int], Workers]) -> No
         assert "ValueError: no such label: 17" in str(answer.error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer(workers: Callable[[int], Workers]) -> None:
     answers = workers(2).call(cases.silent_loss, timeout=PROMPTLY)
     assert all(isinstance(answer.error, CommunicationError) for answer in answers)

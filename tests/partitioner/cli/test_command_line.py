@@ -277,6 +277,7 @@ def test_check_of_an_equal_model(factory: str, capsys: pytest.CaptureFixture[str
     assert ran.printed.endswith("EQUAL: the partitioned model computes what the original computes\n")
 
 
+@pytest.mark.slow
 def test_a_mode_may_be_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran("plan net.py:factory --devices 4 --mode pipeline=2,tensor=2 --microbatches 2", capsys)
     assert ran.code == 0
@@ -387,6 +388,7 @@ def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]
 # -- the process -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_reading_is_no_error(folder: Path) -> None:
     """As in ``partitioner inspect ... | head -1``."""
     command = [sys.executable, "-m", "partitioner", "inspect", "net.py:factory", "--devices", "2"]

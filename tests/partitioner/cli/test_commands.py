@@ -117,6 +117,7 @@ def test_a_plan_is_simulated_on_another_cluster(capsys: pytest.CaptureFixture[st
 # -- for machines ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan.from_json(printed("plan net.py:factory --devices 2 --mode data --json", capsys))
     assert plan.n_ranks == 2

@@ -150,6 +150,7 @@ def test_chance_is_repeated_by_its_seed() -> None:
 # -- rows ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_row_tells_what_partition_tells(tmp_path: Path) -> None:
     results = small_sweep(tmp_path / "runs.db")
     assert len(results) == 10

@@ -71,8 +71,19 @@ def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[l
         yield counts
 
 
-@pytest.mark.parametrize("by_backward", [False, True])
-@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ({"data": 2, "tensor": 2}, 4), ("fsdp", 2), ({"data": 2, "pipeline": 2}, 4)])
+@pytest.mark.parametrize(
+    ("mode", "devices", "by_backward"),
+    [
+        pytest.param("data", 2, False, marks=pytest.mark.slow),
+        ("data", 2, True),
+        pytest.param({"data": 2, "tensor": 2}, 4, False, id="data2-tensor2-False", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, 4, True, id="data2-tensor2-True"),
+        ("fsdp", 2, False),
+        ("fsdp", 2, True),
+        pytest.param({"data": 2, "pipeline": 2}, 4, False, id="data2-pipeline2-False"),
+        pytest.param({"data": 2, "pipeline": 2}, 4, True, id="data2-pipeline2-True"),
+    ],
+)
 def test_is_the_gradient_of_all_batches(mode: str | Mapping[str, int], devices: int, by_backward: bool) -> None:
     pm = made(mode, devices)
     for index, batch in enumerate(batches()):

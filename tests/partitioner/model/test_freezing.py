@@ -47,6 +47,7 @@ def assert_same_gradients(model: nn.Module, pm: PartitionedModel) -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "how"),
     [
@@ -70,6 +71,7 @@ def test_a_frozen_parameter_gets_no_gradient(name: str, schedule: str, how: str)
     assert_same_gradients(instance.model, pm)
 
 
+@pytest.mark.slow
 def test_it_trains_on_without_the_frozen_and_again_with_them() -> None:
     case, instance, pm = pair("gpt", devices=2)
     optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in (instance.model.parameters(), pm.parameters())]
@@ -85,6 +87,7 @@ def test_it_trains_on_without_the_frozen_and_again_with_them() -> None:
         torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 def test_a_gradient_from_before_stays_as_it_is() -> None:
     case, instance, pm = pair("gpt", devices=2)
     step(case, instance, pm, "train_step")
@@ -110,7 +113,7 @@ def test_parts_on_several_devices_frozen_in_part_are_refused(how: str) -> None:
         pm(*instance.args)
 
 
-@pytest.mark.parametrize("how", ["train_step", "backward"])
+@pytest.mark.parametrize("how", [pytest.param("train_step", marks=pytest.mark.slow), "backward"])
 def test_what_was_frozen_cannot_be_trained(how: str) -> None:
     case = case_named("gpt")
     instance = case.build()
@@ -124,6 +127,7 @@ def test_what_was_frozen_cannot_be_trained(how: str) -> None:
     assert "partition it again" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_check_compares_what_the_programs_compute() -> None:
     _, instance, pm = pair("gpt", devices=2)
     names = ("token.weight", "blocks.0.up.weight")

@@ -75,13 +75,14 @@ def check_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "mode"),
     [
         (2, "auto"),
-        pytest.param(8, "auto", marks=pytest.mark.slow),
-        pytest.param(8, {"fsdp": 2, "pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+        (8, "auto"),
+        (8, {"fsdp": 2, "pipeline": 2, "tensor": 2}),
+        (2, "fsdp"),
     ],
     ids=str,
 )
@@ -103,6 +104,7 @@ def test_a_training_goes_on_with_another_number_of_devices(devices: int, mode: M
     check_close(new.full_state_dict(), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_checkpoint_of_one_plan_is_that_of_any(tmp_path: Path) -> None:
     """Saved in blocks by four devices, loaded by two that have not stepped yet, with the optimizer's state."""
@@ -123,6 +125,7 @@ def test_a_checkpoint_of_one_plan_is_that_of_any(tmp_path: Path) -> None:
     check_close(new.full_state_dict(), weights)
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_is_that_of_the_model_in_one_piece() -> None:
     """Names, tensors and options, as torch tells them of an optimizer of the whole model."""
     steps = batches(2)

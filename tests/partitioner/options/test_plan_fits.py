@@ -34,7 +34,7 @@ def test_a_plan_for_training_fits_in_evaluation(mode: str) -> None:
     torch.testing.assert_close(pm(x), model(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_the_sum_of_losses_counts_its_bytes(dtype: torch.dtype) -> None:
     x = torch.randn(4, 8, dtype=dtype)
     pm = partition(perceptron(16).to(dtype), 2, "data", example_inputs=(x,), progress=False)

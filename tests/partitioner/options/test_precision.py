@@ -60,6 +60,7 @@ def many_operations() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return ManyOperations(), (torch.randn(2, 3, 4), torch.randint(4, (2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_casts_are_those_of_autocast(dtype: torch.dtype) -> None:
     """To the last bit."""
@@ -132,7 +133,7 @@ def differences(name: str, mode: Mode, precision: str) -> list[str]:
     [
         pytest.param("gpt", "tensor", "bf16-mixed", marks=pytest.mark.slow),
         ("batch_norm_convolution", "data", "bf16-mixed"),
-        ("group_norm_convolution", "tensor", "16-mixed"),
+        pytest.param("group_norm_convolution", "tensor", "16-mixed", marks=pytest.mark.slow),
         ("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed"),
     ],
     ids=str,
@@ -235,6 +236,7 @@ def test_check_runs_the_original_in_the_same_precision() -> None:
     assert report, str(report)
 
 
+@pytest.mark.slow
 def test_instances_are_as_they_were() -> None:
     """Tracing in a precision leaves no trace in the model."""
     instance: Instance = case_named("gpt").build(dtype=torch.float32)

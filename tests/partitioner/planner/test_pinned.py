@@ -93,6 +93,7 @@ def test_the_explanation_shows_plans_and_proofs() -> None:
     assert re.search(r"  memory     .* of 74\.5 GiB on rank \d, the fullest", text)
 
 
+@pytest.mark.slow
 def test_the_gap_of_the_choice_of_axes_is_told() -> None:
     pm = gpt(2, mode="tensor")
     assert pm.plan.axes_gap == 0.0

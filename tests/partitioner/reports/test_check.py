@@ -29,7 +29,13 @@ def partitioned(case: Case, **arguments: Any) -> PartitionedModel:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("residual", "ZB1P"), ("gpt", "ZBV"), ("returns_loss", "1F1B"), ("nested_outputs", "Interleaved1F1B"), ("unet", "GPipe")],
+    [
+        pytest.param("residual", "ZB1P", marks=pytest.mark.slow),
+        pytest.param("gpt", "ZBV", marks=pytest.mark.slow),
+        ("returns_loss", "1F1B"),
+        ("nested_outputs", "Interleaved1F1B"),
+        pytest.param("unet", "GPipe", marks=pytest.mark.slow),
+    ],
 )
 def test_equal_models_are_equal(name: str, schedule: str) -> None:
     case = case_named(name)
@@ -40,6 +46,7 @@ def test_equal_models_are_equal(name: str, schedule: str) -> None:
     assert str(report).endswith("EQUAL: the partitioned model computes what the original computes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     """Products of fewer rows round otherwise; every number that comes out is judged by the precision of the model."""
@@ -60,6 +67,7 @@ def test_gradients_of_inputs() -> None:
             assert part.comparisons[-1].what == "gradient of input args[0]" or "input" in part.comparisons[-1].what
 
 
+@pytest.mark.slow
 def test_present_weights_are_compared() -> None:
     case = case_named("gpt")
     instance = case.build()
@@ -179,8 +187,8 @@ def test_a_wrong_node_is_named() -> None:
     [
         pytest.param("gpt", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
         ("batch_norm_convolution", {"tensor": 2}),
-        ("batch_norm_convolution", {"data": 2, "tensor": 2}),
-        ("group_norm_convolution", {"fsdp": 2, "pipeline": 2}),
+        pytest.param("batch_norm_convolution", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("group_norm_convolution", {"fsdp": 2, "pipeline": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) -> None:
@@ -197,6 +205,7 @@ def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) 
     assert len(nodes.comparisons) == len(calls)
 
 
+@pytest.mark.slow
 def test_a_wrong_part_of_a_node_is_named() -> None:
     instance = case_named("gpt").build()
     pm = partition(instance.model, devices=2, mode="tensor", example_inputs=instance.args)
@@ -210,6 +219,7 @@ def test_a_wrong_part_of_a_node_is_named() -> None:
     assert report.first_value.node == wrong.name
 
 
+@pytest.mark.slow
 def test_a_wrong_training_graph_is_told_from_a_wrong_forward_graph() -> None:
     case = case_named("residual")
     pm = partitioned(case)

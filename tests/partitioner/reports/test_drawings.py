@@ -49,6 +49,7 @@ def laned_graphs(draw_from: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]
     return lanes, draw_from(st.lists(st.sampled_from(pairs), unique=True, max_size=14)) if pairs else []
 
 
+@pytest.mark.slow
 @given(laned_graphs())
 def test_rows_are_the_longest_ways_and_places_are_taken_once(graph: tuple[list[int], list[tuple[int, int]]]) -> None:
     lanes, edges = graph
@@ -101,6 +102,7 @@ def test_a_pipeline_is_drawn_with_its_messages() -> None:
     assert all(lanes[arrow.source] == lanes[arrow.target] for arrow in diagram.arrows if arrow.kind == "data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "devices"), [("tensor", 2), ({"data": 2, "pipeline": 2}, 4), ("fsdp", 2)])
 def test_pictures_are_whole(mode: str | Mapping[str, int], devices: int) -> None:
     pm = gpt(mode, devices)
@@ -122,6 +124,7 @@ def test_pictures_are_whole(mode: str | Mapping[str, int], devices: int) -> None
     assert dot.count("{") == dot.count("}")
 
 
+@pytest.mark.slow
 def test_what_is_drawn_can_be_chosen(tmp_path: Path) -> None:
     pm = gpt({"data": 2, "pipeline": 2}, 4)
     shallow = draw(pm, depth=1, ranks=(1, 3)).diagram
@@ -151,7 +154,10 @@ def test_names_are_escaped() -> None:
 # -- who holds what --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "devices"), [("tensor", 2), ({"fsdp": 2, "tensor": 2}, 4), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [pytest.param("tensor", 2, marks=pytest.mark.slow), pytest.param({"fsdp": 2, "tensor": 2}, 4, marks=pytest.mark.slow), ("pipeline", 2)],
+)
 def test_the_table_of_a_weight_is_what_ranks_hold(mode: str | Mapping[str, int], devices: int) -> None:
     """Numbers that count the elements of the whole weight, taken by every rank's block, are where the table says."""
     pm = gpt(mode, devices)

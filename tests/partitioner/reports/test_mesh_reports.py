@@ -38,9 +38,8 @@ def cells(pm: PartitionedModel) -> list[list[str]]:
     return [re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "devices"), [pytest.param({"data": 2, "pipeline": 2, "tensor": 2}, 8, marks=pytest.mark.slow), ("fsdp", 2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), [({"data": 2, "pipeline": 2, "tensor": 2}, 8), ("fsdp", 2)])
 def test_ranks_hold_the_parameters_that_the_table_says(mode: str | Mapping[str, int], devices: int) -> None:
     pm = gpt(mode, devices)
     heading, *rows, total = cells(pm)
@@ -56,6 +55,7 @@ def test_ranks_hold_the_parameters_that_the_table_says(mode: str | Mapping[str, 
     assert f"{sum(counts):,}" in total
 
 
+@pytest.mark.slow
 def test_the_text_has_the_cells_of_the_notebook() -> None:
     pm = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B")
     text = str(pm).splitlines()
@@ -109,6 +109,7 @@ def test_explain_tells_axes_and_layouts() -> None:
     assert "\n  batch      8 rows in 1 microbatch\n" in text
 
 
+@pytest.mark.slow
 def test_explain_tells_every_kind_of_communication_and_why() -> None:
     text = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B").explain()
     found = {line[0]: line for line in lines_of(text, "COMMUNICATION")}
@@ -141,6 +142,7 @@ def test_explain_tells_what_fsdp_gathers_and_scatters() -> None:
     assert ["parameters", "fsdp", "a part of each, gathered where it is used"] in lines_of(text, "AXES")
 
 
+@pytest.mark.slow
 def test_an_axis_that_does_not_divide_is_told() -> None:
     text = gpt("tensor", 2).explain()
     assert ["heads", "3", "tensor", "2 or 1"] in lines_of(text, "AXES")
@@ -148,6 +150,7 @@ def test_an_axis_that_does_not_divide_is_told() -> None:
     assert weights[1:] == ["x 2", "[3*heads/tensor*head, hidden]", "(36, 12)", "(24, 12) or (12, 12)"]
 
 
+@pytest.mark.slow
 def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,

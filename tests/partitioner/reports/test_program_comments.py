@@ -83,6 +83,7 @@ def test_a_message_says_who_computes_and_who_reads() -> None:
     assert comments(pm, 1, receive) == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "devices"), [("tensor", 2), ("fsdp", 2), ("sequence", 2), ({"data": 2, "pipeline": 2}, 4), ({"fsdp": 2, "tensor": 2}, 4)]
 )
@@ -138,6 +139,7 @@ def test_borders_say_whose_they_are() -> None:
     assert any(text.startswith(f"gradient of tanh {layout} -> without borders; 1, ") for text in told), told
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_comments_are_saved_with_a_program() -> None:
     graph = cut("tensor", 2).graph(0)

@@ -80,7 +80,7 @@ def test_html_is_escaped() -> None:
     [
         (2, 3, None),
         pytest.param(8, 12, None, marks=pytest.mark.slow),
-        (4, 6, "ZBV"),
+        pytest.param(4, 6, "ZBV", marks=pytest.mark.slow),
         pytest.param(4, 12, "Interleaved1F1B", marks=pytest.mark.slow),
     ],
 )
@@ -124,7 +124,12 @@ class Counter:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("gpt", "ZB1P"), ("unet", "1F1B"), pytest.param("encoder_decoder", "ZBV", marks=pytest.mark.slow), ("returns_loss", "GPipe")],
+    [
+        pytest.param("gpt", "ZB1P", marks=pytest.mark.slow),
+        ("unet", "1F1B"),
+        pytest.param("encoder_decoder", "ZBV", marks=pytest.mark.slow),
+        ("returns_loss", "GPipe"),
+    ],
 )
 def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, instance, pm = partitioned(name, devices=3, schedule=schedule)

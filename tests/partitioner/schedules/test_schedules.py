@@ -135,8 +135,14 @@ def _check_in_flight(timeline: Timeline, name: str, v: int) -> None:
     assert peak_activation(schedule, [1] * schedule.n_stages) == tuple(by_rank[rank] for rank in range(n_ranks))
 
 
-@each_case
-@each_size
+@pytest.mark.parametrize(
+    ("n_ranks", "name", "v"),
+    [
+        pytest.param(n_ranks, name, v, marks=pytest.mark.slow if (name, v) == ("Interleaved1F1B", 2) and n_ranks >= 7 else ())
+        for n_ranks in N_RANKS
+        for name, v in CASES
+    ],
+)
 def test_every_action_once_on_the_right_rank_in_order(name: str, v: int, n_ranks: int) -> None:
     for m in N_MICROBATCHES:
         schedule = _timeline(name, n_ranks, m, v).schedule

@@ -275,7 +275,7 @@ def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tupl
         return trace(model, args, kwargs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "encoder" else name for name in MODELS])
 def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, n_written = MODELS[name]
     model, args = make(), example_of(name)

@@ -44,7 +44,16 @@ def names_of(graph: ModelGraph) -> list[str]:
 # -- form --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", "batch_norm_convolution", "nested_outputs", "llama", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "batch_norm_convolution",
+        "nested_outputs",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("lstm", marks=pytest.mark.slow),
+    ],
+)
 def test_form(name: str) -> None:
     instance = case_named(name).build()
     graph = trace(instance.model, instance.args, instance.kwargs)
@@ -350,7 +359,7 @@ def test_threads_may_trace_at_once() -> None:
     assert found == [expected] * 3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_models_without_memory_are_traced(name: str) -> None:
     case = case_named(name)
     with torch.device("meta"):

@@ -342,6 +342,7 @@ def move_of(kind: str, value: Any) -> Move:
     return lambda x: x.transpose(1 + one % (x.dim() - 1), 1 + other % (x.dim() - 1))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.sampled_from(SHAPES), chains())
 def test_a_cut_in_front_of_reshapes_is_the_cut_behind_them(shape: tuple[int, ...], chain: list[tuple[str, Any]]) -> None:

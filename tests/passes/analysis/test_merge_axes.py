@@ -58,7 +58,7 @@ def test_neighbours_become_one_axis_where_they_stand_side_by_side() -> None:
     assert merge_short_axes(graph, axes, 2) == axes
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_queries_are_cut_over_more_ranks_than_there_are_heads_of_keys(devices: int) -> None:
     model, x = traced()
     pm = partition(model, devices=devices, mode="tensor", example_inputs=(x,), constraints=Constraints(axes={"heads": "tensor"}))

@@ -139,9 +139,15 @@ def check(built: Built, gradients: dict[str, Tensor]) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", MODELS)
+def each_pair(*slow: str) -> pytest.MarkDecorator:
+    """Every model under every policy; those named take seconds."""
+    pairs = [(name, recompute, f"{name}-{recompute}") for name in MODELS for recompute in RECOMPUTE]
+    parameters = [pytest.param(name, recompute, id=pair, marks=pytest.mark.slow if pair in slow else ()) for name, recompute, pair in pairs]
+    return pytest.mark.parametrize(("name", "recompute"), parameters)
+
+
 class TestAgainstAutograd:
+    @each_pair("attention-none", "attention-selective", "attention-full", "convolution-selective")
     def test_whole_backward(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
         output, saved = built.forward()
@@ -153,6 +159,7 @@ class TestAgainstAutograd:
         named = dict(zip(training.arguments_with_gradient, of_arguments, strict=True))
         check(built, {**named, **dict(zip(training.parameters_with_gradient, of_parameters, strict=True))})
 
+    @each_pair("partly-selective")
     def test_two_halves(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
         _, saved = built.forward()
@@ -191,6 +198,7 @@ def test_full_recomputation_saves_the_arguments_alone() -> None:
     assert saved_bytes("attention", "full") == 4 * 8 * 8
 
 
+@pytest.mark.slow
 def test_selective_recomputation_keeps_weight_contractions() -> None:
     # For each row the input (8) and the fused projection (24); the norm, scores, softmax and the core's result are computed again.
     assert saved_bytes("attention", "selective") == 4 * (8 + 24) * 8

@@ -63,6 +63,7 @@ def saved_bytes(recompute: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "margin"), [("none", 0.0), ("selective", 0.25), ("full", 0.05)])
 def test_predicted_activations_are_what_the_graphs_save(recompute: str, margin: float) -> None:
     """Never less than is saved; with ``"selective"`` a stage's last results count though no reader of its own needs them again.
@@ -77,10 +78,12 @@ def test_predicted_activations_are_what_the_graphs_save(recompute: str, margin: 
         assert saved * 0.97 <= stage.activation_bytes <= saved * (1.03 + margin) + beside + SMALL
 
 
+@pytest.mark.slow
 def test_each_policy_saves_less() -> None:
     assert sum(saved_bytes("full")) < sum(saved_bytes("selective")) < sum(saved_bytes("none"))
 
 
+@pytest.mark.slow
 def test_the_planner_recomputes_as_little_as_the_memory_allows() -> None:
     peaks = {recompute: max(planned(recompute).plan.memory) for recompute in ("none", "selective", "full")}
     assert peaks["full"] < peaks["selective"] < peaks["none"]
@@ -126,6 +129,7 @@ def inlined(recompute: str) -> tuple[PartitionedModel, nn.Module, Tensor]:
     return partition(model, 2, {"tensor": 2}, **arguments), model, x  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "drawn_again"), [("selective", 2), ("full", 6)])  # those of attention; all
 def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_again: int) -> None:
     pm, model, x = inlined(recompute)
@@ -146,6 +150,7 @@ def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_ag
     assert len(again) >= 4  # what the first linear layers of each half of both blocks read
 
 
+@pytest.mark.slow
 def test_the_attention_core_is_made_again_and_no_more() -> None:
     """34 of 34 + 5 heads x length / width bytes an element in half precision (Korthikanti et al. 2022)."""
     kept = {recompute: inlined(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
@@ -158,7 +163,7 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
     assert blocks <= kept["selective"] - masks - statistics - states <= blocks + around + SMALL
 
 
-@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), pytest.param("selective", 1, marks=pytest.mark.slow), ("full", 3)])
 def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
     """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
     x = torch.rand(4, LENGTH, 16)

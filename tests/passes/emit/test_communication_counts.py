@@ -104,6 +104,7 @@ def test_data_parallel_reduces_every_gradient_once(n_microbatches: int) -> None:
         assert sum(each.n_bytes for each in found) == n_parameter_bytes(model)
 
 
+@pytest.mark.slow
 def test_data_parallel_pipelines_reduce_every_gradient_once() -> None:
     """Each stage in its own group, once for all microbatches."""
     model, x = blocks(4)
@@ -114,6 +115,7 @@ def test_data_parallel_pipelines_reduce_every_gradient_once() -> None:
     assert first_pipeline == n_parameter_bytes(model)
 
 
+@pytest.mark.slow
 def test_data_parallel_reduces_what_a_tensor_rank_holds() -> None:
     model, x = blocks(2)
     pm = after_a_step(model, x, {"data": 2, "tensor": 2}, 4)
@@ -177,6 +179,7 @@ def test_nothing_moves_that_nobody_cuts() -> None:
         assert found == []
 
 
+@pytest.mark.slow
 def test_no_step_exchanges_or_gathers_activations_of_a_tensor_rank() -> None:
     """Cut heads and cut feed-forward layers: nothing but sums, whatever the number of ranks."""
     for found in step_of(*blocks(2), "tensor", 4):

@@ -61,7 +61,11 @@ def placeholders(graph: ModelGraph, instance: Instance) -> list[Any]:
     return [values[node.name] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case in pretrained.CASES)) for case in ZOO])
+def is_slow(case: Case) -> bool:
+    return case in pretrained.CASES or case.name in ("encoder_decoder", "gru")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if is_slow(case) else ()) for case in ZOO])
 def test_rules_hold_in_models(case: Case) -> None:
     instance = case.build()
     graph = trace(instance.model, instance.args, instance.kwargs)

@@ -95,13 +95,14 @@ def sizes_of(model: nn.Module) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "tiles"),
     [
         (SkipNet, (3,)),
         (resampled, (2, 3)),
-        pytest.param(SkipNet, (2, 3), marks=pytest.mark.slow),
-        pytest.param(resampled, (3,), marks=pytest.mark.slow),
+        (SkipNet, (2, 3)),
+        (resampled, (3,)),
     ],
 )
 def test_any_budget_gives_the_same_numbers(build: Callable[[], nn.Module], tiles: tuple[int, ...]) -> None:
@@ -132,6 +133,7 @@ def test_the_call() -> None:
     pm.verify()
 
 
+@pytest.mark.slow
 def test_a_plan_is_lowered_again() -> None:
     model = made(Block)
     pm = partition(model, devices=1, mode={"tile": (2, 2)}, example_inputs=(IMAGE,), progress=False)
@@ -139,6 +141,7 @@ def test_a_plan_is_lowered_again() -> None:
     assert again.graph(0).code == pm.graph(0).code
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_holds_less_and_computes_more() -> None:
     """The estimate by boxes orders budgets as the graphs do."""
     model = made(SkipNet)
@@ -200,6 +203,7 @@ def test_trains_with_any_budget(build: Callable[[], nn.Module], tiles: tuple[int
     trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(IMAGE,), progress=False), IMAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [SkipNet, resampled])
 def test_a_forward_holds_no_more_than_was_predicted(build: Callable[[], nn.Module]) -> None:
     """Beyond parameters and the input, which are there already."""
@@ -242,6 +246,7 @@ def test_halves_of_a_backward_are_refused() -> None:
         partition(made(Block), devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), schedule="ZB1P", progress=False)
 
 
+@pytest.mark.slow
 def test_a_limit_that_no_tiles_keep() -> None:
     with pytest.raises(InfeasiblePlanError, match="more than the limit"):
         partition(made(SkipNet), devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), memory_limit=40_000, progress=False)

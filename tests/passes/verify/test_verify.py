@@ -27,6 +27,9 @@ from tests.support.running.programs import programs
 
 N_RANKS = (2, 3, 4)
 
+LONG = {("residual", 2, "ZBV"), ("residual", 3, "ZB1P"), ("unet", 3, "Interleaved1F1B")}
+"""What takes seconds, and is slow for that."""
+
 
 def matrix() -> Iterator[ParameterSet]:
     """All of (case, ranks, schedule). One case meets every pair, some meet one; the rest is slow: every lowering is verified anyway."""
@@ -34,7 +37,8 @@ def matrix() -> Iterator[ParameterSet]:
         for n_ranks, schedule in itertools.product(N_RANKS, SCHEDULES):
             diagonal = (N_RANKS[row % 3], list(SCHEDULES)[(row + row // 6) % 6])
             once = case.name in ("nested_outputs", "returns_loss", "unet") and (n_ranks, schedule) == diagonal
-            marks = () if once or case.name == "residual" else pytest.mark.slow
+            always = once or case.name == "residual"
+            marks = () if always and (case.name, n_ranks, schedule) not in LONG else pytest.mark.slow
             yield pytest.param(case, n_ranks, schedule, id=f"{case.name}-{n_ranks}-{schedule}", marks=marks)
 
 
@@ -63,6 +67,7 @@ def _check_bytes(program: Program, kind: str) -> None:
             assert node.meta["bytes"] == moved, (kind, program.rank, node.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_programs_are_accepted(recompute: str) -> None:
     for found in programs(case_named("gpt"), "ZB1P", 3, 4, recompute=recompute, input_gradients=True).values():  # type: ignore[arg-type]
@@ -97,6 +102,7 @@ def refused(found: list[Program], *words: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_untouched_programs_are_accepted() -> None:
     verify(tied())
 
@@ -132,6 +138,7 @@ def _receiver(peer: Program, rank: int, sent: fx.Node) -> str:
     return next(node.name for node in nodes(peer, receive) if (node.kwargs["source"], node.kwargs["tag"]) == (rank, sent.kwargs["tag"]))
 
 
+@pytest.mark.slow
 def test_every_changed_tag_source_and_dtype_is_named() -> None:
     original = programs(case_named("gpt"), "1F1B", 3, 2)["train_step"]
     for rank, name in communications():
@@ -236,6 +243,7 @@ def test_a_tag_used_twice() -> None:
     refused(found, first.name, second.name, "both message")
 
 
+@pytest.mark.slow
 def test_a_message_to_itself() -> None:
     found = tied()
     first = nodes(found[1], send)[0]

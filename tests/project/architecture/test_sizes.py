@@ -19,7 +19,8 @@ def test_files_are_short() -> None:
 
 
 def test_folders_are_read_at_a_glance() -> None:
-    folders = {ROOT / package for package in PACKAGES} | {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    roots = [ROOT / name for name in (*PACKAGES, "tests")]
+    folders = [folder for root in roots for folder in (root, *root.rglob("*")) if folder.is_dir() and folder.name != "__pycache__"]
     counts = {folder: sum(is_entry(path) for path in folder.iterdir()) for folder in folders}
     offences = [f"{folder.relative_to(ROOT)}: {count} entries" for folder, count in counts.items() if count > FOLDER_ENTRIES]
     assert not offences, report(offences, f"a folder is a phase or a part of one; the limit is {FOLDER_ENTRIES} files and folders")

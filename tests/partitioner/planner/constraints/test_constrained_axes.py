@@ -93,6 +93,7 @@ def blocks() -> nn.Module:
     return nn.Sequential(Block(WIDTH, 4), Block(WIDTH, 4))
 
 
+@pytest.mark.slow
 def test_sequence_beside_tensor_gathers_and_scatters_instead_of_reducing() -> None:
     x = torch.rand(2, LENGTH, WIDTH, dtype=torch.float64)
     plain = equal_after_a_step(blocks(), x, devices=2, mode="tensor", constraints=Constraints(axes={"heads": "tensor", "ffn": "tensor"}))
@@ -111,12 +112,14 @@ def test_sequence_beside_tensor_gathers_and_scatters_instead_of_reducing() -> No
     beside.verify()
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
 def test_sequence_beside_tensor_trains_like_the_original(devices: int) -> None:
     """6 tokens and 3 heads over 4 ranks: parts are uneven, and heads cannot be cut at all."""
     assert first_difference(case_named("gpt"), n_microbatches=1, devices=devices, mode="tensor", constraints=SEQUENCE_BESIDE) is None
 
 
+@pytest.mark.slow
 def test_one_axis_of_several_is_named_by_its_number() -> None:
     x = torch.rand(2, LENGTH, WIDTH, dtype=torch.float64)
     pm = equal_after_a_step(blocks(), x, devices=2, mode="tensor", constraints=Constraints(axes={"ffn[1]": "tensor"}))
@@ -158,7 +161,7 @@ def llama(tp_plan: dict[str, str], devices: int = 2) -> PartitionedModel:
     )
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_columns_are_made_and_rows_are_summed(devices: int) -> None:
     pm = llama(FEED_FORWARD, devices)
     own = len(torch.arange(20).tensor_split(devices)[0])

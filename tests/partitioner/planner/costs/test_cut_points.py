@@ -34,7 +34,7 @@ MODELS = (
     "in_place",
     "integers_and_flags",
     "nested_outputs",
-    "bert",
+    pytest.param("bert", marks=pytest.mark.slow),
 )
 
 
@@ -161,6 +161,7 @@ def test_a_written_buffer_stays_with_its_readers() -> None:
     assert units[-3:] == (("sigmoid",), ("add_1",), ("exp",))
 
 
+@pytest.mark.slow
 def test_position_ids_and_masks_are_replicated_and_cost_no_cut() -> None:
     instance = case_named("gpt2").build()
     graph = trace(instance.model, instance.args, dict(instance.kwargs), True)

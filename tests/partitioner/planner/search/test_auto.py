@@ -28,10 +28,7 @@ from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.transparency import compare, partitioned_steps, reference_steps
 
-ALWAYS = ("perceptron", "batch_norm_convolution", "gpt", "parameterless", "returns_loss")
-"""Cases that always run; all others are slow."""
-
-CASES = [pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in ZOO]
+CASES = [pytest.param(case, id=case.name, marks=() if case.name == "perceptron" else pytest.mark.slow) for case in ZOO]
 
 
 def traced(name: str) -> ModelGraph:
@@ -54,6 +51,7 @@ def test_the_plan_that_is_found_trains_as_the_model_does(case: Case) -> None:
     assert compare(reference, dataclasses.replace(found, state=reference.state), case.tolerance) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["cpu", "a100-80gb"])
 @pytest.mark.parametrize("name", ["perceptron", "gpt"])
 def test_no_mesh_is_faster(name: str, preset: str) -> None:
@@ -130,6 +128,7 @@ def test_a_model_without_a_batch() -> None:
     torch.testing.assert_close(partition(model, devices=2, example_inputs=(x,), progress=False)(x), model(x))
 
 
+@pytest.mark.slow
 def test_memory_decides_that_parameters_are_held_in_parts() -> None:
     graph = traced("perceptron")
     cluster = Cluster.preset("a100-80gb", 1, 4)
@@ -170,6 +169,7 @@ def test_a_schedule_asks_for_a_pipeline() -> None:
     assert (plan.schedule, dict(plan.mesh)["pipeline"]) == ("GPipe", 2)
 
 
+@pytest.mark.slow
 def test_slow_links_lie_between_stages() -> None:
     """Two nodes of two devices, and almost no link between the nodes: what crosses it is what stages send, once a microbatch."""
     device = Device("d", {"float64": 1e9}, 2**40, 1e12, launch_overhead=1e-7)

@@ -50,6 +50,7 @@ def test_a_heavy_front_gets_two_of_three_devices() -> None:
     _trains_as(model, pm, images, target)
 
 
+@pytest.mark.slow
 def test_stages_are_given_unlike_numbers_of_nodes() -> None:
     """Three nodes of two devices with slow links between them: the heavy front gets two nodes, and each node cuts its layers."""
     torch.manual_seed(0)

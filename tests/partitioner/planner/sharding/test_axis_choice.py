@@ -56,6 +56,7 @@ def test_no_choice_costs_less(name: str, pace: ClockRate | None) -> None:
     assert problem.totals(chosen)[0] == pytest.approx(best)
 
 
+@pytest.mark.slow
 def test_memory_forces_more_cuts() -> None:
     """On fast ranks with slow links the fewest bytes are sent when little is cut; that holds more than fits."""
     graph = trace(Gpt(depth=6), (torch.zeros(4, 6, dtype=torch.long),), {}, training=True)
@@ -76,7 +77,8 @@ def test_memory_forces_more_cuts() -> None:
     assert choice.solve(2, 1.0) is None
 
 
-@pytest.mark.parametrize("rows", [256, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [256, 8192])
 def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
     """A GPT of a size that is worth it, at a small and at a large batch: heads, feed-forward layers are cut."""
     with torch.device("meta"):
@@ -133,6 +135,7 @@ def test_what_is_written_in_a_block_counts_for_all_its_copies() -> None:
     assert sorted(copy for node in of.graph.computing_nodes() for copy in of.copies(node.name)) == sorted(whole)
 
 
+@pytest.mark.slow
 def test_dropout_in_repeated_blocks_is_planned() -> None:
     """Masks that are drawn apart are nodes that the model has not: stages are named all the same."""
     graph = dropping_blocks()

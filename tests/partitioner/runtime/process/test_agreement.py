@@ -101,6 +101,7 @@ def test_equal_values_pass(asked: list[Question], size: int, seed: int) -> None:
     assert ask([asked] * size, seed) == [""] * size
 
 
+@pytest.mark.slow
 @given(questions, st.integers(2, 4), st.data())
 def test_a_rank_with_another_value_is_found(asked: list[Question], size: int, data: st.DataObject) -> None:
     """Everybody hears of it who asks on; a rank that has only begun to act is stopped by its lost connections."""
@@ -114,6 +115,7 @@ def test_a_rank_with_another_value_is_found(asked: list[Question], size: int, da
         assert text in ("", said[rank])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["batch size", "program"]), st.integers(1, 2)), min_size=1, max_size=8), st.data())
 def test_a_rank_that_knows_nothing_is_told(asked: list[Question], data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 4))

@@ -65,6 +65,7 @@ def test_in_1f1b_a_gradient_shows_that_its_activation_has_arrived() -> None:
     assert list(arrivals_shown(ranks, 0)[1].values()) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_equal_programs_have_equal_names_and_others_do_not() -> None:
     names = [traffic_of(step_programs("residual", *rest)).name for rest in (("1F1B", 2), ("1F1B", 2), ("GPipe", 2), ("1F1B", 3))]
     assert names[0] == names[1]

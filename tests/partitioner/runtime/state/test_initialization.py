@@ -19,9 +19,9 @@ from tests.support.processes.processes import Workers
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("gpt", "pipeline"),
-        ("gpt", "fsdp"),
-        ("batch_norm_convolution", "tensor"),
+        pytest.param("gpt", "pipeline", marks=pytest.mark.slow),
+        pytest.param("gpt", "fsdp", marks=pytest.mark.slow),
+        pytest.param("batch_norm_convolution", "tensor", marks=pytest.mark.slow),
         pytest.param("padded_attention", "tensor", marks=pytest.mark.slow),
         ("shared_layer", {"fsdp": 2, "pipeline": 2}),
     ],
@@ -107,6 +107,7 @@ def test_the_random_state_is_put_back_with_a_seed_and_goes_on_without() -> None:
     assert torch.equal(pm.full_state_dict()["4.weight"], reference.state_dict()["4.weight"])
 
 
+@pytest.mark.slow
 def test_training_and_check_afterwards() -> None:
     """An optimizer that was made before holds the same parameters."""
     case = case_named("gpt")

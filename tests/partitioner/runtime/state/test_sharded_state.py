@@ -47,9 +47,10 @@ def made(mode: Mode, factor: float = 1.0, name: str = "gpt") -> tuple[nn.Module,
     return instance.model, make_partitioned(instance, devices=devices, mode=mode, n_microbatches=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("tensor", {"fsdp": 2, "pipeline": 2}), pytest.param({"data": 2, "tensor": 2}, "fsdp", marks=pytest.mark.slow)],
+    [("tensor", {"fsdp": 2, "pipeline": 2}), ({"data": 2, "tensor": 2}, "fsdp")],
     ids=str,
 )
 def test_any_plan_loads_what_any_plan_saved(saved: Mode, loaded: Mode, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_any_plan_loads_what_any_plan_saved(saved: Mode, loaded: Mode, tmp_path:
     torch.testing.assert_close(other(*x), model(*x))
 
 
+@pytest.mark.slow
 def test_a_block_is_no_tensor_to_compute_with() -> None:
     """Ranks in one process hold whole parameters, so the block that no rank here holds is made by hand."""
     _, pm = made("fsdp")

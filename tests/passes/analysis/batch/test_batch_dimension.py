@@ -257,6 +257,7 @@ def test_what_cannot_be_cut_is_named(name: str) -> None:
     assert "test_batch_dimension.py:" in " ".join(graph.notes)
 
 
+@pytest.mark.slow
 def test_every_rule_is_met() -> None:
     """Of every rule, one operation at least is traced above."""
     rules = set(RULES.values())

@@ -14,12 +14,15 @@ from tests.support.samples.tile_operations import OPERATIONS, drawn
 DRAWS = 12
 """Random calls of each operation; the first always runs."""
 
+LONG = ("average_pool", "patches")
+"""Operations whose first draw takes seconds, too."""
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # of even kernels, which is what they are for
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [pytest.param(name, seed, marks=(pytest.mark.slow,) if seed else ()) for name in OPERATIONS for seed in range(DRAWS)],
+    [pytest.param(name, seed, marks=(pytest.mark.slow,) if seed or name in LONG else ()) for name in OPERATIONS for seed in range(DRAWS)],
 )
 def test_operations(name: str, seed: int) -> None:
     """The result, the gradient of the input and those of the parameters, in float64."""

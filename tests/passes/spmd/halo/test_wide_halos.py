@@ -114,6 +114,7 @@ def drawn_chain(seed: int) -> tuple[nn.Module, Tensor, Grid]:
     raise AssertionError("no chain fits its input")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in (19, 33) else (pytest.mark.slow,)) for seed in range(40)])
 def test_chains_in_pieces(seed: int) -> None:
@@ -122,6 +123,7 @@ def test_chains_in_pieces(seed: int) -> None:
     assert first_difference_of_tiles(model, x, ranks(grid), {"tile": grid}, constraints=MEANWHILE) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 1 else (pytest.mark.slow,)) for seed in range(40)])
 def test_chains(seed: int) -> None:
@@ -348,6 +350,7 @@ def test_what_cannot_be_kept_is_refused(mode: dict[str, int], halo: object, mess
         partition(stack(norm=True), 2, mode, example_inputs=(x,), constraints=Constraints(halo=halo), progress=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_value_that_several_calls_read_moves_once() -> None:
     """What goes around two convolutions is read by the sum, and by the first of them, which needs two rows more."""
     block = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
