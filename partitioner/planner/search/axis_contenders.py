@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from partitioner.options.constraints import Constraints
 from partitioner.planner.constraints.axes import NAMED_FIRST
 from partitioner.planner.sharding.model import TENSOR, CuttableModel
-from passes.ir.mesh import Mesh
+from passes.ir.layout import SPACE
+from passes.ir.mesh import TILE, TILES, Mesh
 
 __all__ = ["SEQUENCE", "contending_axes"]
 
@@ -28,17 +29,26 @@ _NEVER = ("batch", "rest")
 
 
 def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) -> Iterator[tuple[Constraints, bool]]:
-    """Yield the constraints with other axes for the tensor or sequence dimension of a mesh; none where a user named axes.
+    """Yield the constraints with other axes for the tensor, sequence or tile dimension of a mesh; none where a user named axes.
 
     Returns:
-        Each with whether it is still what the mode means: a tensor dimension cuts axes of parameters, and the sequence beside them.
+        Each with whether it is still what the mode means: a tensor dimension cuts axes of parameters, and the sequence beside them; tiles
+        cut space.
     """
     if constraints.axes or constraints.tp_plan or mesh.widths:
         return
-    for dimension in (name for name in (TENSOR, SEQUENCE) if name in mesh.names):
-        kinds = {name: held for name, held in model.kinds_of_axes(mesh.cutting, dimension).items() if name not in _NEVER}
+    first_tile = next((name for name in mesh.names if name in TILES), None)
+    meant = {name: name for name in (TENSOR, SEQUENCE) if name in mesh.names} | ({TILE: first_tile} if first_tile else {})
+    for dimension, of_mesh in meant.items():
+        kinds = {name: held for name, held in model.kinds_of_axes(mesh.cutting, of_mesh).items() if name not in _NEVER}
         together = [tuple(name for name in kinds if name in NAMED_FIRST), tuple(name for name in kinds if name != SEQUENCE)]
         for chosen in dict.fromkeys([*((name,) for name in kinds), *together]):
             if chosen and set(chosen) != {dimension}:
-                is_of_mode = dimension == TENSOR and all(kinds[name] or name == SEQUENCE for name in chosen)
+                is_of_mode = all(_is_meant(dimension, name, of_parameters=kinds[name]) for name in chosen)
                 yield dataclasses.replace(constraints, axes=dict.fromkeys(chosen, dimension)), is_of_mode
+
+
+def _is_meant(dimension: str, name: str, *, of_parameters: bool) -> bool:
+    if dimension == TILE:
+        return name in (*SPACE, "length")
+    return dimension == TENSOR and (of_parameters or name == SEQUENCE)

@@ -142,10 +142,12 @@ def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloSegmen
 
 
 def _seconds_without(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> float:
-    """Return the seconds of a step on a mesh without its tensor dimension; inf where the model does not fit it.
+    """Return the seconds of a step on a mesh without its tensor dimension; inf where it has none, or the model does not fit what is left.
 
     Where cutting axes of parameters gains nothing, most of them are cut all the same, because that was asked for.
     """
+    if TENSOR not in mesh.names:
+        return math.inf
     left = tuple(each for each in mesh.dimensions if each[0] != TENSOR) or (("pipeline", 1),)
     alone = Mesh(left)
     fewer = dataclasses.replace(request, devices=request.devices[: alone.size])

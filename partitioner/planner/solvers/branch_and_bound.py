@@ -30,6 +30,9 @@ Starts = tuple[int, ...]
 _ROUNDING = 1e-9
 """Relative differences that are rounding."""
 
+_PREFIXES = 20_000
+"""How many first stages are followed at most: what messages take can rule out every end of them, millions of times."""
+
 
 @dataclass(frozen=True)
 class FastestCuts:
@@ -94,6 +97,7 @@ class _Search:
         self._costs, self._more, self._seconds = costs, more, seconds
         self.best, self.found = seconds(tried), tried
         self._left = most if self.best <= within else 0
+        self._prefixes = _PREFIXES
         self.is_complete = True
 
     def run(self) -> None:
@@ -132,9 +136,10 @@ class _Search:
         for length in np.argsort(promise, kind="stable").tolist():
             if promise[length] >= self._below:
                 return
-            if self._left <= 0:
+            if self._left <= 0 or self._prefixes <= 0:
                 self.is_complete = False
                 return
+            self._prefixes -= 1
             self._descend((*starts, unit), unit + 1 + length, longer + float(more[length]), sent + float(messages[length]))
 
 

@@ -52,3 +52,21 @@ def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     assert kept.axes_gap == pytest.approx(kept.gap)
     assert "vocab" in kept.searched
     assert "other axes than the mode means take less time" in kept.searched
+
+
+def test_tiles_state_what_other_axes_would_take() -> None:
+    """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which is said, and one axis of space may do."""
+    kept = plan_of("U-Net", "tile", "cpu:1x4")
+    other = plan_of("U-Net", "tile", "cpu:1x4", constraints=Constraints(axes={"channels": "tile"}))
+    assert kept.gap is not None
+    assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
+    assert "channels over tile" in kept.searched
+    rows = plan_of("AlexNet", "tile", "cpu:1x4", constraints=Constraints(axes={"height": "tile"}))
+    assert plan_of("AlexNet", "tile", "cpu:1x4").step_time <= rows.step_time
+
+
+@pytest.mark.slow
+def test_a_search_whose_cuts_all_fail_on_messages_ends() -> None:
+    """Three stages on each of four devices: bounds of single paths let through millions of prefixes that messages rule out later."""
+    plan = plan_of("nn.Transformer", "auto", "h100:1x4", stages_per_rank=3)
+    assert plan.gap is not None
