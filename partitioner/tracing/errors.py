@@ -54,6 +54,11 @@ _KINDS = (
         "write it with differentiable tensor operations, or register it with torch.library.custom_op and torch.library.register_autograd",
     ),
     _Kind(
+        lambda error: type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"),  # no public names of torch
+        "calls {error}, which reads the values of a tensor to know what it computes, or how large its result is",
+        "compute it outside of the model, in loss_fn for instance, or from operations whose results have sizes that do not depend on values",
+    ),
+    _Kind(
         _says("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
         "lets the values of a tensor decide what it computes",
         "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
@@ -100,7 +105,7 @@ _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, tor
 
 def depends_on_sizes(error: Exception) -> bool:
     """Whether the error may be gone when other sizes are traced, or when sizes are not left open."""
-    return not isinstance(error, CustomFunctionError) and not any(kind.recognizes(error) for kind in _KINDS[:4])
+    return not isinstance(error, CustomFunctionError) and not any(kind.recognizes(error) for kind in _KINDS[:5])
 
 
 def trace_error(model: nn.Module, error: Exception) -> TraceError:

@@ -128,7 +128,7 @@ def differentiate_from(
     except Exception as error:
         raise TraceError(
             f"stage {stage.index} cannot be differentiated: {error}",
-            place=Place(module=", ".join(sorted(_modules(stage))[:4])),
+            place=Place(module=", ".join(sorted(_modules(stage) - {""})[:4])),
             remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
         ) from error
     request_layouts(module.graph)

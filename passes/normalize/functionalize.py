@@ -371,8 +371,9 @@ class _Functionalizer:
             what = "a constant tensor" if placeholder.name in self._without_gradient else "a parameter"
             self._refuse(
                 self._like,
-                f"the model writes into {placeholder.name}, {what}, in its forward",
-                "keep what forward changes in a buffer (register_buffer); change parameters between steps, outside of forward",
+                f"the model writes into {what} in its forward",
+                "keep what forward changes in a buffer (register_buffer); change parameters between steps, outside of forward "
+                "(embeddings: without max_norm)",
             )
 
     def _rebind(self, node: fx.Node, written: _Name) -> None:

@@ -106,6 +106,15 @@ def returns_an_object(x: Tensor) -> Any:
     return re.compile("x"), object(), x
 
 
+def connectionist_loss(x: Tensor) -> Tensor:
+    labels, sizes = torch.ones(2, 2, dtype=torch.int64), torch.tensor([3, 3])
+    return nn.functional.ctc_loss(x.reshape(3, 2, 4).log_softmax(-1), labels, sizes, sizes - 1)
+
+
+def correlations(x: Tensor) -> Tensor:
+    return torch.corrcoef(x)
+
+
 def fails(x: Tensor) -> Tensor:
     return x @ torch.ones(5, 5)
 
@@ -118,6 +127,8 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     checkpoints: ("reentrant", "use_reentrant=False"),
     differentiates: ("torch.func.grad", "outside of the model"),
     conditional: ("cond", "torch.where"),
+    connectionist_loss: ("aten._ctc_loss", "outside of the model"),
+    correlations: ("aten.equal.default, which reads the values of a tensor", "outside of the model"),
     fails: ("RuntimeError", "call the model itself"),
 }
 
