@@ -56,7 +56,7 @@ _KINDS = (
     _Kind(
         lambda error: type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"),  # no public names of torch
         "calls {error}, which reads the values of a tensor to know what it computes, or how large its result is",
-        "compute it outside of the model, in loss_fn for instance, or from operations whose results have sizes that do not depend on values",
+        "compute it outside of the model, in loss_fn for instance, or from operations whose sizes do not depend on values",
     ),
     _Kind(
         _says("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),

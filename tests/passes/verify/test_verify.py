@@ -32,7 +32,7 @@ LONG = {("residual", 2, "ZBV"), ("residual", 3, "ZB1P"), ("unet", 3, "Interleave
 
 
 def matrix() -> Iterator[ParameterSet]:
-    """One case under every pair of ranks and schedule, each other one under one: every lowering is verified anyway, wherever it is tested."""
+    """One case under every pair of ranks and schedule, the others under one: every lowering is verified anyway."""
     for row, case in enumerate(ZOO):
         own = (N_RANKS[row % 3], list(SCHEDULES)[(row + row // 6) % 6])
         for n_ranks, schedule in itertools.product(N_RANKS, SCHEDULES) if case.name == "residual" else (own,):

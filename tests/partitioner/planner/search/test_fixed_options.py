@@ -55,7 +55,7 @@ def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
 
 
 def test_tiles_state_what_other_axes_would_take() -> None:
-    """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which is said, and one axis of space may do."""
+    """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which is said; or rows of space alone."""
     kept = plan_of("U-Net", "tile", "cpu:1x4")
     other = plan_of("U-Net", "tile", "cpu:1x4", constraints=Constraints(axes={"channels": "tile"}))
     assert kept.gap is not None
