@@ -26,7 +26,7 @@ from passes.spmd.shard_graph import CutModel
 from passes.spmd.shards import Block, block_of
 from tests.support.running.traced import SEED, Run, backward, own_values
 
-__all__ = ["run_cut"]
+__all__ = ["CARRIED_OUT", "run_cut"]
 
 TOLERANCE = 1e-12
 """How much replicas may differ: they are computed alike."""
@@ -277,3 +277,6 @@ _BACKWARD: Mapping[Any, Callable[..., list[Tensor]]] = {
     collectives.exchange: _exchange_back,
     collectives.keep_first: _same,
 }
+
+CARRIED_OUT = frozenset((*_FORWARD, collectives.local_index))
+"""The collectives that graphs may hold."""

@@ -1,0 +1,29 @@
+"""Every pass, shown and run: the graphs in front of it and behind it are those of the fixture, and compute what the model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from passes.normalize.order import NORMALIZE
+from passes.pipeline import PHASES
+from tests.support.golden_text import Golden
+from tests.support.pairs.states import texts_of_pair
+from tests.support.pairs.text import read_pair
+
+HERE = Path(__file__).parent
+PAIRS = sorted(path.relative_to(HERE).with_suffix("").as_posix() for path in HERE.rglob("*.txt"))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_golden_pair(name: str, golden: Golden) -> None:
+    path = HERE / f"{name}.txt"
+    pair = read_pair(path.read_text(encoding="utf-8"))
+    golden.compare(path, pair.text(*texts_of_pair(pair)))
+
+
+def test_every_pass_has_a_pair() -> None:
+    """But ``verify``, which changes nothing."""
+    phases = {read_pair((HERE / f"{name}.txt").read_text(encoding="utf-8")).keywords()["phase"] for name in PAIRS}
+    assert phases == {step.name for step in NORMALIZE} | {phase.name for phase in PHASES} - {"verify"}

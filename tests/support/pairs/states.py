@@ -1,0 +1,209 @@
+"""What a pass is given and what it gives, for the model of a fixture: as texts, and run on the same numbers as the model itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from partitioner import partition
+from partitioner.lowering.dump_passes import _graphs_of
+from partitioner.schedules.catalog import make_schedule
+from partitioner.tracing import assemble
+from partitioner.tracing.trace import trace
+from passes.autograd.staged_model import Differentiation
+from passes.ir.comm.halo_strategy import HaloSegment
+from passes.ir.graph import Autocast, ModelGraph
+from passes.ir.mesh import STAGES
+from passes.ir.phase import observing_phases
+from passes.ir.plan import Plan, Stage
+from passes.normalize.order import NORMALIZE, ExportedGraph, normalize
+from passes.normalize.specialize_batch import fixed_for
+from passes.pipeline import PHASES, Lowered, Lowerer, Target
+from tests.support.pairs.runs import Subject, run_state
+from tests.support.pairs.text import Pair, graph_text
+from tests.support.running.traced import Run, assert_equal_runs, run_model
+
+__all__ = ["texts_of_pair"]
+
+ORDERS = (("export", *(step.name for step in NORMALIZE)), ("start", *(phase.name for phase in PHASES)))
+"""The steps of normalization and the phases, each order behind a name for what its first is given."""
+PROGRAMS = ("emit", "place")
+"""The phases whose states are programs of a step: the step is run."""
+
+
+def texts_of_pair(pair: Pair) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The graphs in front of a fixture's pass and behind it, after all that can be run of them gave the numbers of the model.
+
+    Raises:
+        AssertionError: a result, a gradient or a buffer is not the model's.
+    """
+    options = pair.keywords()
+    order = next(order for order in ORDERS if options["phase"] in order)
+    phase = order.index(options["phase"])
+    with float64():
+        subject = _subject(pair.model)
+        seen = _Seen((order[phase - 1], order[phase]), subject)
+        _lower(subject, options, seen)
+        expected = run_model(subject.model, subject.args, {}, gradient_of_inputs=False)
+        for run in seen.runs.values():
+            if run is not None:
+                assert_equal_runs(run, expected)
+    before, after = (seen.texts[name] for name in seen.phases)
+    return before, after
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Compute in double precision, in which a wrong sum cannot hide behind rounding."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+@dataclass
+class _Seen:
+    """Keeps texts and runs of two states, as they are when seen: passes rewrite graphs in place."""
+
+    phases: tuple[str, str]
+    subject: Subject
+
+    def __post_init__(self) -> None:
+        self.texts: dict[str, Mapping[str, str]] = {}
+        self.runs: dict[str, Run | None] = {}
+
+    def __call__(self, phase: str, state: Any, _: float = 0.0) -> None:
+        if phase in self.phases:
+            graphs = _graphs_of(state)
+            if isinstance(state, ExportedGraph):
+                graphs |= {name: each.graph for name, each in _submodules(state)}
+            for graph in graphs.values():
+                graph.lint()
+            self.texts[phase] = {name: graph_text(graph) for name, graph in graphs.items()}
+            self.runs[phase] = run_state(state, self.subject)
+
+
+def _submodules(state: ExportedGraph) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The graphs that calls of the graph are given."""
+    for node in state.graph.nodes:
+        if node.op == "get_attr":
+            module = state.module.get_submodule(str(node.target))
+            assert isinstance(module, fx.GraphModule)
+            yield str(node.target), module
+
+
+def _subject(text: str) -> Subject:
+    """The model of a fixture and its inputs: tensors that ``forward`` takes; all else that it names is the model's."""
+    torch.manual_seed(0)
+    scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor}
+    given = set(scope)
+    exec(text, scope)  # noqa: S102  our own fixtures
+    forward = scope["forward"]
+    names = forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
+    model: nn.Module = type("Model", (nn.Module,), {"forward": forward})()
+    for name, value in scope.items():
+        if name in given or name in names or name in ("forward", "__builtins__"):
+            continue
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            model.register_buffer(name, value)
+        else:
+            setattr(model, name, value)
+    return Subject(model, tuple(scope[name] for name in names))
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------------------
+
+
+def _lower(subject: Subject, options: Mapping[str, Any], seen: _Seen) -> None:
+    """Run the passes up to the fixture's."""
+    autocast = Autocast("cpu", options["autocast"]) if "autocast" in options else None
+
+    def traced() -> ModelGraph:
+        with torch.random.fork_rng():
+            return trace(copy.deepcopy(subject.model), subject.args, {}, autocast=autocast)
+
+    if options["phase"] in ORDERS[0]:
+
+        def shown(exported: ExportedGraph) -> ExportedGraph:
+            seen("export", exported)
+            return normalize(exported)
+
+        with observing_phases(seen), mock.patch.object(assemble, "normalize", shown):
+            traced()
+        return
+    graph = traced()
+    plan = _plan(graph, options)
+    if options["phase"] in PROGRAMS:
+        with observing_phases(seen):
+            run = _step(subject, plan)
+        seen.runs["step"] = run
+        return
+    devices = tuple(map(torch.device, plan.devices))
+    target = Target(results="whole", devices=devices, in_parts=options.get("in_parts", False))
+    start = Lowered(plan, fixed_for(graph, plan))
+    lowerer = Lowerer(start)
+    seen("start", start)
+    with observing_phases(seen):
+        if options["phase"] == "differentiate":
+            returned = frozenset(lowerer.after("split", target).stages[0, 0].returned)
+            target = replace(target, differentiation=Differentiation(returned, frozenset(), frozenset(graph.parameters)))
+        lowerer.after(options["phase"], target)
+    if None in seen.runs.values():
+        seen.runs["step"] = _step(subject, plan)
+
+
+def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
+    """A plan of a fixture: what is not said is whole; what a planner would predict is zero."""
+    mesh: Mapping[str, int] = options.get("mesh", {"pipeline": 1})
+    n_ranks = math.prod(mesh.values())
+    n_places = math.prod(size for name, size in mesh.items() if name in STAGES)
+    schedule, n_microbatches = options.get("schedule", "1F1B"), options.get("n_microbatches", 1)
+    first = (graph.computing_nodes()[0].name, *options.get("stages", ()))
+    ranks = make_schedule(schedule, n_places, n_microbatches).stage_ranks
+    return Plan(
+        mesh=tuple(mesh.items()),
+        devices=("cpu",) * n_ranks,
+        stages=tuple(Stage(own, name, (), 0, 0, 0.0, 0.0, 0.0, 0, 0) for own, name in zip(ranks, first, strict=True)),
+        schedule=schedule,
+        n_microbatches=n_microbatches,
+        recompute=options.get("recompute", "none"),
+        batch_size=graph.batch_size,
+        step_time=0.0,
+        memory=(0,) * n_ranks,
+        bound_by="",
+        runner_up="",
+        notes=(),
+        axes=tuple(options.get("axes", {}).items()),
+        batchnorm=options.get("batchnorm", "sync"),
+        widths=options.get("widths", ()),
+        tiles=options.get("tiles", ()),
+        tile_budget=options.get("tile_budget", 0),
+        halos=tuple(HaloSegment(first, last, (), payment, 0, 0.0, 0.0, 0, 0.0) for first, last, payment in options.get("halos", ())),
+    )
+
+
+def _step(subject: Subject, plan: Plan) -> Run:
+    """Results of a call of the product under a plan, and gradients of a training step: of the sum that ``backward`` takes."""
+    pm = partition(copy.deepcopy(subject.model), plan.n_ranks, example_inputs=subject.args, plan=plan, progress=False)
+    rows = subject.args[0].shape[0]
+    with torch.no_grad():
+        result = pm(*subject.args)
+    pm.train_step(*subject.args, target=torch.ones_like(result), loss_fn=_loss)
+    gradients = {name: None if gradient is None else gradient * rows for name, gradient in pm.full_gradients().items()}
+    return Run((result,), gradients, (), dict(subject.model.named_buffers()))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over rows, as the product wants one."""
+    return (output * target).sin().sum() / output.shape[0]
