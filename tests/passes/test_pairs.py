@@ -1,4 +1,4 @@
-"""Every pass, shown and run: the graphs in front of it and behind it are those of the fixture, and compute what the model computes."""
+"""Compare the graphs before and after every pass with fixtures, and run them beside the model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_golden_pair(name: str, golden: Golden) -> None:
 
 
 def test_every_pass_has_a_pair() -> None:
-    """But ``verify``, which changes nothing."""
+    """Except ``verify``, which changes nothing."""
     phases = {read_pair((HERE / f"{name}.txt").read_text(encoding="utf-8")).keywords()["phase"] for name in PAIRS}
     assert phases == {step.name for step in NORMALIZE} | {phase.name for phase in PHASES} - {"verify"}

@@ -1,4 +1,4 @@
-"""Run what passes write: exported graphs, model graphs, the graphs of ranks side by side, stages one after another."""
+"""Run the states of lowering: exported graphs, model graphs, graphs of ranks side by side, stages one after another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Subject:
 
 
 def run_state(state: Any, subject: Subject) -> Run | None:
-    """Results, gradients and buffers of what a state holds by now; None where they do not run by themselves."""
+    """Return results, gradients and buffers of a state; None if its graphs do not run by themselves."""
     if isinstance(state, ExportedGraph):
         return _run_exported(state, subject)
     assert isinstance(state, Lowered)
@@ -73,7 +73,7 @@ def _run_graph(graph: ModelGraph, subject: Subject) -> Run:
 
 
 def _values(graph: ModelGraph, model: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
-    """What is given for each placeholder; the totals of a batch are counted as programs count them."""
+    """Return the value of each placeholder; totals are counted over the batch, as programs do."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values: dict[str, Any] = {**graph.constants, "batch": args[0].shape[0]}
     values |= {placeholder: tensors[name] for placeholder, name in (*graph.parameters.items(), *graph.buffers.items())}
@@ -84,7 +84,7 @@ def _values(graph: ModelGraph, model: nn.Module, args: Sequence[Any]) -> dict[st
 
 
 def _run_stages(lowered: LoweredStages, subject: Subject) -> Run:
-    """All stages on the whole batch, one after another; backwards in the other order, by their training graphs where there are some."""
+    """Run the stages one after another on the whole batch, and their backward graphs, if any, in reverse."""
     model = copy.deepcopy(subject.model)
     graph, values = lowered.graph, _values(lowered.graph, model, subject.args)
     torch.manual_seed(SEED)

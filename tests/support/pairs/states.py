@@ -1,4 +1,4 @@
-"""What a pass is given and what it gives, for the model of a fixture: as texts, and run on the same numbers as the model itself."""
+"""Lower the model of a fixture, and collect the texts and runs of the states before and after its pass."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.support.running.traced import Run, assert_equal_runs, run_model
 __all__ = ["texts_of_pair"]
 
 ORDERS = (("export", *(step.name for step in NORMALIZE)), ("start", *(phase.name for phase in PHASES)))
-"""The steps of normalization and the phases, each order behind a name for what its first is given."""
+"""The steps of normalization, and the phases; the first name of each order is its starting state."""
 PROGRAMS = ("emit", "place")
-"""The phases whose states are programs of a step: the step is run."""
+"""The phases that write programs of a training step, which is run."""
 
 
 def texts_of_pair(pair: Pair) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The graphs in front of a fixture's pass and behind it, after all that can be run of them gave the numbers of the model.
+    """Return the graphs before and after the pass of a fixture, once their runs agree with the model.
 
     Raises:
         AssertionError: a result, a gradient or a buffer is not the model's.
@@ -63,7 +63,7 @@ def texts_of_pair(pair: Pair) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Compute in double precision, in which a wrong sum cannot hide behind rounding."""
+    """Compute in double precision, so that rounding hides no wrong sum."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -74,7 +74,7 @@ def float64() -> Iterator[None]:
 
 @dataclass
 class _Seen:
-    """Keeps texts and runs of two states, as they are when seen: passes rewrite graphs in place."""
+    """Keep texts and runs of two states at the time they are observed, since passes rewrite graphs in place."""
 
     phases: tuple[str, str]
     subject: Subject
@@ -95,7 +95,7 @@ class _Seen:
 
 
 def _submodules(state: ExportedGraph) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The graphs that calls of the graph are given."""
+    """Yield the subgraphs that the graph refers to."""
     for node in state.graph.nodes:
         if node.op == "get_attr":
             module = state.module.get_submodule(str(node.target))
@@ -104,7 +104,7 @@ def _submodules(state: ExportedGraph) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _subject(text: str) -> Subject:
-    """The model of a fixture and its inputs: tensors that ``forward`` takes; all else that it names is the model's."""
+    """Return the model and its inputs. Arguments of ``forward`` are inputs; other names are attributes of the model."""
     torch.manual_seed(0)
     scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor}
     given = set(scope)
@@ -164,7 +164,7 @@ def _lower(subject: Subject, options: Mapping[str, Any], seen: _Seen) -> None:
 
 
 def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
-    """A plan of a fixture: what is not said is whole; what a planner would predict is zero."""
+    """Return the plan of a fixture; predictions are zero."""
     mesh: Mapping[str, int] = options.get("mesh", {"pipeline": 1})
     n_ranks = math.prod(mesh.values())
     n_places = math.prod(size for name, size in mesh.items() if name in STAGES)
@@ -194,7 +194,7 @@ def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
 
 
 def _step(subject: Subject, plan: Plan) -> Run:
-    """Results of a call of the product under a plan, and gradients of a training step: of the sum that ``backward`` takes."""
+    """Partition the model under a plan; return results of a call, and the gradients of a training step."""
     pm = partition(copy.deepcopy(subject.model), plan.n_ranks, example_inputs=subject.args, plan=plan, progress=False)
     rows = subject.args[0].shape[0]
     with torch.no_grad():
@@ -205,5 +205,5 @@ def _step(subject: Subject, plan: Plan) -> Run:
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over rows, as the product wants one."""
+    """Return a mean over rows, which microbatches and ranks add up to."""
     return (output * target).sin().sum() / output.shape[0]

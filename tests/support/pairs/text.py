@@ -1,6 +1,6 @@
-"""The text of a fixture pair: a model, the options of its lowering, and the graphs in front of a pass and behind it.
+"""Read and write fixture pairs: a model, the options of its lowering, and the graphs before and after a pass.
 
-    By columns, then by rows: one sum over the ranks.
+    The first weight is sharded by columns, the second by rows: one all_reduce, behind the second.
 
     phase="shard", mesh={"tensor": 2}, axes={"ffn": "tensor"}
 
@@ -18,7 +18,7 @@
     ---- after: rank_0, rank_1
     ...
 
-Behind a pass stand the graphs that it changed; graphs with equal texts share a section. See ``docs/design/0034-fixture-pairs.md``.
+The sections after a pass are the graphs that it changed; equal texts share a section. See ``docs/design/0034-fixture-pairs.md``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["Pair", "graph_text", "read_pair"]
 
 @dataclass(frozen=True)
 class Pair:
-    """A fixture without its graphs.
+    """Hold a fixture without its graphs.
 
     Attributes:
-        title: what it shows.
-        options: as they are written.
-        model: the model, as it is written.
+        title: one sentence about the case.
+        options: the source of the keyword options.
+        model: the source of the model.
     """
 
     title: str
@@ -50,12 +50,12 @@ class Pair:
     model: str
 
     def keywords(self) -> dict[str, Any]:
-        """The options by name."""
+        """Return the options by name."""
         found: dict[str, Any] = eval(f"dict({self.options})", {"__builtins__": {"dict": dict}})  # noqa: S307  our own fixtures
         return found
 
     def text(self, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-        """The whole fixture.
+        """Return the text of the whole fixture.
 
         Args:
             before, after: name of a graph -> its text.
@@ -81,7 +81,7 @@ def _sections(where: str, texts: Mapping[str, str]) -> list[str]:
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """A graph without imports; of placeholders that are tensors, the sizes, and the type where it is not float64."""
+    """Return the text of a graph without imports, with sizes of tensor placeholders and their type unless it is float64."""
     _, _, calls = program_text(graph).partition("def forward")
     lines = [line.removeprefix("    ") if not line.startswith("    ") else line for line in calls.splitlines()[1:]]
     arguments = ", ".join(_argument(node) for node in graph.nodes if node.op == "placeholder")
