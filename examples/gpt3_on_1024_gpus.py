@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"axes    {', '.join(f'{axis} over {dimension}' for axis, dimension in plan.axes)}")
     print(f"step    {format_seconds(plan.step_time)} predicted; {options.batch_size * LENGTH / plan.step_time:,.0f} tokens a second")
     print(f"memory  {format_bytes(max(plan.memory))} of {format_bytes(cluster.devices[0].memory_bytes)} on the fullest device")
-    print(f"gap     {plan.gap:.1%}: {plan.searched}")
+    print(f"gap     {plan.gap:.1%}: {plan.prediction.searched}")
     print(f"took    {traced - started:.1f} s to trace, {planned - traced:.1f} s to plan, of one processor\n")
     beside = contenders_section(plan)
     print("\n".join(beside.lines() if beside is not None else ["there was no other plan"]))

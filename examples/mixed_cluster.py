@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problem = PlanProblem(graph, cluster, request, None, None)
     plan = problem.solve()
 
-    print(f"{words_of(plan)}: {format_seconds(plan.step_time)} a step\n{plan.searched}\n")
+    print(f"{words_of(plan)}: {format_seconds(plan.step_time)} a step\n{plan.prediction.searched}\n")
     rows = [("stage", "ranks", "devices", "modules", "parameters", "forward", "memory")]
     places = pipelines(plan.grid)
     for index, stage in enumerate(plan.stages):

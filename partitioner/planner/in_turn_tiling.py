@@ -89,17 +89,8 @@ def plan_stream(
     )
     # A backward computes every tile again: of a step's forward and backward, 1 and 2, it makes 2 and 2.
     slower = (2 * times + 2 * times) / 3 if graph.training else times
-    return dataclasses.replace(
-        base,
-        stages=(stage,),
-        step_time=base.step_time * slower,
-        memory=(peak,),
-        notes=(*base.notes, note),
-        tiles=counts,
-        tile_budget=budget,
-        gap=None,
-        searched="",
-    )
+    tiled = dataclasses.replace(base, stages=(stage,), tiles=counts, tile_budget=budget)
+    return tiled.predicted(step_time=base.step_time * slower, memory=(peak,), notes=(*base.notes, note), gap=None, searched="")
 
 
 def _check_schedule(request: PlanRequest) -> None:

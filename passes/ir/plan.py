@@ -1,4 +1,4 @@
-"""What the planner decided: an immutable value of plain numbers and names, no torch objects."""
+"""What the planner decided, and what it predicts of that: immutable values of plain numbers and names, no torch objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from passes.ir.checked_arguments import check_fields, conform
@@ -15,9 +15,9 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
 
-__all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Stage"]
+__all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Prediction", "Stage"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 RECOMPUTE = ("none", "selective", "full")
 """What a backward may compute again: nothing, what is cheap for its bytes, all but the inputs of a stage."""
@@ -49,8 +49,8 @@ class Stage:
     parameter_count: int
     parameter_bytes: int
     flops: float
-    forward_time: float
-    backward_time: float
+    forward_time: float = field(compare=False)
+    backward_time: float = field(compare=False)
     activation_bytes: int
     send_bytes: int
 
@@ -73,8 +73,41 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What is known of a plan by the prices that it was made with.
+
+    Attributes:
+        step_time: seconds for one training step.
+        memory: peak bytes for each rank.
+        bound_by: what limits the step, in words.
+        runner_up: the next best choice and its price, in words; empty when there was no choice.
+        notes: what the user should know, one sentence each.
+        gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
+            asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
+            None where one device computes tiles in turn. Where the mesh was given, of all plans of that mesh.
+        axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
+            proved to be the best; None where no such axes were to be chosen.
+        searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
+        contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
+            few that come next.
+    """
+
+    step_time: float
+    memory: tuple[int, ...]
+    bound_by: str = ""
+    runner_up: str = ""
+    notes: tuple[str, ...] = ()
+    gap: float | None = None
+    axes_gap: float | None = None
+    searched: str = ""
+    contenders: tuple[Contender, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything runs, and when. Equal inputs give an equal plan; it round-trips through JSON.
+
+    Equal decisions are equal plans, whatever was predicted of them.
 
     Attributes:
         mesh: dimensions, outermost first: ``(("pipeline", 4),)``.
@@ -84,21 +117,9 @@ class Plan:
         n_microbatches: microbatches a step.
         recompute: ``"none"``, ``"selective"`` or ``"full"``.
         batch_size: the batch it was planned for.
-        step_time: predicted seconds for one training step.
-        memory: predicted peak bytes for each rank.
-        bound_by: what limits the step, in words.
-        runner_up: the next best choice and its predicted price, in words; empty when there was no choice.
-        notes: what the user should know, one sentence each.
+        prediction: step time, memory, and how good the plan is beside others; no part of the decision.
         axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
-        gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
-            asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
-            None where one device computes tiles in turn. Where the mesh was given, of all plans of that mesh.
-        axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
-            proved to be the best; None where no such axes were to be chosen.
-        searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
-        contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
-            few that come next.
         weights: digest of the model's weights (``passes.graph.fingerprint``): a plan is for one model; empty: for any that it fits.
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
@@ -113,22 +134,38 @@ class Plan:
     n_microbatches: int
     recompute: str
     batch_size: int
-    step_time: float
-    memory: tuple[int, ...]
-    bound_by: str
-    runner_up: str
-    notes: tuple[str, ...]
+    prediction: Prediction = field(compare=False)
     axes: tuple[tuple[str, str], ...] = ()
     batchnorm: str = "sync"
-    gap: float | None = None
-    axes_gap: float | None = None
-    searched: str = ""
-    contenders: tuple[Contender, ...] = ()
     weights: str = ""
     tiles: tuple[int, ...] = ()
     tile_budget: int = 0
     halos: tuple[HaloSegment, ...] = ()
     widths: tuple[int, ...] = ()
+
+    @property
+    def step_time(self) -> float:
+        """Predicted seconds for one training step."""
+        return self.prediction.step_time
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Predicted peak bytes for each rank."""
+        return self.prediction.memory
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster, relatively, any other plan could be: see ``Prediction``."""
+        return self.prediction.gap
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, one sentence each."""
+        return self.prediction.notes
+
+    def predicted(self, **changes: Any) -> Plan:
+        """The same decision, with fields of its prediction replaced."""
+        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, **changes))
 
     @property
     def grid(self) -> Mesh:
@@ -157,10 +194,10 @@ class Plan:
 
     def check(self) -> None:
         """Raise ConfigError, naming the entry, where the plan says something that no plan does or contradicts itself."""
-        for part in (self, *self.stages, *self.contenders, *self.halos):
+        for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.halos):
             check_fields(part)
         for path, number in _numbers(self, ""):
-            may_be_less = path in ("gap", "axes_gap")  # a rounding error below 0
+            may_be_less = path in ("prediction.gap", "prediction.axes_gap")  # a rounding error below 0
             _require(math.isfinite(number) and (number >= 0 or may_be_less), path, f"there is no {number} there")
         _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
@@ -176,7 +213,9 @@ class Plan:
         for index, (name, dimension) in enumerate(self.axes):
             _require(dimension in self.grid.cutting.names, f"axes[{index}]", f"the mesh has no {dimension!r} to cut {name!r} over")
             _require(self.axes.index((name, dimension)) == index, f"axes[{index}]", f"{name!r} is cut over {dimension!r} twice")
-        _require(len(self.memory) == self.n_ranks, "memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}")
+        _require(
+            len(self.memory) == self.n_ranks, "prediction.memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}"
+        )
         tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
         _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
         _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")
@@ -213,7 +252,9 @@ class Plan:
             raise ConfigError(f"the plan is not JSON: {reason}", remedy=remedy) from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise ConfigError(f"the plan is not of format {_FORMAT}", remedy="make the plan again with this version")
-        missing = [field.name for field in dataclasses.fields(Plan) if field.name not in fields]
+        missing = [each.name for each in dataclasses.fields(Plan) if each.name not in fields]
+        if isinstance(predicted := fields.get("prediction"), dict):
+            missing += [f"prediction.{each.name}" for each in dataclasses.fields(Prediction) if each.name not in predicted]
         if missing:  # also those with a default: what stands for "not decided" here may have been decided there
             raise ConfigError(f"the plan lacks {', '.join(missing)}", remedy=remedy)
         plan: Plan = conform(fields, Plan, "plan", plain=True)
@@ -222,8 +263,15 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """A short digest of the whole plan: equal plans, equal digests, on every machine."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """A short digest of the decision: equal plans, equal digests, on every machine."""
+        return hashlib.sha256(json.dumps(_decided(self)).encode()).hexdigest()[:16]
+
+
+def _decided(value: Any) -> Any:
+    """A part of a plan as plain lists, without what is predicted."""
+    if dataclasses.is_dataclass(value):
+        return [(each.name, _decided(getattr(value, each.name))) for each in dataclasses.fields(value) if each.compare]
+    return [_decided(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _require(holds: bool, path: str, problem: str) -> None:
@@ -234,8 +282,8 @@ def _require(holds: bool, path: str, problem: str) -> None:
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     """All numbers of a plan, each with where it is."""
     if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+        for each in dataclasses.fields(value):
+            yield from _numbers(getattr(value, each.name), f"{path}.{each.name}" if path else each.name)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _numbers(item, f"{path}[{index}]")

@@ -115,7 +115,7 @@ class Evaluator:
             peak_memory=max(simulation.peak_memory),
             communication=sum(simulation.communication.values()),
             planned_step_time=plan.step_time,
-            bound_by=plan.bound_by,
+            bound_by=plan.prediction.bound_by,
             plan_hash=plan.hash,
             plan=plan.to_json(),
         )

@@ -209,7 +209,7 @@ class _Auto:
         if option.cut is not None:
             plan = cut_described(plan, option.cut)
         searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
-        return dataclasses.replace(plan, searched=searched, weights=weights_digest(self._graph))
+        return dataclasses.replace(plan.predicted(searched=searched), weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
         """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""

@@ -29,7 +29,7 @@ from passes.graph.schemas import draws
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Contender, Plan
+from passes.ir.plan import Contender, Plan, Prediction
 
 __all__ = ["PlanRequest", "Way", "describe_best", "make_plan", "plan_ways"]
 
@@ -100,7 +100,7 @@ def plan_ways(
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
     faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
     searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(ways) + len(contenders), faster=faster)
-    return dataclasses.replace(plan, searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), kept.best[0].cut
+    return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), kept.best[0].cut
 
 
 def _searched(ways: Sequence[Way]) -> PlanSearch[Never]:
@@ -158,7 +158,7 @@ def describe_best(search: PlanSearch[Any], group: Callable[[Option], Hashable]) 
     contenders = [contender(each.words, found) for each, found in ((option, solution), *others)]
     beside = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
     runner_up = compared(beside[0][0].words, beside[0][1].step_time, solution.step_time) if beside else ""
-    return dataclasses.replace(_described(option.problem, solution, runner_up, contenders), gap=search.gap)
+    return _described(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
 
 
 def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
@@ -178,13 +178,15 @@ def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contender
         n_microbatches=candidate.n_microbatches,
         recompute=problems.prices.recompute,
         batch_size=problem.batch_size,
+        prediction=Prediction(
+            step_time=chosen.step_time,
+            memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
+            bound_by=bound_by(problems, chosen.staged, chosen.sums),
+            runner_up=runner_up,
+            notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
+            contenders=tuple(contenders[:_MOST_CONTENDERS]),
+        ),
         batchnorm=request.batchnorm,
-        step_time=chosen.step_time,
-        memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
-        bound_by=bound_by(problems, chosen.staged, chosen.sums),
-        runner_up=runner_up,
-        notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
-        contenders=tuple(contenders[:_MOST_CONTENDERS]),
         widths=mesh.widths,
     )
 

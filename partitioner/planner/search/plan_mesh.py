@@ -164,13 +164,10 @@ def stages_mode(mesh: Mesh, n_microbatches: int | None) -> str:
 
 def cut_described(plan: Plan, cut: MeshCut) -> Plan:
     """The plan, with what is cut by its mesh."""
-    return dataclasses.replace(
-        plan,
-        notes=(*plan.notes, *_notes(cut), *_whole_work(cut)),
-        axes=cut.in_whole_model(),
-        axes_gap=cut.gap if plan.axes_gap is None else plan.axes_gap,
-        halos=cut.halos,
-    )
+    found = plan.prediction
+    axes_gap = cut.gap if found.axes_gap is None else found.axes_gap
+    described = plan.predicted(notes=(*found.notes, *_notes(cut), *_whole_work(cut)), axes_gap=axes_gap)
+    return dataclasses.replace(described, axes=cut.in_whole_model(), halos=cut.halos)
 
 
 def _notes(cut: MeshCut) -> Iterator[str]:

@@ -24,13 +24,13 @@ __all__ = ["axes_proof", "contenders_section", "fullest_rank", "pinned_section"]
 
 def contenders_section(plan: Plan) -> Table | None:
     """The chosen plan beside others; None where there was no other."""
-    if len(plan.contenders) < 2:
+    if len(plan.prediction.contenders) < 2:
         return None
     rows = [("plan", "step", "beside the chosen", "fullest rank", "most of the time")]
-    for number, each in enumerate(plan.contenders):
-        beside = _beside(each.step_time, plan.contenders[0].step_time) if number else "chosen"
+    for number, each in enumerate(plan.prediction.contenders):
+        beside = _beside(each.step_time, plan.prediction.contenders[0].step_time) if number else "chosen"
         rows.append((each.words, format_seconds(each.step_time), beside, format_bytes(each.memory), each.spent_on))
-    of = "mesh" if len({each.words.partition(",")[0] for each in plan.contenders}) > 1 else "schedule"
+    of = "mesh" if len({each.words.partition(",")[0] for each in plan.prediction.contenders}) > 1 else "schedule"
     return Table(rows, "<>>><", f"the best plan of each {of} that was worked out; all is predicted")
 
 
@@ -73,9 +73,9 @@ def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
 
 def axes_proof(plan: Plan) -> str:
     """What is known of the choice of axes; empty where there was none."""
-    if plan.axes_gap is None:
+    if plan.prediction.axes_gap is None:
         return ""
     chosen = "those" if any(name in TILES for name, _ in plan.mesh) else "those of parameters"
-    if plan.axes_gap == 0:
+    if plan.prediction.axes_gap == 0:
         return f"of all choices of {chosen} that were priced, the one that takes least"
-    return f"another choice of {chosen} takes up to {100 * plan.axes_gap:.2g} % less time"
+    return f"another choice of {chosen} takes up to {100 * plan.prediction.axes_gap:.2g} % less time"

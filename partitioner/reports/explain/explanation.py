@@ -102,8 +102,8 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("idle", _idle(plan, simulation)),
         ("memory", fullest_rank(explained.plan, explained.limits)),
         ("bound by", _bound_by(explained)),
-        ("runner-up", plan.runner_up or "there was no other choice"),
-        ("searched", plan.searched),
+        ("runner-up", plan.prediction.runner_up or "there was no other choice"),
+        ("searched", plan.prediction.searched),
         ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
@@ -120,12 +120,12 @@ def _idle(plan: Plan, simulation: Simulation | None) -> str:
 def _bound_by(explained: Explained) -> str:
     """What limits the step; the planner counts the ranks of one pipeline."""
     if not explained.is_cut:
-        return explained.plan.bound_by
+        return explained.plan.prediction.bound_by
 
     def of_mesh(found: re.Match[str]) -> str:
         return f"on {rank_list(_ranks_at(explained, [int(place) for place in re.findall(r'[0-9]+', found[0])]))}"
 
-    return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.bound_by)
+    return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.prediction.bound_by)
 
 
 def _devices(devices: Sequence[str], planned_for: str) -> str:

@@ -163,7 +163,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"microbatches  {plan.n_microbatches}",
         f"recompute     {plan.recompute}",
         f"step time     {format_seconds(plan.step_time)}",
-        f"bound by      {plan.bound_by}",
+        f"bound by      {plan.prediction.bound_by}",
     ]
     for index, stage in enumerate(plan.stages):
         lines += [

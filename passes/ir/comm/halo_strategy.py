@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["HaloSegment", "Payment", "ends_of"]
@@ -33,10 +33,10 @@ class HaloSegment:
     modules: tuple[str, ...]
     payment: Payment
     exchange_messages: int
-    exchange_time: float
-    overlap_time: float
+    exchange_time: float = field(compare=False)
+    overlap_time: float = field(compare=False)
     recompute_messages: int
-    recompute_time: float
+    recompute_time: float = field(compare=False)
 
 
 def ends_of(runs: Iterable[HaloSegment], payment: Payment) -> tuple[tuple[str, str], ...]:

@@ -244,7 +244,7 @@ def test_less_than_space_alone() -> None:
     switched, space = made["switched"], made["space"]
     cut = cut_along(trace(model, (x,), {}, training=True), switched.plan)
     assert [name for name, _ in itertools.groupby(cut.values(), key=lambda each: each[0])] == ["height", "batch", "height"]
-    assert switched.plan.axes_gap == 0.0
+    assert switched.plan.prediction.axes_gap == 0.0
     assert switched.plan.step_time < 0.9 * space.plan.step_time
     assert switched.simulate().step_time < 0.9 * space.simulate().step_time
 
@@ -253,7 +253,7 @@ def test_tiles_throughout_unless_somebody_says_otherwise() -> None:
     """Whoever asks for tiles gets them wherever space is long enough."""
     plan = plan_of(traced(6), None, "a100-80gb:4x1")
     assert plan.axes == (("height", "tile0"),)
-    assert plan.axes_gap is None
+    assert plan.prediction.axes_gap is None
 
 
 class Narrowing(nn.Module):
@@ -278,7 +278,7 @@ def test_what_is_too_short_for_tiles_is_cut_otherwise() -> None:
     first, *deep = cut_along(graph, plan).values()
     assert first == ["height"]
     assert all(each in (["batch"], ["channels"]) for each in deep)
-    assert "with other axes than space" in plan.contenders[0].words or "tile0 4" in plan.runner_up
+    assert "with other axes than space" in plan.prediction.contenders[0].words or "tile0 4" in plan.prediction.runner_up
 
 
 def auto(graph: ModelGraph, memory: str | None = None) -> Plan:

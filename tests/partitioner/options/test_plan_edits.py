@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -134,7 +135,7 @@ def parsed(case: Case) -> Iterator[tuple[str, Plan]]:
                 raise AssertionError(f"{where} is not named: {error}") from error
 
 
-CONTRADICTED = ("plan.stages", "plan.n_microbatches", "plan.mesh", "plan.memory")
+CONTRADICTED = ("plan.stages", "plan.n_microbatches", "plan.mesh", "plan.prediction.memory")
 """Entries that others have to fit: where one of two is changed, either may be named."""
 
 
@@ -180,18 +181,40 @@ def test_every_edit_that_decides_runs_right_or_is_refused(name: str) -> None:
         ("mesh", [["wheels", 2]]),
         ("tiles", [2, 2]),
         ("tile_budget", 5),
-        ("memory", [1]),
-        ("step_time", -1.0),
-        ("gap", math.inf),
+        ("prediction.memory", [1]),
+        ("prediction.step_time", -1.0),
+        ("prediction.gap", math.inf),
         ("widths", [2, 1]),
     ],
 )
 def test_what_no_plan_says_names_its_entry(entry: str, value: Any) -> None:
     case = made("pipeline")
-    text = json.dumps({**json.loads(case.text), entry: value})
+    fields = json.loads(case.text)
+    within, _, name = entry.rpartition(".")
+    (fields[within] if within else fields)[name] = value
     with pytest.raises(ConfigError, match=rf"plan\.{entry}") as caught:
-        case.check(Plan.from_json(text))
+        case.check(Plan.from_json(json.dumps(fields)))
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("entry", ["contenders", "gap", "step_time"])
+def test_a_prediction_that_lacks_an_entry_is_refused(entry: str) -> None:
+    fields = json.loads(made("pipeline").text)
+    del fields["prediction"][entry]
+    with pytest.raises(ConfigError, match=entry):
+        Plan.from_json(json.dumps(fields))
+
+
+def test_equal_decisions_are_equal_plans_whatever_was_predicted() -> None:
+    plan = Plan.from_json(made("pipeline").text)
+    dearer = plan.predicted(step_time=2 * plan.step_time, gap=0.5, notes=("priced otherwise",))
+    stage = dataclasses.replace(plan.stages[0], forward_time=7.0)
+    assert dataclasses.replace(dearer, stages=(stage, *plan.stages[1:])) == plan
+    assert dearer.hash == plan.hash
+    assert dearer.prediction != plan.prediction
+    other = dataclasses.replace(plan, recompute="full")
+    assert other != plan
+    assert other.hash != plan.hash
 
 
 def test_a_step_of_a_million_microbatches_is_refused() -> None:

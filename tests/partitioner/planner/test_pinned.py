@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_prices_are_told_in_words() -> None:
         Pinned("n_microbatches=2", 0.0, "no faster plan was found"),
         Pinned('axes={"heads": "tensor"}', None, "no plan fits"),
     ]
-    section = pinned_section(choices, dataclasses.replace(gpt(2, mode="data").plan, step_time=0.004))
+    section = pinned_section(choices, gpt(2, mode="data").plan.predicted(step_time=0.004))
     assert section is not None
     assert section.lines()[1:-1] == [
         'schedule="GPipe"          1.00 ms of 4.00 ms  data 4',
@@ -71,12 +70,13 @@ def test_prices_are_told_in_words() -> None:
 
 def test_contenders_stand_in_order() -> None:
     plan = gpt().plan
-    times = [each.step_time for each in plan.contenders]
+    contenders = plan.prediction.contenders
+    times = [each.step_time for each in contenders]
     assert times[0] == plan.step_time
     assert times == sorted(times)
-    assert plan.contenders[0].memory == max(plan.memory)
-    assert len({each.words.partition(",")[0] for each in plan.contenders}) == len(plan.contenders)  # one of each mesh
-    assert Plan.from_json(plan.to_json()) == plan
+    assert contenders[0].memory == max(plan.memory)
+    assert len({each.words.partition(",")[0] for each in contenders}) == len(contenders)  # one of each mesh
+    assert Plan.from_json(plan.to_json()).prediction == plan.prediction
 
 
 def test_the_explanation_shows_plans_and_proofs() -> None:
@@ -86,8 +86,8 @@ def test_the_explanation_shows_plans_and_proofs() -> None:
     rows = text.partition("\nPLANS\n")[2].partition("\n\n")[0].splitlines()
     plans = [row for row in rows[1:] if "chosen" in row or " % " in row]  # long cells go on in a line of their own
     assert "chosen" in plans[0]
-    assert len(plans) == len(pm.plan.contenders)
-    assert format_seconds(pm.plan.contenders[1].step_time) in plans[1]
+    assert len(plans) == len(pm.plan.prediction.contenders)
+    assert format_seconds(pm.plan.prediction.contenders[1].step_time) in plans[1]
     proof = "not proved: another could take up to" if pm.plan.gap else "it is proved that no other is faster"
     assert re.search(rf"  searched   \d+ plans? on \d+ of \d+ meshes were worked out; {proof}", text)
     assert re.search(r"  memory     .* of 74\.5 GiB on rank \d, the fullest", text)
@@ -96,10 +96,10 @@ def test_the_explanation_shows_plans_and_proofs() -> None:
 @pytest.mark.slow
 def test_the_gap_of_the_choice_of_axes_is_told() -> None:
     pm = gpt(2, mode="tensor")
-    assert pm.plan.axes_gap == 0.0
+    assert pm.plan.prediction.axes_gap == 0.0
     assert "of all choices of those of parameters that were priced, the one that takes least" in pm.explain()
-    assert gpt(2, mode="data").plan.axes_gap is None
-    assert gpt(2, mode="pipeline").plan.axes_gap is None
+    assert gpt(2, mode="data").plan.prediction.axes_gap is None
+    assert gpt(2, mode="pipeline").plan.prediction.axes_gap is None
 
 
 def test_a_plan_that_was_given_has_no_prices() -> None:

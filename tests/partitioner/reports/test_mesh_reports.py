@@ -170,7 +170,7 @@ def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
 
 def test_what_bounds_a_step_is_told_by_ranks_of_the_mesh() -> None:
     explained = gpt({"data": 2, "pipeline": 2}, 4).explained()
-    plan = dataclasses.replace(explained.plan, bound_by="stage 1 on rank 1 is the slowest")
+    plan = explained.plan.predicted(bound_by="stage 1 on rank 1 is the slowest")
     assert "  bound by   stage 1 on ranks 1 and 3 is the slowest\n" in explanation(dataclasses.replace(explained, plan=plan))
 
 

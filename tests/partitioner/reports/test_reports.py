@@ -168,7 +168,7 @@ def test_the_explanation_says_why() -> None:
     for title in ("STAGES", "MEMORY", "COMMUNICATION", "TIED PARAMETERS", "SCHEDULE"):
         assert f"\n{title}\n" in text
     plan = pm.plan
-    assert plan.bound_by.split(":")[0] in text
+    assert plan.prediction.bound_by.split(":")[0] in text
     lowered, programs = pm._shown()
     value = lowered.stages[0].outputs[0]
     line = next(line for line in text.partition("\nCOMMUNICATION\n")[2].splitlines() if line.startswith(f"  {value} "))

@@ -24,7 +24,7 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import STAGES
 from passes.ir.phase import observing_phases
-from passes.ir.plan import Plan, Stage
+from passes.ir.plan import Plan, Prediction, Stage
 from passes.normalize.order import NORMALIZE, ExportedGraph, normalize
 from passes.normalize.specialize_batch import fixed_for
 from passes.pipeline import PHASES, Lowered, Lowerer, Target
@@ -179,11 +179,7 @@ def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
         n_microbatches=n_microbatches,
         recompute=options.get("recompute", "none"),
         batch_size=graph.batch_size,
-        step_time=0.0,
-        memory=(0,) * n_ranks,
-        bound_by="",
-        runner_up="",
-        notes=(),
+        prediction=Prediction(step_time=0.0, memory=(0,) * n_ranks),
         axes=tuple(options.get("axes", {}).items()),
         batchnorm=options.get("batchnorm", "sync"),
         widths=options.get("widths", ()),

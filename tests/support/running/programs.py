@@ -15,7 +15,7 @@ from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
 from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.ir.graph import ModelGraph
-from passes.ir.plan import Plan, Stage
+from passes.ir.plan import Plan, Prediction, Stage
 from passes.ir.program import Program
 from passes.pipeline import differentiate_stages, values_requiring_gradient
 from tests.support.models.case import Case
@@ -57,11 +57,7 @@ def even_plan(graph: ModelGraph, schedule: str, n_ranks: int, n_microbatches: in
         n_microbatches=n_microbatches,
         recompute=recompute,
         batch_size=graph.batch_size,
-        step_time=0.0,
-        memory=(0,) * n_ranks,
-        bound_by="",
-        runner_up="",
-        notes=(),
+        prediction=Prediction(step_time=0.0, memory=(0,) * n_ranks),
     )
 
 

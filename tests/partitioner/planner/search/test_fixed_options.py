@@ -49,9 +49,9 @@ def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     assert kept.axes == (("sequence", "sequence"),)
     assert kept.gap is not None
     assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
-    assert kept.axes_gap == pytest.approx(kept.gap)
-    assert "vocab" in kept.searched
-    assert "other axes than the mode means take less time" in kept.searched
+    assert kept.prediction.axes_gap == pytest.approx(kept.gap)
+    assert "vocab" in kept.prediction.searched
+    assert "other axes than the mode means take less time" in kept.prediction.searched
 
 
 def test_tiles_state_what_other_axes_would_take() -> None:
@@ -60,7 +60,7 @@ def test_tiles_state_what_other_axes_would_take() -> None:
     other = plan_of("U-Net", "tile", "cpu:1x4", constraints=Constraints(axes={"channels": "tile"}))
     assert kept.gap is not None
     assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
-    assert "channels over tile" in kept.searched
+    assert "channels over tile" in kept.prediction.searched
     rows = plan_of("AlexNet", "tile", "cpu:1x4", constraints=Constraints(axes={"height": "tile"}))
     assert plan_of("AlexNet", "tile", "cpu:1x4").step_time <= rows.step_time
 

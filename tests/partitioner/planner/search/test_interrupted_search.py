@@ -76,7 +76,7 @@ def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
     for plan in taken:
         assert plan.gap is not None
         assert plan.step_time * (1 - plan.gap) <= best * (1 + 1e-9)
-        assert "before the search was interrupted" in plan.searched
+        assert "before the search was interrupted" in plan.prediction.searched
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -109,7 +109,7 @@ def test_who_is_told_of_the_first_plan_may_take_it() -> None:
 
     whole, _ = finished()
     first = planned(Roofline(), enough)
-    assert first.searched.startswith("1 plan ")
+    assert first.prediction.searched.startswith("1 plan ")
     assert first.gap is not None
     assert first.step_time * (1 - first.gap) <= whole.step_time
 
@@ -129,8 +129,8 @@ def test_partition_takes_what_its_display_tells_of() -> None:
         return partition(model, 4, example_inputs=args, example_kwargs=kwargs, cluster=CLUSTER, cost_model=prices, progress=shown).plan
 
     prices = Interrupts(0)
-    assert "interrupted" not in found(prices, shown=True).searched
+    assert "interrupted" not in found(prices, shown=True).prediction.searched
     late = -prices.left - 1
-    assert "before the search was interrupted" in found(Interrupts(late), shown=True).searched
+    assert "before the search was interrupted" in found(Interrupts(late), shown=True).prediction.searched
     with pytest.raises(KeyboardInterrupt):
         found(Interrupts(late), shown=False)

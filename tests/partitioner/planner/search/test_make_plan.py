@@ -156,7 +156,7 @@ def test_a_slow_link_is_crossed_where_little_is_sent() -> None:
     plans = [make_plan(graph, cluster, request(2, schedule="1F1B", n_microbatches=2), CountsFlops()) for cluster in (fast, slow)]
     assert plans[1].stages[0].send_bytes == BATCH // 2 * 2 * 4
     assert plans[1].stages[0].send_bytes < plans[0].stages[0].send_bytes
-    assert "sending" not in plans[0].bound_by
+    assert "sending" not in plans[0].prediction.bound_by
 
 
 def test_equal_inputs_give_equal_plans_that_survive_json() -> None:
@@ -194,8 +194,8 @@ def test_starting_kernels_is_traded_against_the_bubble() -> None:
     quick, slow = (Cluster([Device("d", {"float32": 1e9}, 2**40, 1e12, launch_overhead=overhead)] * 2, LINK) for overhead in (0.0, 1e-3))
     plans = [make_plan(stack(), cluster, request(2, schedule="1F1B")) for cluster in (quick, slow)]
     assert plans[0].n_microbatches > plans[1].n_microbatches
-    assert "starting kernels" in plans[1].bound_by
-    assert "arithmetic" in plans[0].bound_by
+    assert "starting kernels" in plans[1].prediction.bound_by
+    assert "arithmetic" in plans[0].prediction.bound_by
 
 
 def test_a_batch_that_nothing_divides_has_a_smaller_last_microbatch() -> None:

@@ -96,7 +96,7 @@ def test_a_parameter_of_stages_of_unlike_width_is_refused_by_name() -> None:
         partition(instance.model, 3, mode((2, 1)), example_inputs=instance.args, progress=False)
     assert "token" in str(refusal.value) or "embedding" in str(refusal.value)
     plan = partition(instance.model, 4, {"pipeline": 2, "tensor": 2}, example_inputs=instance.args, progress=False).plan
-    unlike = dataclasses.replace(plan, devices=plan.devices[:3], memory=plan.memory[:3], widths=(2, 1))
+    unlike = dataclasses.replace(plan.predicted(memory=plan.memory[:3]), devices=plan.devices[:3], widths=(2, 1))
     with pytest.raises(ConfigError, match="degrees must match"):
         partition(instance.model, 3, plan=unlike, example_inputs=instance.args, progress=False)
 
