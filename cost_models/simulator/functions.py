@@ -13,7 +13,9 @@ from torch import fx
 from cost_models.simulator.storages import UNKNOWN, Category, Held
 from passes.ir.comm import microbatch
 from passes.ir.comm import primitives as communication
-from passes.ir.comm.index_ranges import from_text, length, segments
+from passes.ir.comm.index_ranges import segments
+from passes.ir.comm.semantics import collective_arguments, collective_spec
+from passes.ir.tensor_spec import TensorSpec
 
 __all__ = ["FUNCTIONS", "collected", "copied"]
 
@@ -101,33 +103,15 @@ def collected(
     function: Callable[..., Any], tensors: Sequence[Held], rest: Sequence[Any], keywords: Mapping[str, Any], place: int
 ) -> tuple[list[tuple[int, ...]], int]:
     """The shapes that a collective gives, and how many bytes it has as ``cost_models.collectives.alpha_beta`` counts them."""
-    n_ranks = len(keywords["group"])
-    given = sum(tensor.bytes for tensor in tensors)
-    if function is communication.all_reduce:
-        return [tensor.shape for tensor in tensors], given
+    specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    arguments = collective_arguments(function, (specs, *rest), keywords)
+    results = collective_spec(function, arguments, keywords["group"][place], operator.eq).results
+    shapes = [tuple(map(int, result.shape)) for result in results]
     if function in (communication.halo_exchange, communication.halo_add):
-        return _halos(function, tensors, rest[0], keywords, place)
-    sizes = keywords.get("sizes") or [None] * len(tensors)
-    if function is communication.all_to_all:
-        splits = keywords.get("split_sizes") or sizes
-        joins = keywords.get("concat_sizes") or sizes
-        shapes = []
-        for tensor, split_dim, join_dim, split, join in zip(tensors, rest[0], rest[1], splits, joins, strict=True):
-            shape = list(tensor.shape)
-            shape[split_dim] = split[place] if split else shape[split_dim] // n_ranks
-            shape[join_dim] = sum(join) if join else shape[join_dim] * n_ranks
-            shapes.append(tuple(shape))
-        return shapes, given
-    shapes = []
-    for tensor, dim, pieces in zip(tensors, rest[0], sizes, strict=True):
-        whole = tensor.shape[dim] * n_ranks if function is communication.all_gather else tensor.shape[dim] // n_ranks
-        if pieces:
-            whole = sum(pieces) if function is communication.all_gather else pieces[place]
-        shapes.append((*tensor.shape[:dim], whole, *tensor.shape[dim + 1 :]))
-    if function is communication.reduce_scatter:
-        return shapes, given
-    results = [Held(tensor.storage, shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
-    return shapes, sum(result.bytes for result in results)
+        return shapes, _most_given(tensors, rest[0], keywords)
+    if function is communication.all_gather:
+        return shapes, sum(math.prod(shape) * tensor.dtype.itemsize for shape, tensor in zip(shapes, tensors, strict=True))
+    return shapes, sum(tensor.bytes for tensor in tensors)
 
 
 def copied(
@@ -162,17 +146,15 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
     return math.prod(shape[:dim]) == 1
 
 
-def _halos(
-    function: Callable[..., Any], tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any], place: int
-) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes that a halo exchange gives, and the most bytes that one rank gives another."""
-    shapes, most = [], 0
+def _most_given(tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any]) -> int:
+    """The most bytes that one rank gives another in a halo exchange."""
+    most = 0
     for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
-        read = segments(tuple(owned), wanted)
-        size = length(from_text(wanted)[place]) if function is communication.halo_exchange else owned[place]
-        shapes.append((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
         counts = [
-            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader
+            sum(copy.count for copy in copies)
+            for reader, each in enumerate(segments(tuple(owned), wanted))
+            for owner, copies in enumerate(each)
+            if owner != reader
         ]
         most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
-    return shapes, most
+    return most

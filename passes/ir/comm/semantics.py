@@ -198,6 +198,8 @@ class _Reader:
         """What a tensor is cut into."""
         whole = tensor.shape[dim]
         if sizes is None:
+            if isinstance(whole, int) and whole % self.n_ranks == 0:
+                return (tensor.resized(dim, whole // self.n_ranks),) * self.n_ranks
             size = sympy.cancel(sympy.sympify(whole) / self.n_ranks)
             if sympy.fraction(size)[1] != 1:
                 raise VerificationError(f"{self.name} cuts {tensor} along dimension {dim} into {self.n_ranks} equal pieces")
@@ -224,6 +226,9 @@ def _cut(tensor: TensorSpec, dim: int, sizes: Sequence[Size]) -> tuple[TensorSpe
 
 
 def _total(sizes: Sequence[Size]) -> Size:
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) == len(sizes):
+        return sum(numbers)
     result = sympy.Add(*sizes)
     return int(result) if result.is_Integer else result
 
