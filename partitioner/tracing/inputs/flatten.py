@@ -84,11 +84,12 @@ class ModelInputs:
 
 
 def _resized(leaf: Tensor, dimension: int, size: int) -> Tensor:
-    """A new tensor of another size in one dimension, its dimensions in the same order in memory."""
-    order = memory_order(leaf)
-    shape = [size if each == dimension else leaf.shape[each] for each in order]
-    rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-    return rows.permute(sorted(range(leaf.dim()), key=order.__getitem__)).requires_grad_(leaf.requires_grad)
+    """A new tensor, no view, of another size in one dimension, its dimensions in the same order in memory."""
+    shape = [size if each == dimension else other for each, other in enumerate(leaf.shape)]
+    strides, inner = [0] * leaf.dim(), 1
+    for each in reversed(memory_order(leaf)):
+        strides[each], inner = inner, inner * shape[each]
+    return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Raises:
         ConfigError: the model's ``forward`` does not take them.
 
-    One tensor passed twice becomes two, which a trace would take for one input, and tensors of inference mode become plain ones.
+    One tensor passed twice becomes two, which a trace would take for one input, and tensors of inference mode, and views of larger tensors,
+    become plain ones: a trace would describe what they are views of.
     """
     args, kwargs = tuple(args), dict(kwargs)
     signature = inspect.signature(model.forward)
@@ -149,10 +151,10 @@ def check_dense(name: str, tensor: Tensor) -> None:
 def _distinct(leaves: list[Any]) -> Iterator[Any]:
     seen: set[int] = set()
     for leaf in leaves:
-        replaced = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference())
+        replaced = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference() or leaf._is_view())  # noqa: SLF001  no public name
         seen.add(id(leaf))
         with torch.inference_mode(mode=False):
-            yield torch.empty_like(leaf, requires_grad=leaf.requires_grad) if replaced else leaf
+            yield leaf.detach().clone().requires_grad_(leaf.requires_grad) if replaced else leaf
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> list[str]:

@@ -109,3 +109,14 @@ def test_peak_is_that_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     for rank, memory in enumerate(pm.simulate().memory):
         given = x.nbytes if "input_1" in pm.programs()[rank].placeholders or "tokens" in pm.programs()[rank].placeholders else 0
         assert memory.peak - memory.parameters - memory.optimizer == pytest.approx(found[rank] + given, rel=0.05)
+
+
+def test_example_inputs_that_are_views_change_no_memory() -> None:
+    """Batches are often slices of a data set, and images turned to channels first."""
+    data = torch.randn(64, 16, 16, 3)
+    views = [data[:5].permute(0, 3, 1, 2).contiguous(), torch.randn(64, 3, 16, 16)[:5]]
+    peaks = []
+    for x in views:
+        pm = partition(convolutions(), 2, "data", example_inputs=(x,), progress=False)
+        peaks.append([memory.peak for memory in pm.simulate().memory])
+    assert peaks[0] == peaks[1]

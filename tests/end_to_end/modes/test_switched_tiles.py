@@ -253,7 +253,7 @@ def test_tiles_throughout_unless_somebody_says_otherwise() -> None:
     """Whoever asks for tiles gets them wherever space is long enough."""
     plan = plan_of(traced(6), None, "a100-80gb:4x1")
     assert plan.axes == (("height", "tile0"),)
-    assert plan.prediction.axes_gap is None
+    assert plan.prediction.axes_gap == 0.0
 
 
 class Narrowing(nn.Module):
