@@ -21,7 +21,7 @@ from partitioner.reports.check.by_definition import differences_by_definition, d
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.mesh_walk import walk_mesh
 from partitioner.reports.check.node_walk import NodeWalk, walk_nodes
-from partitioner.reports.check.original import Call, Gradients, fresh_call, run_original
+from partitioner.reports.check.original import Gradients, ModelCall, fresh_call, run_original
 from partitioner.reports.check.report import CheckReport, Difference, Part
 from partitioner.runtime.arguments import BoundInputs, bind_inputs
 from partitioner.runtime.base import Runtime
@@ -200,7 +200,7 @@ class _Check:
         self.parts.append(Part("loss", (compare("loss", expected.loss, loss.detach(), scale=scale, computed_in=computed_in),)))
         self._gradients("train_step", expected, call)
 
-    def _restart(self) -> Call:
+    def _restart(self) -> ModelCall:
         """No gradients, the buffers and random numbers of the start, and tensors of its own for one more call."""
         with torch.no_grad():
             for buffer, value in self.buffers:
@@ -222,7 +222,7 @@ class _Check:
             if name in self.reference.buffers:
                 yield compare(f"buffer {name}", self.reference.buffers[name], found[name], computed_in=self.roughest)
 
-    def _gradients(self, how: str, expected: Gradients, call: Call) -> None:
+    def _gradients(self, how: str, expected: Gradients, call: ModelCall) -> None:
         """Those of parameters in the order of the backward, and those of inputs."""
         found = self.partitioned.full_gradients()
         known = [gradient for gradient in expected.parameters.values() if gradient is not None]

@@ -17,11 +17,11 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, without_autocast
 from passes.ir.program import call_loss
 
-__all__ = ["Call", "Gradients", "Reference", "fresh_call", "run_original"]
+__all__ = ["Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """The arguments of one call, in memory of their own.
 
     Attributes:
@@ -68,7 +68,7 @@ class Reference:
     own_gradients: Gradients | None
 
 
-def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None = None) -> Call:
+def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None = None) -> ModelCall:
     """The same call with tensors of its own, on a device if one is given."""
 
     def own(leaf: Any) -> Any:
@@ -82,7 +82,7 @@ def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, An
         leaf.name: tensor for leaf, tensor in zip(graph.inputs, owned, strict=True) if isinstance(tensor, Tensor) and tensor.requires_grad
     }
     new_args, new_kwargs = pytree.tree_unflatten(owned, tree)
-    return Call(new_args, new_kwargs, requiring)
+    return ModelCall(new_args, new_kwargs, requiring)
 
 
 def run_original(
@@ -152,7 +152,7 @@ def _own_loss(result: Any) -> Tensor | None:
     return loss if loss.requires_grad else None
 
 
-def _gradients(loss: Tensor, model: nn.Module, call: Call) -> Gradients:
+def _gradients(loss: Tensor, model: nn.Module, call: ModelCall) -> Gradients:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     leaves = [*parameters.values(), *call.requiring.values()]
     found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "CallTable", "Given", "rank_list", "sample_of"]
+__all__ = ["CallTable", "Given", "RankCall", "rank_list", "sample_of"]
 
 Given = str | int | list[float]
 """What is compared of one value: text and whole numbers exactly, a sample of real numbers to three digits."""
@@ -39,7 +39,7 @@ _PATIENCE = 0.3
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One call of one rank.
 
     Attributes:
@@ -64,12 +64,12 @@ class _Row:
         deadline: when ranks that have not come are no longer waited for; None while no two ranks differ.
     """
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, RankCall] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     optimizer_steps: Sequence[int] = ()
     deadline: float | None = None
 
-    def add(self, rank: int, call: Call) -> bool:
+    def add(self, rank: int, call: RankCall) -> bool:
         """Note the call of a rank; whether it differs from those that were noted before."""
         self.calls[rank] = call
         differs = call.what != next(iter(self.calls.values())).what
@@ -92,7 +92,7 @@ class CallTable:
         self._absent: set[int] = set()
         self._rows: defaultdict[tuple[int, int], _Row] = defaultdict(_Row)
 
-    def add(self, connection: int, number: int, rank: int, call: Call, now: float) -> str | None:
+    def add(self, connection: int, number: int, rank: int, call: RankCall, now: float) -> str | None:
         """Note a call; returns how ranks differ in it, once that can be said."""
         row = self._rows[connection, number]
         if row.add(rank, call) and row.deadline is None:
@@ -116,7 +116,7 @@ class CallTable:
         return [key for key, row in self._rows.items() if row.deadline is not None]
 
 
-def difference(number: int, calls: Mapping[int, Call]) -> str | None:
+def difference(number: int, calls: Mapping[int, RankCall]) -> str | None:
     """In what ranks differ, naming the odd ones: ``in call 17 (train_step) rank 1 was given another x than the others``."""
     kinds = _clusters({rank: call.what for rank, call in calls.items()})
     if len(kinds) > 1:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # its stub lacks what it has
 
 from partitioner.runtime.process.agreement import Agreement
-from partitioner.runtime.process.call_order import Call, Given, rank_list
+from partitioner.runtime.process.call_order import Given, RankCall, rank_list
 from partitioner.runtime.process.failure import DisagreementError, Failure, failure_of
 from partitioner.runtime.process.interruptible import Interruptible, InterruptibleStore
 from partitioner.runtime.process.traffic import Traffic
@@ -160,7 +160,7 @@ class Connection:
                 f"rank {self.rank} cannot make call {self._n_calls} ({what}) with rank {gone[0]}: rank {gone[0]} {ended[gone[0]]}",
                 remedy="make the same calls on every rank",
             )
-        self._watch.announce(self._number, self._n_calls, Call(what, given or {}, optimizer_steps))
+        self._watch.announce(self._number, self._n_calls, RankCall(what, given or {}, optimizer_steps))
 
     @contextlib.contextmanager
     def communicating(self, what: str) -> Iterator[None]:

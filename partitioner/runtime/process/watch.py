@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from partitioner.runtime.process.call_order import Call, CallTable, rank_list
+from partitioner.runtime.process.call_order import CallTable, RankCall, rank_list
 from partitioner.runtime.process.channel import Channel, connect, local_addresses
 from partitioner.runtime.process.failure import Failure, Store
 from passes.ir.errors import CommunicationError
@@ -171,7 +171,7 @@ class Watch:
             self.await_first(number)
         return self.first(number) or failure
 
-    def announce(self, number: int, count: int, call: Call) -> None:
+    def announce(self, number: int, count: int, call: RankCall) -> None:
         """Tell rank 0 of a call that this process makes, to be compared with those of the others."""
         self._calls_made[number] = count
         if self.rank == 0:
@@ -232,7 +232,7 @@ class Watch:
             self._tell({"left": rank, "how": how, "calls": calls})
             self._changed.notify_all()
 
-    def _note_call(self, number: int, count: int, rank: int, call: Call) -> None:
+    def _note_call(self, number: int, count: int, rank: int, call: RankCall) -> None:
         with self._changed:
             self._note_difference(number, self._calls.add(number, count, rank, call, time.monotonic()))
 
@@ -272,7 +272,7 @@ class Watch:
             self._note_left(message["left"], message["how"], message["calls"])
         elif "call" in message:
             number, count, what, given, steps = message["call"]
-            self._note_call(number, count, source, Call(what, given, steps))
+            self._note_call(number, count, source, RankCall(what, given, steps))
 
     # -- the threads ---------------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import fault_injection as faults
 from partitioner.runtime.process import watch as watching
-from partitioner.runtime.process.call_order import Call, CallTable, difference, sample_of
+from partitioner.runtime.process.call_order import CallTable, RankCall, difference, sample_of
 from partitioner.runtime.process.channel import Channel
 from partitioner.runtime.process.failure import Failure
 from partitioner.runtime.process.interruptible import Interruptible
@@ -46,32 +46,32 @@ PROMPTLY = 60.0
 
 
 def test_the_odd_rank_is_named() -> None:
-    given = {rank: Call("train_step", {"x": "a" if rank != 2 else "b"}) for rank in range(4)}
+    given = {rank: RankCall("train_step", {"x": "a" if rank != 2 else "b"}) for rank in range(4)}
     said = "in call 7 (train_step) rank 2 was given another x than the others: a step was skipped, or the batches are not the same"
     assert difference(7, given) == said
     assert "rank 0 and rank 1 were given different x" in str(difference(7, {0: given[0], 1: given[2]}))
-    other = {0: Call("train_step"), 1: Call("forward")}
+    other = {0: RankCall("train_step"), 1: RankCall("forward")}
     assert difference(7, other) == "call 7 is not the same on all ranks: rank 0 runs train_step, rank 1 runs forward"
-    stepped = {0: Call("train_step", {}, [5]), 1: Call("train_step", {}, [2, 6]), 2: Call("train_step")}
+    stepped = {0: RankCall("train_step", {}, [5]), 1: RankCall("train_step", {}, [2, 6]), 2: RankCall("train_step")}
     text = "before call 7 (train_step) rank 0 has made 5, rank 1 has made 6 steps of the optimizer: a step was skipped"
     assert difference(7, stepped) == text
 
 
 def test_what_some_ranks_are_not_given_is_no_difference() -> None:
-    calls = [Call("train_step", {"x": "a"}, [2, 3]), Call("train_step", {"target": "b"}, [3]), Call("train_step")]
+    calls = [RankCall("train_step", {"x": "a"}, [2, 3]), RankCall("train_step", {"target": "b"}, [3]), RankCall("train_step")]
     assert difference(1, dict(enumerate(calls))) is None
 
 
 def test_calls_are_compared_when_all_have_come_or_had_the_time() -> None:
     table = CallTable(3)
-    assert table.add(0, 1, 0, Call("train_step"), 0.0) is None
-    assert table.add(0, 1, 1, Call("forward"), 0.0) is None
+    assert table.add(0, 1, 0, RankCall("train_step"), 0.0) is None
+    assert table.add(0, 1, 1, RankCall("forward"), 0.0) is None
     assert table.overdue(0.1, 0, 1) is None
     assert table.waiting() == [(0, 1)]
     assert "rank 0 runs train_step, rank 1 runs forward" in str(table.overdue(9.0, 0, 1))
     assert table.waiting() == []
     for rank in range(3):
-        assert table.add(0, 2, rank, Call("train_step", {"x": [1.0, 2.0]}), 0.0) is None
+        assert table.add(0, 2, rank, RankCall("train_step", {"x": [1.0, 2.0]}), 0.0) is None
 
 
 def test_samples_tell_batches_apart_and_not_their_last_digits() -> None:
@@ -82,7 +82,7 @@ def test_samples_tell_batches_apart_and_not_their_last_digits() -> None:
         samples = [sample_of(one), sample_of(other)]
         assert None not in samples
         sent = [json.loads(json.dumps(sample)) for sample in samples]  # as it travels
-        return difference(1, {0: Call("f", {"x": sent[0]}), 1: Call("f", {"x": sent[1]})}) is not None
+        return difference(1, {0: RankCall("f", {"x": sent[0]}), 1: RankCall("f", {"x": sent[1]})}) is not None
 
     assert not differ(x, x.clone())
     assert not differ(x, x * (1 + 1e-6))
@@ -216,8 +216,8 @@ def test_a_script_that_has_ended_is_no_failure(watched: Callable[[int], list[Wat
 
 def test_a_difference_in_calls_is_told_to_all(watched: Callable[[int], list[Watch]]) -> None:
     watches = watched(2)
-    watches[0].announce(3, 1, Call("train_step", {"x": "a"}))
-    watches[1].announce(3, 1, Call("train_step", {"x": "b"}))
+    watches[0].announce(3, 1, RankCall("train_step", {"x": "a"}))
+    watches[1].announce(3, 1, RankCall("train_step", {"x": "b"}))
     for watch in watches:
         failure = watch.await_first(3)
         assert failure is not None
