@@ -1,18 +1,19 @@
-"""How long work and messages take. Bring your own by implementing ``CostModel``: measured tables, a simulator, anything."""
+"""How long work and messages take, and calls on local shapes. Bring your own ``CostModel``: measured tables, a simulator, anything."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from cost_models.collectives.alpha_beta import send_receive
 from cost_models.hardware.clusters import Device, Link
+from cost_models.ops.cost import OperationCost
 from cost_models.ops.tile_efficiency import product_time
-from cost_models.ops.work import Work
+from cost_models.ops.work import Values, Work
 
-__all__ = ["CostModel", "Roofline"]
+__all__ = ["CostModel", "Roofline", "call_seconds"]
 
 
 class CostModel(Protocol):
@@ -51,3 +52,24 @@ class Roofline:
     def transfer_time(self, size: float, link: Link) -> float:
         """``latency + bytes / bandwidth``."""
         return float(send_receive(size, link))
+
+
+def call_seconds(
+    cost: OperationCost, device: Device, cost_model: CostModel, sizes: Values, share: float = 1.0, *, measured: bool = True
+) -> tuple[float, float, float]:
+    """Price a call on the shapes that a layout leaves a rank: its forward, and the input and weight halves of its backward.
+
+    Args:
+        cost: formulas of the call, on the shapes of a rank or of the whole model.
+        sizes: gives the formulas their numbers.
+        share: how much of this work a rank does; 0: what it costs to start the kernels.
+        measured: whether a time that was measured for these shapes may stand for the formulas.
+    """
+
+    def seconds(work: Work) -> float:
+        if not work.launches:
+            return 0.0
+        local = work.at(sizes, share)
+        return cost_model.operation_time(local if measured else replace(local, call=None), device, cost.dtype)
+
+    return seconds(cost.forward), seconds(cost.backward_input), seconds(cost.backward_weight)

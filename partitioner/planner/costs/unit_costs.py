@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cost_models.collectives.algorithms import GroupLinks
-from cost_models.cost_model import CostModel
+from cost_models.cost_model import CostModel, call_seconds
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Device
@@ -371,13 +371,10 @@ class PriceList:
 
     def starting(self) -> Floats:
         """(N, K) seconds that it takes to start the kernels of each unit, forward and backward, whatever their work."""
-        seconds = [[self._starting(cost, kind) for kind in self.kinds] for cost in self._distinct]
+        sizes = self._numbers(self._graph.batch_size)
+        seconds = [[sum(call_seconds(cost, kind, self._cost_model, sizes, share=0.0)) for kind in self.kinds] for cost in self._distinct]
         started: Floats = self._calls @ np.array(seconds)
         return started
-
-    def _starting(self, cost: OperationCost, device: Device) -> float:
-        works = [work for work in (cost.forward, cost.backward_input, cost.backward_weight) if work.launches]
-        return sum(self._cost_model.operation_time(Work(0, 0, work.launches), device, cost.dtype) for work in works)
 
     def held_bytes(self, placeholder: str, kind: int = 0) -> int:
         """Bytes that a rank holds of a parameter, buffer or constant."""
@@ -405,16 +402,8 @@ class PriceList:
     def _seconds(self, cost: OperationCost, device: Device, values: Numbers, share: float) -> Triple:
         key = (cost, device, values.batch_size, share)
         if key not in self._known_seconds:
-            self._known_seconds[key] = self._timed_at(cost, device, values, share)
+            self._known_seconds[key] = call_seconds(cost, device, self._cost_model, values, share)
         return self._known_seconds[key]
-
-    def _timed_at(self, cost: OperationCost, device: Device, values: Numbers, share: float) -> Triple:
-        def timed(work: Work) -> float:
-            if not work.launches:
-                return 0.0
-            return self._cost_model.operation_time(work.at(values, share), device, cost.dtype)
-
-        return timed(cost.forward), timed(cost.backward_input), timed(cost.backward_weight)
 
     def _values(self, values: Numbers, share: float) -> tuple[Value, ...]:
         crossing = []

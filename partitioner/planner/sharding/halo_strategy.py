@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from cost_models.collectives.algorithms import GroupLinks
-from cost_models.cost_model import CostModel
+from cost_models.cost_model import CostModel, call_seconds
 from cost_models.formulas.symbols import Numbers
 from cost_models.hardware.clusters import Device
 from cost_models.ops.work import Work
@@ -237,9 +237,9 @@ class _Prices:
             found[key] = None
             forward, backward = exchange.seconds(self._numbers[exchange.size] * self._share, self._links[exchange.dimension])
             if interior is not None and exchange.dimension == interior.slide.over:
-                cost, share = self._part.cost.nodes[node.name], interior.share
-                forward = max(0.0, forward - share * self._timed(cost.forward, node))
-                halves = self._timed(cost.backward_input, node) + self._timed(cost.backward_weight, node)
+                of_forward, of_inputs, of_weights = self._seconds(node)
+                share, halves = interior.share, of_inputs + of_weights
+                forward = max(0.0, forward - share * of_forward)
                 backward = max(0.0, backward - share * halves)
                 pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(halves))
             waits += forward + backward
@@ -253,9 +253,6 @@ class _Prices:
         if differentiated:
             works.append(Work(0, 3 * operand, 2 + 2 * (cost.backward_input.launches + cost.backward_weight.launches)))
         return sum(self._cost_model.operation_time(work, self._device, cost.dtype) for work in works)
-
-    def _timed(self, work: Work, node: fx.Node) -> float:
-        return self._seconds(work, node, 1.0) if work.launches else 0.0
 
     def once(self, calls: Sequence[TileCall]) -> Price:
         """A wide halo in front of all of them, and the rest computed again."""
@@ -284,16 +281,14 @@ class _Prices:
                 own = max(stop - start for start, stop in self.regions.own(node, index))
                 times *= max(stop - start for start, stop in intervals) / own
         if (node, times) not in self._known:
-            cost = self._part.cost.nodes[node.name]
-            works = [work for work in (cost.forward, cost.backward_input, cost.backward_weight) if work.launches]
-            pairs = [(self._seconds(work, node, times), self._seconds(work, node, 1.0)) for work in works]
+            pairs = zip(self._seconds(node, times), self._seconds(node), strict=True)
             self._known[node, times] = sum(more - less for more, less in pairs)
         return self._known[node, times]
 
-    def _seconds(self, work: Work, node: fx.Node, times: float) -> float:
-        """Of so many times the work; not of a call that was measured, since it has another size."""
-        numbers = replace(work.at(self._numbers, self._share * times), call=None)
-        return self._cost_model.operation_time(numbers, self._device, self._part.cost.nodes[node.name].dtype)
+    def _seconds(self, node: fx.Node, times: float = 1.0) -> tuple[float, float, float]:
+        """Of so many times the work of a call."""
+        cost = self._part.cost.nodes[node.name]
+        return call_seconds(cost, self._device, self._cost_model, self._numbers, self._share * times, measured=False)
 
 
 _ROUNDING = 1e-9

@@ -9,18 +9,16 @@ Prices are those of whole plans (``cost_models``), call by call: the same work, 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from torch import fx
 
 from cost_models.collectives.algorithms import Collective, GroupLinks
-from cost_models.cost_model import CostModel
+from cost_models.cost_model import CostModel, call_seconds
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Device
-from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange, collectives_between
 from partitioner.planner.sharding.axis_costs import WORTH, contractions_of
 from passes.analysis.axes import Axes
@@ -97,15 +95,10 @@ class SpacePrices:
 
     def _seconds(self, name: str, part: float) -> float:
         if (name, part) not in self._known:
-            cost = self._cost.nodes[name]
-            works = (cost.forward, cost.backward_input, cost.backward_weight)
-            self._known[name, part] = sum(self._timed(work, name, part) for work in works if work.launches)
+            ranks, cost = self._ranks, self._cost.nodes[name]
+            halves = call_seconds(cost, ranks.device, ranks.cost_model, self._numbers, ranks.share * part, measured=False)
+            self._known[name, part] = sum(halves)
         return self._known[name, part]
-
-    def _timed(self, work: Work, name: str, part: float) -> float:
-        ranks = self._ranks
-        numbers = dataclasses.replace(work.at(self._numbers, ranks.share * part), call=None)
-        return ranks.cost_model.operation_time(numbers, ranks.device, self._cost.nodes[name].dtype)
 
     def _halo(self, name: str, found: CallLayout, window: Window) -> float:
         """Seconds of what a window reads of neighbours, forward and backward."""
