@@ -59,12 +59,12 @@ class MeshBounds:
         self._numbers: dict[int, Numbers] = {}
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
-        self._fixed = prices.fixed_bytes + prices.gradient_bytes
+        self._fixed = prices.fixed_bytes + prices.gradients.least
         self._limit = sum(memory_limits(cluster, request))
         axes = find_axes(whole.of.graph.graph)
         trained = [name for name in whole.of.graph.parameters if name in whole.cost.gradients]
         every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
-        self._sizes = {name: float(prices.held_bytes(name)) for name, _ in every}
+        self._sizes = {name: float(whole.held_bytes[name]) for name, _ in every}
         self._longest = dict(every)
         self._in_parts: dict[tuple[Collective, int, int], tuple[float, float]] = {}
         self._read_whole: dict[int, frozenset[str]] = {}
@@ -92,7 +92,7 @@ class MeshBounds:
         if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
             return float("inf")
         if in_parts:
-            seconds = self._prices.times(self._whole.batch_size).min(axis=1)
+            seconds = self._prices.times(self._whole.batch_size).seconds.min(axis=1)
             return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
         inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
         own_rows = -(-self._whole.batch_size // rows)
@@ -134,8 +134,9 @@ class MeshBounds:
     def _seconds_of(self, rows: int) -> tuple[float, float, TimeFractions, Floats]:
         """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
         if rows not in self._known:
-            seconds = self._prices.times(rows).min(axis=1)
-            self._known[rows] = float(seconds.sum()), float(seconds.max()), self._prices.least_shares(rows), seconds
+            times = self._prices.times(rows)
+            seconds = times.seconds.min(axis=1)
+            self._known[rows] = float(seconds.sum()), float(seconds.max()), times.fractions, seconds
         return self._known[rows]
 
     def _working(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:

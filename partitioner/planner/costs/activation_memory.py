@@ -50,14 +50,6 @@ class UnitMemory:
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in savers.items()}
         self._working = WorkingMemory(graph.parameters, given, cost, points.units, keeping, policy)
 
-    def users(self, placeholder: str) -> tuple[int, ...]:
-        """The units that read a placeholder, in order."""
-        return tuple(sorted({self._unit_of[user.name] for user in self._nodes[placeholder].users if user.name in self._unit_of}))
-
-    def held_bytes(self, placeholder: str) -> int:
-        """Bytes that a rank holds of a parameter, buffer or constant."""
-        return int(self._cost.bytes[placeholder])
-
     def given(self, numbers: Numbers) -> tuple[Shared, ...]:
         """The inputs of a step, which the stages that read them hold all the time.
 
@@ -108,13 +100,13 @@ class UnitMemory:
 
     def _find_fixed(self, states: int) -> Iterable[Shared]:
         for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
-            size, units = self.held_bytes(name), self._holders(name)
+            size, units = int(self._cost.bytes[name]), self._holders(name)
             if units and size:
                 yield Shared(size * (1 + states if self._trains(name) else 1), units)
 
     def _find_gradients(self) -> Iterable[Shared]:
         for name in self._graph.parameters:
-            size, units = self.held_bytes(name), self._holders(name)
+            size, units = int(self._cost.bytes[name]), self._holders(name)
             if units and size and self._trains(name):
                 yield Shared(size, units)
 
@@ -123,6 +115,7 @@ class UnitMemory:
 
     def _holders(self, placeholder: str) -> tuple[int, ...]:
         """The units that need a placeholder, directly or through replicated nodes."""
-        again = [user.name for user in self._nodes[placeholder].users if user.name in self._points.replicated]
-        through = {unit for name in again for unit in self._points.replicated[name]}
-        return tuple(sorted({*self.users(placeholder), *through}))
+        units = set[int]()
+        for user in self._nodes[placeholder].users:
+            units.update([self._unit_of[user.name]] if user.name in self._unit_of else self._points.replicated.get(user.name, ()))
+        return tuple(sorted(units))

@@ -6,24 +6,35 @@
 A boundary between two nodes is a place to cut unless something that may not travel crosses it: a list of tensors, an integer, a tensor of
 a size that is no function of the batch, memory that is written later, or a buffer that somebody writes and both sides use. Replicable
 nodes (``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
+
+How the units of a folded model repeat:
+
+    folded      unit   0 1 | 2 3 4 | 5 6 7 | 8          block 2 3 4 stands for three copies, 5 6 7 is the last
+    unfolded           0 1 | 2 3 4 | 5 6 7 | 8 9 10 | 11 12 13 | 14
+
+What lies in the block is there once a copy. What lies in the block and the last copy crosses from each copy to the next; what lies in
+front, in the block and behind is shared by all copies.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import fx
 
+from partitioner.planner.solvers.stage_problem import Integers, Shared, Value
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import aliasing
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["CrossingValue", "CutPoints", "find_cut_points", "module_path"]
+__all__ = ["CrossingValue", "CutPoints", "Expansion", "expansion_of", "find_cut_points", "module_path"]
 
 
 @dataclass(frozen=True)
@@ -183,3 +194,98 @@ def _replicated(graph: ModelGraph, replicable: frozenset[str], unit_of: Mapping[
                 units.add(max(unit_of.values()))
             needed[node.name] = units
     return {name: tuple(sorted(units)) for name, units in needed.items()}
+
+
+# -- how the units of a folded model repeat ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """How the units of a folded model repeat.
+
+    Attributes:
+        start, stop: the units of the block.
+        count: how many copies it stands for.
+        copies: node or placeholder of the block -> its copies, itself the first.
+        points: the units of the whole model, by the names of its nodes.
+        source: (N,) for each of them the unit of the folded model.
+    """
+
+    start: int
+    stop: int
+    count: int
+    copies: Mapping[str, tuple[str, ...]]
+    points: CutPoints
+    source: Integers
+
+    def places(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The units that something with these units has in the whole model: one for each copy that there is of it."""
+        length, more = self.stop - self.start, (self.count - 1) * (self.stop - self.start)
+        before = [unit for unit in units if unit < self.start]
+        inside = [unit for unit in units if self.start <= unit < self.stop]
+        behind = [unit for unit in units if unit >= self.stop]
+        if not inside:
+            yield tuple(unit if unit < self.start else unit + more for unit in units)
+        elif before and behind:
+            repeated = [unit + copy * length for copy in range(self.count) for unit in inside]
+            yield (*before, *repeated, *(unit + more for unit in behind))
+        elif before:
+            yield (*before, *inside)
+        else:
+            for copy in range(self.count):
+                ahead = [unit - self.stop + self.start + (copy + 1) * length for unit in behind]
+                yield (*(unit + copy * length for unit in inside), *ahead)
+
+    def n_places(self, units: Sequence[int]) -> int:
+        """How many copies there are of something with these units."""
+        inside = any(self.start <= unit < self.stop for unit in units)
+        return self.count if inside and not any(unit < self.start for unit in units) else 1
+
+    def shared(self, items: Iterable[Shared]) -> Iterator[Shared]:
+        """Amounts, each once a copy."""
+        for item in items:
+            with_producer = item.units if item.producer < 0 else (item.producer, *item.units)
+            for units in self._places(with_producer):
+                yield Shared(item.amount, units) if item.producer < 0 else Shared(item.amount, units[1:], units[0])
+
+    def values(self, items: Iterable[Value]) -> Iterator[Value]:
+        """What crosses, each once a copy."""
+        for item in items:
+            for units in self._places((item.producer, *item.readers)):
+                yield Value(units[0], units[1:], item.size, item.gradient_size)
+
+    def _places(self, units: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if units not in self._known:
+            self._known[units] = tuple(self.places(units))
+        return self._known[units]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The places of what has been asked for: the same units share something at every microbatch size and on every mesh."""
+        return {}
+
+
+def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Expansion | None:
+    """How units repeat; None where a copy does not begin with a unit of its own.
+
+    Args:
+        points: of the folded model.
+        copies, following: see ``passes.graph.repeated_subgraphs``.
+    """
+    first, last = next(iter(copies), None), next(iter(following), None)
+    starts = {unit[0]: index for index, unit in enumerate(points.units)}
+    if first not in starts or last not in starts:
+        return None
+    start, stop, count = starts[first], starts[last], len(copies[first])
+    length = stop - start
+    counterparts = [following.get(unit[0]) for unit in points.units[stop : stop + length]]
+    if counterparts != [unit[0] for unit in points.units[start:stop]]:
+        return None
+    source = np.array([*range(stop), *(list(range(start, stop)) * (count - 1)), *range(stop, len(points.units))], dtype=np.int64)
+    numbers = [0] * start + [copy for copy in range(count) for _ in range(length)] + [0] * (len(points.units) - stop)
+    units = tuple(
+        tuple(copies[name][copy] if name in copies else name for name in points.units[index])
+        for index, copy in zip(source, numbers, strict=True)
+    )
+    whole = CutPoints(units, (), {}, tuple(points.depth[index] for index in source))
+    return Expansion(start, stop, count, copies, whole, source)

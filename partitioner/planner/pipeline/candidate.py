@@ -12,7 +12,7 @@ import numpy as np
 
 from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
 from partitioner.planner.costs.cut_points import module_path
-from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
@@ -144,7 +144,7 @@ def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequen
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
             for stage in _stages_reading(problems, node.name, runs):
-                size = problems.prices.held_bytes(node.name, kinds[stage])
+                size = problems.prices.held_bytes[kinds[stage]][node.name]
                 count = size // node.meta["val"].dtype.itemsize
                 held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
     return held_by
@@ -152,7 +152,7 @@ def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequen
 
 def _stages_reading(problems: PipelineProblems, parameter: str, runs: Sequence[range]) -> set[int]:
     starts = [run.start for run in runs]
-    return {bisect_right(starts, unit) - 1 for unit in problems.prices.users(parameter)}
+    return {bisect_right(starts, unit) - 1 for unit in problems.prices.users[parameter]}
 
 
 class StageSums:
@@ -163,12 +163,12 @@ class StageSums:
         sums: each gradient with its mesh dimension.
     """
 
-    def __init__(self, prices: Prices, sums: Iterable[GradientSum]) -> None:
+    def __init__(self, prices: UnitCosts, sums: Iterable[GradientSum]) -> None:
         self._read_once: dict[str, tuple[list[int], Floats]] = {}
         self._read_often: list[tuple[str, tuple[int, ...], Floats]] = []
         once: dict[str, list[tuple[int, float]]] = {}
         for each in sums:
-            units = prices.users(each.parameter)
+            units = prices.users[each.parameter]
             if len(units) == 1:
                 once.setdefault(each.dimension, []).append((units[0], each.size))
             else:

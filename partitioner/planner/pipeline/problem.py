@@ -16,7 +16,7 @@ from partitioner.planner.constraints.stages import Restrictions, restrict
 from partitioner.planner.costs.collectives import shares_of_bucket, sum_seconds
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.p2p_times import MessageTimes
-from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_size
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.solvers.critical_paths import PathCosts
@@ -50,7 +50,7 @@ class PipelineProblems:
     """
 
     def __init__(
-        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, points: CutPoints, prices: Prices, cost_model: CostModel
+        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, points: CutPoints, prices: UnitCosts, cost_model: CostModel
     ) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
@@ -131,7 +131,7 @@ class PipelineProblems:
         return min(kinds) if len(kinds) == 1 else max(sorted(kinds), key=self._seconds_on)
 
     def _seconds_on(self, kind: int) -> float:
-        return float(self.prices.times(self.graph.batch_size)[:, kind].sum())
+        return float(self.prices.times(self.graph.batch_size).seconds[:, kind].sum())
 
     def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
         """Bytes of each rank: of the first that share a stage, what all of them have."""

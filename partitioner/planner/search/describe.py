@@ -38,7 +38,7 @@ def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
     kind = problems.kinds(staged.candidate)[slowest]
     if times.send + times.send_gradient > seconds / 2:
         return "sending"
-    if problems.prices.exchanging(run, rows, kind) > seconds / 2:
+    if problems.prices.times(rows).waiting_of(run, kind) > seconds / 2:
         return "communication between the ranks that cut axes"
     return problems.prices.limit_of(run, rows, kind)
 

@@ -19,7 +19,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.costs.links import LinkTable
 from partitioner.planner.costs.time_fractions import TimeFractions
-from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
@@ -141,7 +141,7 @@ class MeshProblem:
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
         return self._problems[policy]
 
-    def _prices(self, policy: Recompute) -> Prices:
+    def _prices(self, policy: Recompute) -> UnitCosts:
         if self.unlike is None:
             return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links, n_stages=self.n_places)
         prices = self.unlike.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
@@ -186,8 +186,8 @@ class MeshProblem:
     def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
         """Whether a rank that holds as many microbatches as there are ranks, of an equal share of the model, holds more than fits."""
         problems = self.problems(policy)
-        kept = problems.prices.least_kept(problems.rows(candidate)) * min(1.0, candidate.n_microbatches / self.n_places)
-        fixed = problems.prices.fixed_bytes + problems.prices.gradient_bytes
+        kept = problems.prices.times(problems.rows(candidate)).kept.least * min(1.0, candidate.n_microbatches / self.n_places)
+        fixed = problems.prices.fixed_bytes + problems.prices.gradients.least
         return bool(kept + fixed / self.n_places > max(problems.limits()))
 
     def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
@@ -200,10 +200,10 @@ class MeshProblem:
         So it is before there are gradients, and with these among what is fixed, where all stages hold microbatches still.
         """
         fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
-        with_gradients = fixed + problems.prices.gradient_bytes
+        with_gradients = fixed + problems.prices.gradients.least
         if candidate.stages_per_rank > 1 or with_gradients > limit * places:
             return bool(with_gradients <= limit * places)
-        order, kept = problems.order(candidate), problems.prices.least_kept(problems.rows(candidate))
+        order, kept = problems.order(candidate), problems.prices.times(problems.rows(candidate)).kept.least
         for held, stays in ((order.in_flight, fixed), (order.later, with_gradients)):
             if min(held) and kept > (limit * sum(1 / number for number in held) - stays / max(held)) * (1 + _ROUNDING):
                 return False
@@ -213,14 +213,15 @@ class MeshProblem:
         """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
         key = (problems.prices.recompute, rows)
         if key not in self._seconds:
-            seconds = problems.prices.times(rows).min(axis=1)
-            self._seconds[key] = float(seconds.sum()), float(seconds.max()), problems.prices.least_shares(rows)
+            times = problems.prices.times(rows)
+            seconds = times.seconds.min(axis=1)
+            self._seconds[key] = float(seconds.sum()), float(seconds.max()), times.fractions
         return self._seconds[key]
 
     def _least_load(self, problems: PipelineProblems, rows: int, n_parts: int, n_runs: int) -> float:
         key = (problems.prices.recompute, rows, n_parts, n_runs)
         if key not in self._loads:
-            self._loads[key] = least_load(problems.prices.times(rows).min(axis=1), n_parts, n_runs)
+            self._loads[key] = least_load(problems.prices.times(rows).seconds.min(axis=1), n_parts, n_runs)
         return self._loads[key]
 
     def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:

@@ -29,11 +29,11 @@ from partitioner.planner.costs.collectives import (
     shares_of_bucket,
     sum_seconds,
 )
-from partitioner.planner.costs.cut_points import CutPoints, find_cut_points
+from partitioner.planner.costs.cut_points import CutPoints, Expansion, expansion_of, find_cut_points
 from partitioner.planner.costs.decomposed_ops import with_written_out
 from partitioner.planner.costs.part_sizes import PartSizes
-from partitioner.planner.costs.transforms import Expansion, RepeatedPrices, expansion_of
-from partitioner.planner.costs.unit_costs import PriceList, Prices, Triple
+from partitioner.planner.costs.unit_costs import UnitCosts, repeat
+from partitioner.planner.costs.unit_pricing import Triple, UnitPricing
 from passes.analysis.axes import Axes
 from passes.autograd.recompute import Recompute
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -71,7 +71,7 @@ class ModelPart:
     layouts: Layouts | None = None
     axes: Axes | None = None
     sizes: PartSizes | None = None
-    known_prices: dict[Hashable, PriceList] = field(default_factory=dict)
+    known_prices: dict[Hashable, UnitPricing] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> ModelGraph:
@@ -98,22 +98,26 @@ class ModelPart:
         *,
         n_stages: int = 1,
         adding: bool = True,
-    ) -> Prices:
+    ) -> UnitCosts:
         """The prices of its units, on links for each mesh dimension.
 
         Args:
             n_stages: how many the units are cut into: what is small travels with others of its stage.
             adding: whether microbatches add their gradients to those of earlier ones.
         """
-        graph = dataclasses.replace(self.of.graph, batch_size=self.batch_size)
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
-            known = (graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
-            is_cut = self.layouts is not None
-            self.known_prices[key] = PriceList(*known, known_seconds=self.of.known_seconds, summed=self._summed_at_once, is_cut=is_cut)
-        prices = self.known_prices[key].on(graph, exchanges, adding=adding, n_stages=n_stages)
-        return prices if self.of.unfolding is None else RepeatedPrices(prices, self.of.unfolding)
+            of_part = (self.of.graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
+            self.known_prices[key] = UnitPricing(*of_part, self.of.known_seconds, self._summed_at_once, is_cut=self.layouts is not None)
+        read = (self.of.users, self.held_bytes)
+        costs = self.known_prices[key].on(self.batch_size, exchanges, *read, adding=adding, n_stages=n_stages)
+        return costs if self.of.unfolding is None else repeat(costs, self.of.unfolding)
+
+    @cached_property
+    def held_bytes(self) -> dict[str, int]:
+        """Parameter -> bytes that a rank holds of it."""
+        return {copy: int(self.cost.bytes[name]) for name in self.of.graph.parameters for copy in self.of.copies(name)}
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -216,6 +220,17 @@ class PartGraph:
     def all_points(self) -> CutPoints:
         """The units of the whole model."""
         return self.points if self.unfolding is None else self.unfolding.points
+
+    @cached_property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """Placeholder -> the units of the whole model that read it, in order."""
+        unit_of, found = self.points.unit_of, dict[str, tuple[int, ...]]()
+        for node in (node for node in self.graph.graph.nodes if node.op == "placeholder"):
+            units = tuple(sorted({unit_of[user.name] for user in node.users if user.name in unit_of}))
+            found.update(dict.fromkeys(self.copies(node.name), ()))
+            if units:
+                found.update(zip(self.copies(node.name), [units] if self.unfolding is None else self.unfolding.places(units), strict=False))
+        return found
 
     def reading(self, *, differentiate: bool) -> Reading:
         """What prices of all parts have in common."""

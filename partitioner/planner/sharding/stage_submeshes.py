@@ -24,8 +24,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.options.limits import shared_by_unlike_stages
 from partitioner.planner.costs.collectives import Exchange, collectives_between
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.transforms import SubmeshPrices
-from partitioner.planner.costs.unit_costs import Prices
+from partitioner.planner.costs.unit_costs import UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StageSums
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.rank_shard import ModelPart, axis_cut, cut_part
@@ -65,7 +64,9 @@ class SubmeshParts:
     by_width: Mapping[int, ModelPart]
     links: Mapping[int, Mapping[str, GroupLinks]]
 
-    def prices(self, kinds: Sequence[Device], places: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute) -> Prices:
+    def prices(
+        self, kinds: Sequence[Device], places: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute
+    ) -> UnitCosts:
         """The prices of the units of stages of each kind.
 
         Args:
@@ -76,9 +77,9 @@ class SubmeshParts:
         lists = {width: self._of_width(width, kinds, cost_model, optimizer, policy) for width in (1, *widths)}
         width_of = dict(zip(places, self.mesh.widths, strict=True))
         of_kind = [widths.index(width_of[kind]) for kind in kinds]
-        return SubmeshPrices(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
+        return stack(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
 
-    def _of_width(self, width: int, kinds: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute) -> Prices:
+    def _of_width(self, width: int, kinds: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute) -> UnitCosts:
         return self.by_width[width].prices(kinds, cost_model, optimizer, policy, self.links[width])
 
     def _borders(self, of_kind: Sequence[int], rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
@@ -130,7 +131,7 @@ class SubmeshParts:
                 seconds.append(self.by_width[width].sum_seconds(sizes, self.links[width]))
         return max(seconds)
 
-    def stage_sums(self, prices: Prices) -> dict[int, StageSums]:
+    def stage_sums(self, prices: UnitCosts) -> dict[int, StageSums]:
         """For each width, the gradients that the ranks of a stage so wide sum at the end of a step."""
         return {width: StageSums(prices, self.by_width[width].sums) for width in sorted(set(self.mesh.widths))}
 
@@ -142,10 +143,10 @@ class SubmeshParts:
             node.name: graph.parameters[node.name] for node in graph.graph.nodes if node.name in graph.parameters and len(node.users) > 1
         }
 
-    def torn(self, prices: Prices, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
+    def torn(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
         """The first parameter that stages of unlike width would share: no rank could sum its part of the gradient with the others."""
         for placeholder, name in self._shared_parameters.items():
-            widths = self._widths_of(prices.users(placeholder), starts, stage_ranks)
+            widths = self._widths_of(prices.users[placeholder], starts, stage_ranks)
             if len(widths) > 1:
                 return shared_by_unlike_stages(name, min(widths), max(widths))
         return None
@@ -154,13 +155,13 @@ class SubmeshParts:
         stages = {bisect_right(starts, unit) - 1 for unit in units}
         return {self.mesh.widths[stage_ranks[stage][0]] for stage in stages}
 
-    def check(self, prices: Prices) -> None:
+    def check(self, prices: UnitCosts) -> None:
         """Raise ConfigError where the first and the last stage are of unlike width and share a parameter, wherever stages are cut."""
         if self.mesh.widths[0] == self.mesh.widths[-1]:
             return
         last = len(self.by_width[1].points.units) - 1
         for placeholder, name in self._shared_parameters.items():
-            users = prices.users(placeholder)
+            users = prices.users[placeholder]
             if users and (users[0], users[-1]) == (0, last):
                 raise shared_by_unlike_stages(name, self.mesh.widths[0], self.mesh.widths[-1])
 

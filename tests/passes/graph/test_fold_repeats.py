@@ -91,8 +91,8 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
             np.testing.assert_allclose(found, wanted)
     prices = folded.prices(kinds, Roofline(), "adamw"), whole.prices(kinds, Roofline(), "adamw")
     for name in graph.parameters:
-        assert prices[0].users(name) == prices[1].users(name)
-        assert prices[0].held_bytes(name) == prices[1].held_bytes(name)
+        assert prices[0].users[name] == prices[1].users[name]
+        assert prices[0].held_bytes == prices[1].held_bytes
 
 
 @pytest.mark.parametrize("constraints", [None, Constraints(axes={"ffn": "tensor"})])

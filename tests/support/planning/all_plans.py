@@ -17,7 +17,7 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.unit_costs import UnitPrices
+from partitioner.planner.costs.unit_costs import MicrobatchCosts
 from partitioner.planner.pipeline.candidate import StagedModel, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
@@ -206,7 +206,7 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
                 yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, replicas)
 
 
-def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
+def memory(prices: MicrobatchCosts, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
     """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
 
     While one action goes on, what the next one waits for comes. Of ranks that share a stage, all gradients of such small models are in one
@@ -242,7 +242,7 @@ def memory(prices: UnitPrices, schedule: Schedule, runs: tuple[range, ...], kind
     return peaks
 
 
-def received(prices: UnitPrices, runs: tuple[range, ...], action: Action) -> int:
+def received(prices: MicrobatchCosts, runs: tuple[range, ...], action: Action) -> int:
     """Bytes of the messages that an action waits for: what a stage reads of others, or the gradients of what it gave them."""
     run = runs[action.stage]
     if action.kind is ActionKind.FORWARD:
@@ -252,7 +252,7 @@ def received(prices: UnitPrices, runs: tuple[range, ...], action: Action) -> int
     return 0
 
 
-def at_borders(prices: UnitPrices, run: range, kind: int) -> float:
+def at_borders(prices: MicrobatchCosts, run: range, kind: int) -> float:
     """What a stage makes whole to send it, and what it reads in parts."""
     gathered = (item.size[kind] for item in prices.gathered if item.producer in run and item.reader >= run.stop)
     parted = (item.size[kind] for item in prices.parted if item.producer < run.start and set(item.readers) & set(run))
@@ -289,7 +289,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
             (problem.part, problem.links) if problem.unlike is None else (problem.unlike.by_width[width], problem.unlike.links[width])
         )
         for each in part.sums:
-            if set(problems.prices.users(each.parameter)) & mine:
+            if set(problems.prices.users[each.parameter]) & mine:
                 summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
         sums.append(sum(links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
     taking_turns = [0.0]

@@ -15,8 +15,7 @@ from torch import nn
 from cost_models.collectives.algorithms import group_links
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
-from partitioner.planner.costs.transforms import SubmeshPrices
-from partitioner.planner.costs.unit_costs import Prices, UnitPrices
+from partitioner.planner.costs.unit_costs import MicrobatchCosts, UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StagedModel, describe_stages, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
@@ -45,8 +44,8 @@ class Widths(NamedTuple):
     """A model, whole and cut in two, and what stages of both widths make of it."""
 
     whole: ModelPart
-    lists: tuple[Prices, Prices]
-    unlike: SubmeshPrices
+    lists: tuple[UnitCosts, UnitCosts]
+    unlike: UnitCosts
 
 
 def borders(rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
@@ -63,7 +62,7 @@ def widths(policy: str = "none") -> Widths:
     links = {"tensor": group_links((0, 1), CLUSTER)}
     parts = (model.whole, model.cut(Mesh((("tensor", 2),))).part)
     one, two = (part.prices(KINDS, Roofline(), "adamw", "full" if policy == "full" else "none", links) for part in parts)
-    return Widths(model.whole, (one, two), SubmeshPrices(OF_KIND, (one, two), one, borders))
+    return Widths(model.whole, (one, two), stack(OF_KIND, (one, two), one, borders))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def both() -> Widths:
     return widths()
 
 
-def of_kinds(lists: tuple[Prices, Prices]) -> list[UnitPrices]:
+def of_kinds(lists: tuple[UnitCosts, UnitCosts]) -> list[MicrobatchCosts]:
     """What prices each kind."""
     return [lists[place].at(ROWS) for place in OF_KIND]
 
@@ -103,18 +102,18 @@ def test_times_are_those_of_the_list_of_each_kind(both: Widths) -> None:
     for kind, place in enumerate(OF_KIND):
         each = both.lists[place].at(ROWS)
         np.testing.assert_array_equal(prices.halves[:, :, kind], each.halves[:, :, kind])
-        np.testing.assert_array_equal(both.unlike.times(ROWS)[:, kind], both.lists[place].times(ROWS)[:, kind])
+        np.testing.assert_array_equal(both.unlike.times(ROWS).seconds[:, kind], both.lists[place].times(ROWS).seconds[:, kind])
         np.testing.assert_array_equal(both.unlike.starting()[:, kind], both.lists[place].starting()[:, kind])
         assert prices.flops_of(range(2, 6), kind) == each.flops[2:6].sum()
-        assert both.unlike.exchanging(range(6), ROWS, kind) == both.lists[place].exchanging(range(6), ROWS)
+        assert both.unlike.times(ROWS).waiting_of(range(6), kind) == both.lists[place].times(ROWS).waiting_of(range(6))
         assert both.unlike.limit_of(range(6), ROWS, kind) == both.lists[place].limit_of(range(6), ROWS, kind)
-    assert both.unlike.exchanging(range(6), ROWS, 0) > both.unlike.exchanging(range(6), ROWS, 1) == 0
+    assert both.unlike.times(ROWS).waiting_of(range(6), 0) > both.unlike.times(ROWS).waiting_of(range(6), 1) == 0
     assert prices.summed == max(each.at(ROWS).summed for each in both.lists)
     assert prices.values == both.lists[0].at(ROWS).values
 
 
 def test_what_all_kinds_hold_alike_is_one_number(both: Widths) -> None:
-    alike = SubmeshPrices((0, 0), both.lists, both.lists[0]).at(ROWS)
+    alike = stack((0, 0), both.lists, both.lists[0]).at(ROWS)
     one = both.lists[0].at(ROWS)
     assert alike.fixed == one.fixed
     assert tuple(alike.kept) == tuple(one.kept)
@@ -127,19 +126,19 @@ def test_what_all_kinds_hold_alike_is_one_number(both: Widths) -> None:
 def test_no_mixture_of_kinds_holds_less_or_is_faster_than_the_bounds(policy: str) -> None:
     unlike = widths(policy).unlike
     prices, units = unlike.at(ROWS), unlike.at(ROWS).units
-    shares, whole = unlike.least_shares(ROWS), unlike.times(ROWS).min(axis=1).sum()
+    shares, whole = unlike.times(ROWS).fractions, unlike.times(ROWS).seconds.min(axis=1).sum()
     for kinds in itertools.product((0, 1), repeat=3):
         for starts in ((0, 3, 8), (0, 1, 2), (0, 6, 9)):
             stage_of = stages_of(starts, len(units))
-            assert units.kept_uses.held(stage_of, 3, kinds).sum() >= unlike.least_kept(ROWS) > 0
+            assert units.kept_uses.held(stage_of, 3, kinds).sum() >= unlike.times(ROWS).kept.least > 0
             assert units.fixed_uses.held(stage_of, 3, kinds).sum() >= unlike.fixed_bytes > 0
-            assert units.gradient_uses.held(stage_of, 3, kinds).sum() >= unlike.gradient_bytes > 0
+            assert units.gradient_uses.held(stage_of, 3, kinds).sum() >= unlike.gradients.least > 0
             forward, inputs, weights = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(3), kinds].sum(axis=1)
             assert shares.forward[0] - 1e-9 <= forward / (forward + inputs + weights) <= shares.forward[1] + 1e-9
             assert forward + inputs >= whole * shares.through * (1 - 1e-9)
 
 
-def problems_of(both: Widths, prices: Prices) -> PipelineProblems:
+def problems_of(both: Widths, prices: UnitCosts) -> PipelineProblems:
     return PipelineProblems(both.whole.graph, CLUSTER, PlanRequest("pipeline", ("two", "one")), both.whole.points, prices, Roofline())
 
 
@@ -164,13 +163,13 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
     assert stages[0].parameter_bytes < bytes_read(both.whole.graph.parameters, both.lists[0], runs[0])
     assert bound_by(problems, staged).startswith("stage ")
     for rank, place in enumerate(OF_KIND):
-        alike = problems_of(both, SubmeshPrices((place, place), both.lists, both.lists[0]))
+        alike = problems_of(both, stack((place, place), both.lists, both.lists[0]))
         assert staged.memory[rank] == stage_model(alike, CANDIDATE, (0, start)).memory[rank]
 
 
-def bytes_read(parameters: Iterable[str], prices: Prices, run: range) -> int:
+def bytes_read(parameters: Iterable[str], prices: UnitCosts, run: range) -> int:
     """Of the parameters that some units read."""
-    return sum(prices.held_bytes(name) for name in parameters if set(prices.users(name)) & set(run))
+    return sum(prices.held_bytes[0][name] for name in parameters if set(prices.users[name]) & set(run))
 
 
 def test_cuts_are_the_best_of_all_where_memory_is_tight(both: Widths) -> None:
