@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_problem import Floats, Integers
 
 __all__ = ["TimeFractions"]
 
@@ -28,10 +28,12 @@ class TimeFractions:
     halves: Floats
 
     @staticmethod
-    def of(halves: Floats) -> TimeFractions:
-        """Those of units that take (3, N, K) seconds."""
+    def of(halves: Floats, counts: Integers | None = None) -> TimeFractions:
+        """Those of units that take (3, N, K) seconds, each as often as it is there: once, or (N,) times."""
         whole = halves.sum(axis=0)
+        often = np.ones(len(whole)) if counts is None else counts
+        seconds = max(float((whole.min(axis=1) * often).sum()), 1e-300)
         shares = np.divide(halves[0], whole, out=np.full_like(whole, np.nan), where=whole > 0)
         least, most = float(np.nanmin(shares, initial=1.0)), float(np.nanmax(shares, initial=0.0))
-        through = float((halves[0] + halves[1]).min(axis=1).sum() / max(whole.min(axis=1).sum(), 1e-300))
-        return TimeFractions((min(least, most), most), 1 - most, min(through, 1.0), halves / max(float(whole.min(axis=1).sum()), 1e-300))
+        through = float(((halves[0] + halves[1]).min(axis=1) * often).sum()) / seconds
+        return TimeFractions((min(least, most), most), 1 - most, min(through, 1.0), halves * often[:, None] / seconds)

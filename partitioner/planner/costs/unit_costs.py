@@ -90,10 +90,7 @@ class MicrobatchTimes:
     @cached_property
     def fractions(self) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time, in a stage of any kind."""
-        fractions, seconds = TimeFractions.of(self.distinct), self.distinct.sum(axis=0).min(axis=1)
-        counts = np.bincount(self.source, minlength=len(seconds))
-        part = float(seconds.sum()) / max(float((seconds * counts).sum()), 1e-300)
-        return dataclasses.replace(fractions, halves=fractions.halves * counts[:, None] * part)
+        return TimeFractions.of(self.distinct, np.bincount(self.source, minlength=self.distinct.shape[1]))
 
     def waiting_of(self, units: Iterable[int], kind: int = 0) -> float:
         """Seconds that some units wait for the other ranks of their stage, forward and backward."""

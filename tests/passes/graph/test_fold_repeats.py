@@ -92,7 +92,15 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     prices = folded.prices(kinds, Roofline(), "adamw"), whole.prices(kinds, Roofline(), "adamw")
     for name in graph.parameters:
         assert prices[0].users[name] == prices[1].users[name]
-        assert prices[0].held_bytes == prices[1].held_bytes
+    assert prices[0].held_bytes == prices[1].held_bytes
+    of_folded, of_whole = (each.times(2) for each in prices)
+    assert of_folded.fractions.through == pytest.approx(of_whole.fractions.through)
+    assert of_folded.fractions.forward == pytest.approx(of_whole.fractions.forward)
+    assert of_folded.fractions.halves.sum() == pytest.approx(of_whole.fractions.halves.sum())
+    assert of_folded.kept.least == of_whole.kept.least
+    assert prices[0].fixed_bytes == prices[1].fixed_bytes
+    np.testing.assert_allclose(prices[0].starting(), prices[1].starting())
+    np.testing.assert_allclose(prices[0].limits(2), prices[1].limits(2))
 
 
 @pytest.mark.parametrize("constraints", [None, Constraints(axes={"ffn": "tensor"})])
