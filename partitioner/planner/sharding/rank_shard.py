@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -229,8 +229,12 @@ class PartGraph:
             units = tuple(sorted({unit_of[user.name] for user in node.users if user.name in unit_of}))
             found.update(dict.fromkeys(self.copies(node.name), ()))
             if units:
-                found.update(zip(self.copies(node.name), [units] if self.unfolding is None else self.unfolding.places(units), strict=False))
+                found.update(zip(self.copies(node.name), self.places(units), strict=False))
         return found
+
+    def places(self, units: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+        """The units that something with these units has in the whole model: one for each copy that there is of it."""
+        return (units,) if self.unfolding is None else self.unfolding.places(units)
 
     def reading(self, *, differentiate: bool) -> Reading:
         """What prices of all parts have in common."""

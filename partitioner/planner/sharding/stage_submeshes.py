@@ -87,14 +87,16 @@ class SubmeshParts:
         widths = sorted(set(self.mesh.widths))
         found = [self._at_borders(width, rows) for width in widths]
         gathered, parted = list[Gathered](), list[Parted]()
-        for value in self.by_width[1].points.values:
+        of = self.by_width[1].of
+        for value in of.points.values:
             each = [of_width.get(value.node, _WHOLE) for of_width in found]
             if any(at != _WHOLE for at in each):
                 of_kinds = [each[place] for place in of_kind]
                 forward, back = tuple(at.forward for at in of_kinds), tuple(at.back for at in of_kinds)
                 whole, read = tuple(at.size for at in of_kinds), tuple(at.read_size for at in of_kinds)
-                gathered.append(Gathered(forward, whole, value.producer, value.readers[-1]))
-                parted.append(Parted(back, read, value.producer, value.readers))
+                for producer, *readers in of.places((value.producer, *value.readers)):
+                    gathered.append(Gathered(forward, whole, producer, readers[-1]))
+                    parted.append(Parted(back, read, producer, tuple(readers)))
         return tuple(gathered), tuple(parted)
 
     def _at_borders(self, width: int, rows: int) -> dict[str, _AtBorder]:
@@ -111,8 +113,7 @@ class SubmeshParts:
                 seconds, _ = Exchange(node, 0, WIDTH, forward, None).seconds(size, links)
                 is_read = isinstance(layouts[0][place], Shard)
                 back, _ = Exchange(node, 0, WIDTH, "all_gather", None).seconds(size, links) if is_read else (0.0, 0.0)
-                at = _AtBorder(seconds, size, back, size if is_read else 0.0)
-                found.update(dict.fromkeys(part.of.copies(node), at))
+                found[node] = _AtBorder(seconds, size, back, size if is_read else 0.0)
         return found
 
     def sum_seconds(self, sums: Mapping[int, StageSums], starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> float:

@@ -11,9 +11,19 @@ import pytest
 import torch
 from torch import nn
 
+from cost_models.cost_model import Roofline
+from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
 from partitioner.options.mode import mode_text, parse_mode, without_rest
+from partitioner.planner.costs.links import LinkTable
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.sharding.stage_submeshes import submesh_parts
+from partitioner.planner.solvers.boundaries import Gathered
+from partitioner.tracing.trace import trace
+from passes.graph.repeated_subgraphs import Folded
 from passes.ir.errors import ConfigError, InfeasiblePlanError
+from passes.ir.mesh import Mesh
 from tests.support.models.zoo import case_named
 from tests.support.planning.small_pipelines import ALIKE, inputs, perceptron, planned_and_simulated
 from tests.support.planning.unlike_widths import Widths, mode, on
@@ -57,6 +67,29 @@ def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: f
 def test_what_does_not_fit_is_told_of_devices_not_of_places(mesh: Mapping[str, Any], count: int, words: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=rf"no plan fits {count} devices of 1.95 KiB: in the closest, {words} with"):
         partition(perceptron(), count, mesh, example_inputs=inputs(12)[:1], memory_limit=2000, progress=False)
+
+
+def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut between the layers of a perceptron makes whole what two ranks have halves of."""
+    layers = [module for _ in range(6) for module in (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU())]
+    graph = trace(nn.Sequential(*layers), (torch.rand(64, 64),), training=True)
+
+    def gathered() -> list[Gathered]:
+        model = CuttableModel(graph, PlanRequest("pipeline", ("cuda",) * 3), differentiate=True)
+        cluster, mesh = Cluster.parse("h100:1x3"), Mesh((("pipeline", 2), ("tensor", 2)), (2, 1))
+        links = LinkTable(cluster)
+        places = links.places(mesh)
+        cut = model.cut(mesh.cutting)
+        assert (cut.part.of.unfolding is None) == is_whole
+        parts = submesh_parts(cut, mesh, "sync", links, differentiate=True)
+        kinds = tuple(dict.fromkeys(places.devices))
+        return sorted(parts.prices(kinds, places.devices, Roofline(), "adamw", "none").at(16).gathered)
+
+    is_whole = False
+    folded = gathered()
+    monkeypatch.setattr("partitioner.planner.sharding.model.fold_repeats", lambda whole: Folded(whole, {}, {}))
+    is_whole = True
+    assert folded == gathered() != []
 
 
 def test_plans_are_those_of_equal_widths_where_all_are_equal() -> None:
