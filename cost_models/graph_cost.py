@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeAlias
 
 import sympy
 from torch import fx
-from torch._ops import OpOverload
 
 from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
 from cost_models.ops.sizes import Size, TensorShape
@@ -22,6 +21,7 @@ from passes.graph.dependencies import may_require_gradient, parameter_values
 from passes.graph.schemas import bound_arguments, node_leaves
 from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["Fetched", "GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
 
 from cost_models.ops.sizes import Size, TensorShape
+from passes.ir.torch_private import OpOverload
 from passes.rules import call as rules
 from passes.rules.loops import Loops
 from passes.rules.registry import loops_of_call

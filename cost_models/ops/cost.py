@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from cost_models.ops.call import Call, tensors_in
 from cost_models.ops.contractions import Products, attention, attention_gradients, operand_gradients
@@ -30,6 +29,7 @@ from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
 from passes.graph.aliasing import shares_memory
 from passes.graph.schemas import bound_arguments, packet, viewed_arguments, written_arguments
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
 

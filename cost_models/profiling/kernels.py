@@ -18,8 +18,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cost_models.ops.call import Call
 from cost_models.ops.cost import call_of_node
@@ -30,6 +28,7 @@ from passes.autograd.trace_joint import differentiate
 from passes.graph.aliasing import shares_memory
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import TraceError
+from passes.ir.torch_private import FakeTensorMode, OpOverload
 from passes.stages.split import StageGraph
 
 __all__ = ["Kernels", "kernels_of"]

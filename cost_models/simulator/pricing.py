@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Device
@@ -31,6 +30,7 @@ from passes.graph.schemas import bound_arguments
 from passes.ir.comm import microbatch
 from passes.ir.comm.microbatch import take_part
 from passes.ir.comm.primitives import draw_alike
+from passes.ir.torch_private import OpOverload
 from passes.normalize.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 
 __all__ = ["NodePrices", "is_mask", "is_part_of_mask", "share_taken"]

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.simulator.pricing import NodePrices, is_mask, is_part_of_mask, share_taken
@@ -25,6 +24,7 @@ from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import packet, viewed_arguments
 from passes.graph.symbolic_sizes import SIZE_OPERATORS, size_of
 from passes.ir.program import StageCall
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
 

@@ -19,8 +19,8 @@ from cost_models.simulator.events import Slice
 from cost_models.simulator.gantt import draw
 from cost_models.simulator.memory import DeviceMemory, MemoryCurve
 from cost_models.simulator.storages import CATEGORIES
+from cost_models.text_files import write_text
 from passes.ir.checked_arguments import checked_arguments
-from passes.ir.text_files import write_text
 
 __all__ = ["Simulation", "Timeline"]
 

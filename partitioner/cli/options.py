@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from passes.ir.text_files import write_text
+from cost_models.text_files import write_text
 
 __all__ = ["CODES", "Commands", "add_command", "add_json", "say", "write_json"]
 

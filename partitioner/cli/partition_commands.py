@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cost_models.text_files import read_text, write_text
 from partitioner.api import partition
 from partitioner.cli.options import CODES, Commands, add_command, add_json, say, write_json
 from partitioner.experiments.run.factory import Made, call_factory
@@ -16,7 +17,6 @@ from partitioner.options.mode import parse_mode
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
-from passes.ir.text_files import read_text, write_text
 
 __all__ = ["add_partition_commands"]
 

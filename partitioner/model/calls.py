@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.options.batch_rows import RowParts
@@ -26,6 +25,7 @@ from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, without_autocast
 from passes.ir.program import at_batch
+from passes.ir.torch_private import pytree
 
 __all__ = ["Calls"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.text_files import write_text
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.reports.pictures.blocks import BlockTable, blocks_svg, blocks_text
 from partitioner.reports.pictures.diagram import Diagram
@@ -26,7 +27,6 @@ from partitioner.reports.tables.difference import Difference, difference_of, pla
 from passes.ir.checked_arguments import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
-from passes.ir.text_files import write_text
 
 __all__ = ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"]
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, Mesh
+from passes.ir.torch_private import pytree
 
 __all__ = ["Inputs", "RowParts"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from cost_models.hardware.clusters import Cluster
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
 from passes.ir.mesh import STAGES, Mesh
+from passes.ir.torch_private import pytree
 
 __all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "true_dtype"]
 

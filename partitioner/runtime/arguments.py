@@ -11,13 +11,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.options.batch_rows import RowParts
 from partitioner.tracing.inputs.flatten import check_dense
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
+from passes.ir.torch_private import pytree
 from passes.normalize.draw_order import memory_order
 
 __all__ = [

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from passes.ir.torch_private import tree_leaves
 
 __all__ = ["CustomFunctionError", "refuse_custom_functions"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import sympy
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.analysis.batch.call import Call, Shape
 from passes.analysis.batch.from_loops import by_loops
@@ -18,6 +17,7 @@ from passes.analysis.batch.values import Values
 from passes.analysis.row_statistics import takes_row_statistics
 from passes.graph.provenance import module_path, place_of
 from passes.ir.graph import Combine, RowMixing
+from passes.ir.torch_private import OpOverload
 from passes.rules.registry import rule_of as sharding_rule_of
 
 __all__ = ["BatchFlow", "combination", "follow_batch"]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.graph.aliasing import aliasing
 from passes.graph.dependencies import is_differentiable
 from passes.graph.schemas import draws_random_numbers, packet
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["read_by_replicable", "replicable_nodes"]
 

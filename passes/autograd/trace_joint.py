@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
-from torch.utils import _pytree as pytree
 
 from passes.autograd.kernel_layouts import request_layouts
 from passes.graph.buffer_writes import verify_writes
@@ -29,6 +27,7 @@ from passes.graph.canonicalize import simplify
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import traced_lazily
 from passes.ir.errors import Place, TraceError
+from passes.ir.torch_private import make_fx, pytree
 from passes.normalize.functionalize import functionalize
 from passes.stages.split import StageGraph
 

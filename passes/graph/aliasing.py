@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from passes.graph.schemas import bound_arguments, node_leaves, packet, viewed_arguments, written_arguments
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import tree_leaves
 
 __all__ = [
     "OWN_MEMORY",

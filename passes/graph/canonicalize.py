@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import may_require_gradient
 from passes.graph.schemas import bound_arguments
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["remove_dead", "remove_noise", "simplify"]
 

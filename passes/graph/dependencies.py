@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import tree_leaves
 
 __all__ = ["is_differentiable", "may_require_gradient", "parameter_values", "with_ancestors"]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
 from passes.graph.schemas import draws, node_leaves, written_arguments
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import enable_python_dispatcher
 
 __all__ = ["FakeTensorCache", "fake_mode"]
 

@@ -15,18 +15,18 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from passes.ir.torch_private import TorchLazyGraphModule, use_lazy_graph_module
 
 __all__ = ["LazyGraphModule", "gc_paused", "traced_lazily"]
 
 
-class LazyGraphModule(_LazyGraphModule):
+class LazyGraphModule(TorchLazyGraphModule):
     """What ``fx.GraphModule`` is; ``forward`` and ``code`` are written when they are asked for."""
 
 
 def traced_lazily() -> contextlib.AbstractContextManager[None]:
     """While it lasts, what PyTorch's tracers give is lazy, too."""
-    return _use_lazy_graph_module(should_use=True)
+    return use_lazy_graph_module(should_use=True)
 
 
 # -- pause cyclic garbage collection ----------------------------------------------------------------------------------------------

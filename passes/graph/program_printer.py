@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.program import LossCall
 from passes.ir.schedule import Action, ActionKind
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["ProgramModule", "class_text", "program_text"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.ir.errors import Place
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["complete_provenance", "module_path", "place_of", "source_line"]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from passes.ir.torch_private import OpOverload
 
 __all__ = [
     "argument_form",

@@ -14,10 +14,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
 
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import FloorDiv, Mod, ModularIndexing
 
 __all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_at", "size_of"]
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import TreeSpec
+
+from passes.ir.torch_private import TreeSpec
 
 __all__ = ["Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
 

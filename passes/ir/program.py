@@ -20,11 +20,11 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from passes.ir.comm.unsummed import AddUnsummed, GradientSlot
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import Autocast
+from passes.ir.torch_private import pytree
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 

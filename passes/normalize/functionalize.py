@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from passes.graph.aliasing import OWN_MEMORY, memory_keys, mutated_arguments, writes_statistics
 from passes.graph.dependencies import is_differentiable
@@ -45,6 +44,7 @@ from passes.graph.schemas import (
 )
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
+from passes.ir.torch_private import OpOverload
 from passes.normalize.draw_order import FILLED
 from passes.normalize.view_inverses import View, inverse
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import may_require_gradient
 from passes.graph.provenance import place_of
 from passes.graph.schemas import returns_argument
 from passes.ir.errors import TraceError
+from passes.ir.torch_private import HigherOrderOperator
 
 __all__ = ["inline_subgraphs"]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.graph.dependencies import is_differentiable
 from passes.graph.provenance import place_of
 from passes.ir.errors import TraceError
+from passes.ir.torch_private import make_fx
 
 __all__ = ["inline_vmap"]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.lazy_graph_module import LazyGraphModule
@@ -26,6 +25,7 @@ from passes.ir.layout import BATCH
 from passes.ir.mesh import ROWS
 from passes.ir.plan import Plan
 from passes.ir.program import at_batch
+from passes.ir.torch_private import FakeTensorMode
 
 __all__ = ["fix_batch", "fixed_for"]
 

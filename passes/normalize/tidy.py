@@ -39,9 +39,9 @@ import operator
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from passes.graph.schemas import bound_arguments
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["assign_by_mask", "compute_outputs", "name_nodes", "place_getitems"]
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from passes.graph.schemas import bound_arguments, tensor_parameters
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import OpOverload
 from passes.rules.loops import Size
 
 __all__ = ["Call", "Operand", "Shape", "call_of"]

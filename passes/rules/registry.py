@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.graph.schemas import functional, packet, parameters_of, takes_lists_of_tensors, tensor_parameters
 from passes.ir.errors import ConfigError
+from passes.ir.torch_private import OpOverload
 from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, call_of
 from passes.rules.language import Line, parse

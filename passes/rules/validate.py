@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from passes.graph.schemas import bound_arguments, draws_random_numbers
 from passes.ir.comm.index_ranges import Runs, length, take_runs
 from passes.ir.errors import VerificationError
+from passes.ir.torch_private import OpOverload
 from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.registry import loops_of
 from passes.rules.window import Window

@@ -23,7 +23,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from passes.analysis.axes import Axes, is_item, returned_values, tensor_operands
 from passes.graph.buffer_writes import verify_writes
@@ -35,6 +34,7 @@ from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
+from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.spmd.decompose.builder import InsideCut, InsideWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows

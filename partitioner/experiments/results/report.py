@@ -9,12 +9,12 @@ from html import escape
 from pathlib import Path
 
 from cost_models.hardware.units import format_seconds
+from cost_models.text_files import write_text
 from partitioner.experiments.results.plots import PLOTS, pareto_front
 from partitioner.experiments.results.results import Results, cell, columns_of, heading
 from partitioner.experiments.results.row import Row
 from partitioner.reports.page.frame import framed, page_file, tiles_html
 from passes.ir.errors import ConfigError
-from passes.ir.text_files import write_text
 
 __all__ = ["report_html", "write_report"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.hardware.units import format_bytes, format_seconds
+from cost_models.text_files import write_text
 from partitioner.experiments.results.plots import PLOTS
 from partitioner.experiments.results.row import NUMBERS, Row
 from partitioner.reports.pictures.chart import Picture
@@ -19,7 +20,6 @@ from partitioner.reports.tables.table import align, html_table
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
-from passes.ir.text_files import write_text
 
 __all__ = ["FORMATS", "Results", "cell", "columns_of", "heading"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.api import partition
 from partitioner.experiments.run.subject import make_model
 from passes.ir.plan import Plan
+from passes.ir.torch_private import pytree
 
 __all__ = ["main"]
 

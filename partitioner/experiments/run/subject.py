@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.experiments.run.factory import Made, call_factory, checked
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import target_name
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import pytree
 
 __all__ = ["ModelSource", "Models", "Subject", "make_model", "name_models", "trace_subject"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.model.losses.form import LossFunction
 from partitioner.model.losses.reachable_state import undisturbed
@@ -18,6 +17,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import concatenate, microbatch_weights, split_batch, split_target, total
 from passes.ir.graph import ModelGraph, Output
 from passes.ir.program import at_batch, call_loss
+from passes.ir.torch_private import pytree
 
 __all__ = ["contradiction"]
 

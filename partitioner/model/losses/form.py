@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from partitioner.model.losses.reachable_state import undisturbed
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
+from passes.ir.torch_private import FakeTensorMode, pytree
 
 __all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "without_warnings_of_fakes"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.losses.evidence import contradiction
@@ -22,6 +21,7 @@ from passes.emit.programs import LossForm, LossReduction
 from passes.ir.comm.microbatch import microbatch_sizes, split_target
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph, Results
+from passes.ir.torch_private import pytree
 
 __all__ = ["Losses", "PreparedLoss", "check_loss"]
 

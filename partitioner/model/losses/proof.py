@@ -18,7 +18,6 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.model.losses.form import LossFunction, fake_tensors, without_warnings_of_fakes
 from partitioner.model.losses.reachable_state import undisturbed
@@ -28,6 +27,7 @@ from passes.graph.dependencies import with_ancestors
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import split_target
 from passes.ir.graph import ModelGraph, Output
+from passes.ir.torch_private import pytree
 from passes.spmd.mean_to_sum import counted_means, with_totals
 
 __all__ = ["Counter", "Proof", "prove"]

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.reports.check.by_definition import differences_by_definition, draws_anything
@@ -30,6 +29,7 @@ from passes.graph.provenance import place_of
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
+from passes.ir.torch_private import pytree
 from passes.stages.split import stage_of_nodes
 
 __all__ = ["Partitioned", "Subject", "check"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.reports.check.compare import largest_magnitude
 from passes.ir.graph import Output
+from passes.ir.torch_private import pytree
 
 __all__ = ["DotProduct"]
 

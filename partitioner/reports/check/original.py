@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from partitioner.reports.check.dot_product import DotProduct
 from partitioner.runtime.arguments import reorder_keywords
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, without_autocast
 from passes.ir.program import call_loss
+from passes.ir.torch_private import pytree
 
 __all__ = ["Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
 

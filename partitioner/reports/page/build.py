@@ -9,6 +9,7 @@ from pathlib import Path
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
+from cost_models.text_files import write_text
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
@@ -26,7 +27,6 @@ from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table
 from passes.ir.errors import ConfigError
-from passes.ir.text_files import write_text
 
 __all__ = ["page_html", "save_page"]
 

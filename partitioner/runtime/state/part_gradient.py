@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from passes.ir.errors import ConfigError
+from passes.ir.torch_private import DisableTorchFunctionSubclass, foreach_norm
 
 __all__ = ["BlockGradient", "PartGradient", "plain"]
 
@@ -25,7 +26,7 @@ class PartGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's guide to subclasses has it
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func in _KEEPING:
                 return result.as_subclass(cls)
@@ -55,7 +56,7 @@ class _PartNorm(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _TOGETHER or (func in _ADDITIONS and all(isinstance(each, _PartNorm) for each in args[:2])):
             _refuse(torch.norm)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's guide to subclasses has it
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             return result.as_subclass(_PartNorm) if func in _KEEPING or func in _ADDITIONS else result
 
@@ -64,7 +65,7 @@ def plain(gradient: Tensor) -> Tensor:
     """The same gradient as a plain tensor."""
     if not isinstance(gradient, PartGradient):
         return gradient
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's guide to subclasses has it
+    with DisableTorchFunctionSubclass():
         return gradient.as_subclass(Tensor)
 
 
@@ -86,7 +87,7 @@ def _named(*names: str) -> Iterator[Callable[..., Any]]:
 _NORMS = frozenset(
     {
         *(torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, Tensor.norm),
-        torch._foreach_norm,  # noqa: SLF001  # what torch.nn.utils.clip_grad_norm_ calls for tensors on an accelerator
+        foreach_norm,  # what torch.nn.utils.clip_grad_norm_ calls for tensors on an accelerator
     }
 )
 _REDUCTIONS = frozenset(

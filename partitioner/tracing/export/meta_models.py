@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.ir.graph import Autocast
+from passes.ir.torch_private import FakeTensorMode
 
 __all__ = ["autocast_as_cpu", "meta_as_cpu"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
+from passes.ir.torch_private import TreeSpec, is_view, tree_flatten, tree_unflatten
 from passes.normalize.draw_order import memory_order
 
 __all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "leaf_paths", "output_names"]
@@ -151,7 +151,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 def _distinct(leaves: list[Any]) -> Iterator[Any]:
     seen: set[int] = set()
     for leaf in leaves:
-        replaced = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference() or leaf._is_view())  # noqa: SLF001  no public name
+        replaced = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference() or is_view(leaf))
         seen.add(id(leaf))
         with torch.inference_mode(mode=False):
             yield leaf.detach().clone().requires_grad_(leaf.requires_grad) if replaced else leaf

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from passes.ir.torch_private import pytree
 
 __all__ = ["register_caches"]
 

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from partitioner.tracing.inputs.ties import first_names
 from partitioner.tracing.restore import preserved
+from passes.ir.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "LEAST_COPIES",

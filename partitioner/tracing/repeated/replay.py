@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from partitioner.tracing.repeated.find import Copies, StandIn, intercepted
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments, new_memory
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import OpOverload, tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.symbolic_batch import READS
 
 __all__ = ["UnlikeError", "traced_once", "write_copies"]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from passes.analysis.batch import contractions, creation, elementwise, layers, losses, views
 from passes.analysis.batch.call import Call
@@ -14,6 +13,7 @@ from passes.analysis.batch.elementwise import keep_total
 from passes.analysis.batch.reductions import along, compared, reduce
 from passes.analysis.batch.role import Role
 from passes.graph.schemas import functional, packet
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["RULES", "Rule", "reads_sizes", "rule_of"]
 

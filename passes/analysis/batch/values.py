@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from passes.analysis.batch.call import Shape
 from passes.graph.schemas import bound_arguments
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["FittedValues", "OpenValues", "Values", "pair_nodes"]
 

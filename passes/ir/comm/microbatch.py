@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from passes.ir.torch_private import foreach_add_, pytree
 
 __all__ = [
     "add_gradients",
@@ -117,5 +118,5 @@ def add_gradients(gradients: Sequence[Tensor], more: Sequence[Tensor], new: Sequ
 def add_gradients_in_place(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> Sequence[Tensor]:
     """Add to gradients that are nobody else's memory."""
     if gradients:
-        torch._foreach_add_(list(gradients), list(more))
+        foreach_add_(list(gradients), list(more))
     return gradients

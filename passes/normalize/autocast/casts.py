@@ -21,16 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.provenance import place_of
 from passes.graph.schemas import written_arguments
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast
+from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, pytree
 from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
 __all__ = ["write_casts"]

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.library import Library, fallthrough_kernel
-from torch.utils import _pytree as pytree
 
 from passes.ir.graph import Autocast, without_autocast
+from passes.ir.torch_private import OpOverload, pytree, registered_operators
 
 __all__ = ["CUDA_OPERATIONS", "SINGLE_UNLESS_SAID", "may_be_cast", "operations_of", "overload", "traced_in"]
 
@@ -83,7 +82,7 @@ def traced_in(autocast: Autocast | None) -> Iterator[None]:
 
 def _library() -> Library:
     library = Library("aten", "IMPL")
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")  # noqa: SLF001
+    registered = registered_operators("AutocastCPU")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that kernels are replaced, which is meant
         for name in registered:

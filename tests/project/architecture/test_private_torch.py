@@ -1,149 +1,56 @@
-"""Private torch API is used where the table says, and nowhere else."""
+"""Private torch API is used in one file, which says why, and is what that file expects."""
 
 from __future__ import annotations
 
 import functools
 
+import torch
+
+from passes.ir import torch_private
 from tests.project.architecture.imports import dotted_names, imports_of
 from tests.project.architecture.source_tree import Source, report, sources
 
 TESTS = "tests/"
-HERE = "tests/project/architecture/test_private_torch.py"
-
-PRIVATE_TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
-    # private name: (why no public one does, the files that may use it)
-    "torch.utils._pytree": (
-        "structure of arguments and results: torch.export's own, which torch.utils does not export",
-        (
-            "benchmarks/live_storages.py",
-            "partitioner/runtime/arguments.py",
-            "partitioner/model/calls.py",
-            "partitioner/reports/check/check.py",
-            "partitioner/reports/check/dot_product.py",
-            "partitioner/reports/check/original.py",
-            "partitioner/experiments/run/measured_run.py",
-            "partitioner/experiments/run/subject.py",
-            "partitioner/model/losses/evidence.py",
-            "partitioner/model/losses/form.py",
-            "partitioner/model/losses/proof.py",
-            "partitioner/model/losses/losses.py",
-            "partitioner/options/precision.py",
-            "partitioner/options/batch_rows.py",
-            "partitioner/tracing/autograd_functions.py",
-            "partitioner/tracing/inputs/kv_caches.py",
-            "partitioner/tracing/inputs/flatten.py",
-            "partitioner/tracing/repeated/find.py",
-            "partitioner/tracing/repeated/replay.py",
-            "partitioner/tracing/inputs/flatten.py",
-            "passes/graph/aliasing.py",
-            "passes/analysis/batch/values.py",
-            "passes/autograd/trace_joint.py",
-            "passes/normalize/autocast/casts.py",
-            "passes/normalize/autocast/operation_lists.py",
-            "passes/graph/dependencies.py",
-            "passes/ir/graph.py",
-            "passes/ir/comm/microbatch.py",
-            "passes/ir/program.py",
-            "passes/spmd/localize.py",
-        ),
-    ),
-    "torch._ops.OpOverload": (
-        "the type of every operation of a traced graph; torch.ops holds its instances only",
-        (
-            "cost_models/ops/call.py",
-            "cost_models/graph_cost.py",
-            "cost_models/profiling/kernels.py",
-            "cost_models/ops/cost.py",
-            "cost_models/ops/cost.py",
-            "cost_models/simulator/read_stage.py",
-            "cost_models/simulator/pricing.py",
-            "partitioner/tracing/repeated/replay.py",
-            "passes/analysis/batch/table.py",
-            "passes/analysis/batch_semantics.py",
-            "passes/normalize/autocast/casts.py",
-            "passes/normalize/autocast/operation_lists.py",
-            "passes/normalize/functionalize.py",
-            "passes/normalize/tidy.py",
-            "passes/graph/schemas.py",
-            "passes/graph/program_printer.py",
-            "passes/graph/program_printer.py",
-            "passes/graph/provenance.py",
-            "passes/graph/canonicalize.py",
-            "passes/analysis/replicable.py",
-            "passes/rules/call.py",
-            "passes/rules/validate.py",
-            "passes/rules/registry.py",
-            "passes/rules/registry.py",
-        ),
-    ),
-    "torch._ops.HigherOrderOperator": (
-        "the type of operations that hold graphs",
-        ("passes/normalize/autocast/casts.py", "passes/normalize/inline_subgraphs.py"),
-    ),
-    "torch.utils._python_dispatch.TorchDispatchMode": (
-        "sees below autocast, where torch.overrides does not, what operations cast; and every storage that they make",
-        ("passes/normalize/autocast/casts.py", "benchmarks/live_storages.py"),
-    ),
-    "torch._C._dispatch_get_registrations_for_dispatch_key": (
-        "names the operations that torch.autocast casts on a device, which the documentation lists in part",
-        ("passes/normalize/autocast/operation_lists.py",),
-    ),
-    "torch._foreach_add_": ("adds to many tensors in one call, as torch.optim does", ("passes/ir/comm/microbatch.py",)),
-    "torch._foreach_norm": (
-        "what torch.nn.utils.clip_grad_norm_ calls: told apart from other functions",
-        ("partitioner/runtime/state/part_gradient.py",),
-    ),
-    "torch._C.DisableTorchFunctionSubclass": (
-        "calls a function on the plain tensors behind a subclass; torch's guide to subclasses has it",
-        ("partitioner/runtime/state/part_gradient.py",),
-    ),
-    "torch.utils._sympy.functions": ("how symbolic sizes spell floor division and modulo", ("passes/graph/symbolic_sizes.py",)),
-    "torch.fx.experimental.proxy_tensor.make_fx": (
-        "records what autograd and vmap dispatch as a graph",
-        ("passes/autograd/trace_joint.py", "passes/normalize/inline_vmap.py"),
-    ),
-    "torch.fx._lazy_graph_module": (
-        "a graph module that writes its Python when it is called: no public one does",
-        ("passes/graph/lazy_graph_module.py",),
-    ),
-    "torch._dispatch.python.enable_python_dispatcher": (
-        "runs composite operations on fake tensors without fixing their symbolic sizes",
-        ("passes/graph/fake_tensors.py",),
-    ),
-    "torch._subclasses.fake_tensor.FakeTensorMode": (
-        "runs a loss, a graph for another batch, or a call that is to be timed, on shapes alone; makes traced values of meta tensors",
-        (
-            "cost_models/profiling/kernels.py",
-            "partitioner/model/losses/form.py",
-            "partitioner/tracing/export/meta_models.py",
-            "passes/normalize/autocast/casts.py",
-            "passes/normalize/specialize_batch.py",
-        ),
-    ),
-}
+GATEWAY = "passes/ir/torch_private.py"
 
 
-def test_private_torch_is_used_where_the_table_says() -> None:
+def test_private_torch_is_used_in_one_file() -> None:
     offences = [
         f"{place}: {name}"
         for source in sources()
-        if not source.path.startswith(TESTS)
+        if not source.path.startswith(TESTS) and source.path != GATEWAY
         for name, place in private_uses(source)
-        if not any(covers(private, name) and source.path in files for private, (_, files) in PRIVATE_TORCH.items())
     ]
-    remedy = "use public torch API; where there is none, keep it in one file, test it, and add name, reason and file to PRIVATE_TORCH"
-    assert not offences, report(offences, f"{remedy} in {HERE}")
+    assert not offences, report(offences, f"use public torch API; where there is none, name it in {GATEWAY}, with the reason, and test it")
 
 
-def test_the_table_lists_what_is_used() -> None:
-    used = {(source.path, name) for source in sources() for name, _ in private_uses(source)}
-    offences = [
-        f"{file}: {private}"
-        for private, (_, files) in PRIVATE_TORCH.items()
-        for file in files
-        if not any(path == file and covers(private, name) for path, name in used)
-    ]
-    assert not offences, report(offences, f"no longer used: delete it from PRIVATE_TORCH in {HERE}")
+def test_what_the_gateway_names_is_used() -> None:
+    used = {found.full_name.rpartition(".")[2] for source in sources() if source.path != GATEWAY for found in imports_of(source)}
+    assert not set(torch_private.__all__) - used, f"{GATEWAY} names what nothing uses any more"
+
+
+def test_what_torch_has_is_what_is_expected_of_it() -> None:
+    """Names that torch keeps and gives another meaning."""
+    x = torch.ones(2, 3)
+    assert [torch_private.is_view(each) for each in (x, x.t(), x[:1], x.clone())] == [False, True, True, False]
+    torch_private.foreach_add_([x], [x.clone()])
+    assert x.tolist() == [[2.0] * 3] * 2
+    assert [norm.item() for norm in torch_private.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
+    assert "aten::linear" in torch_private.registered_operators("AutocastCPU")
+    leaves, tree = torch_private.tree_flatten({"a": (x, None)})
+    assert isinstance(tree, torch_private.TreeSpec)
+    assert torch_private.tree_unflatten(leaves, tree) == {"a": (x, None)}
+    assert isinstance(torch.ops.aten.add.Tensor, torch_private.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, torch_private.HigherOrderOperator)
+    with torch_private.FakeTensorMode(), torch_private.enable_python_dispatcher():
+        assert torch.ones(2, 3).sum(0).shape == (3,)
+    module = torch_private.make_fx(torch.sin)(x)
+    with torch_private.use_lazy_graph_module(True):
+        assert isinstance(torch_private.TorchLazyGraphModule.from_graphmodule(module), torch.fx.GraphModule)
+    assert torch_private.FloorDiv(7, 2) == 3
+    assert torch_private.Mod(7, 2) == 1
+    with torch_private.DisableTorchFunctionSubclass():
+        assert x.sum() == 12
 
 
 @functools.cache
@@ -158,12 +65,7 @@ def is_private(name: str) -> bool:
     first, *rest = name.split(".")
     if first != "torch":
         return False
-    return covers("torch.fx.experimental", name) or any(part.startswith("_") and not part.startswith("__") for part in rest)
-
-
-def covers(prefix: str, name: str) -> bool:
-    """Whether a dotted name is the prefix or inside it."""
-    return name == prefix or name.startswith(f"{prefix}.")
+    return name.startswith("torch.fx.experimental.") or any(part.startswith("_") and not part.startswith("__") for part in rest)
 
 
 def test_what_is_private() -> None:

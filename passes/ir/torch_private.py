@@ -1,0 +1,61 @@
+"""The private names of torch that these packages use, each with why no public one serves: the one file to mend when torch changes.
+
+Nothing else imports from a private module of torch or from ``torch.fx.experimental``; a test imports this file and calls what it names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
+from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
+from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
+from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
+from torch.utils import _pytree as pytree  # the structure of arguments and results as torch.export has it
+from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing  # how symbolic sizes spell floor division and modulo
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "FakeTensorMode",
+    "FloorDiv",
+    "HigherOrderOperator",
+    "Mod",
+    "ModularIndexing",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TorchLazyGraphModule",
+    "TreeSpec",
+    "enable_python_dispatcher",
+    "foreach_add_",
+    "foreach_norm",
+    "is_view",
+    "make_fx",
+    "pytree",
+    "registered_operators",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "use_lazy_graph_module",
+]
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Calls a function on the plain tensors behind a subclass, as torch's guide to subclasses does."""
+
+foreach_add_ = torch._foreach_add_
+"""Adds to many tensors in one call, as ``torch.optim`` does."""
+
+foreach_norm = torch._foreach_norm
+"""What ``torch.nn.utils.clip_grad_norm_`` calls for tensors on an accelerator: told apart from other functions."""
+
+registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
+"""Names of operators with a kernel for a dispatch key: those that autocast casts are documented in part."""
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the memory of another one that it was made of."""
+    return tensor._is_view()
