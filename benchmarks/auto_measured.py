@@ -216,7 +216,7 @@ def _times(ratio: float | None) -> str:
 def _decided(plan: Plan) -> object:
     """What plans of the same programs have in common."""
     in_time = plan.schedule, plan.n_microbatches, tuple(stage.first_node for stage in plan.stages)
-    halos = tuple((run.first, run.last, run.payment) for run in plan.halos)  # what they would have taken otherwise is no decision
+    halos = tuple((run.first, run.last, run.strategy) for run in plan.halos)  # what they would have taken otherwise is no decision
     return plan.grid, plan.recompute, plan.axes, halos, in_time if len(plan.stages) > 1 else ()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from partitioner.options.mode import dimension_named
 from passes.ir.checked_arguments import check_fields
-from passes.ir.comm.halo_strategy import Payment
+from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.mesh import TILE
 
 __all__ = ["TENSOR", "Constraints"]
@@ -52,7 +52,7 @@ class Constraints:
     split_spec: Mapping[str, Any] | None = None
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
-    halo: Payment | Mapping[str, Payment] | None = None
+    halo: HaloStrategy | Mapping[str, HaloStrategy] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, examples=_EXAMPLES)

@@ -123,7 +123,7 @@ class Plan:
         weights: digest of the model's weights (``passes.graph.fingerprint``): a plan is for one model; empty: for any that it fits.
         tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
-        halos: where tiles lie over devices, how each run of calls pays for what its windows read of neighbours.
+        halos: where tiles lie over devices, the halo strategy of each segment of calls.
         widths: for each place along the pipeline, how many ranks stand along the mesh dimension ``tensor``; empty where all have as many.
     """
 

@@ -1,4 +1,4 @@
-"""How the calls of a model must pay for their halos, as the user said it by names of modules.
+"""Halo strategies of calls that the user fixed by names of modules.
 
 halo="recompute"                                        all of them
 halo={"": "exchange", "encoder.0": "recompute"}         those of one block, and all others
@@ -12,12 +12,12 @@ from typing import get_args
 
 from partitioner.options.constraints import Constraints
 from passes.graph.provenance import module_path
-from passes.ir.comm.halo_strategy import Payment
+from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["asked_payments", "check_halos"]
+__all__ = ["asked_strategies", "check_halos"]
 
 
 def check_halos(constraints: Constraints, mesh: Mesh | None) -> None:
@@ -35,14 +35,15 @@ def check_halos(constraints: Constraints, mesh: Mesh | None) -> None:
             remedy='use mode "tile" on several devices, or leave it out',
         )
     for said in _entries(constraints).values():
-        if said not in get_args(Payment):
+        if said not in get_args(HaloStrategy):
             raise ConfigError(
-                f"halo={constraints.halo!r}: nothing is paid for by {said!r}", remedy=f"choose one of {', '.join(get_args(Payment))}"
+                f"halo={constraints.halo!r}: there is no halo strategy {said!r}",
+                remedy=f"choose one of {', '.join(get_args(HaloStrategy))}",
             )
 
 
-def asked_payments(constraints: Constraints, graph: ModelGraph, modules: Collection[str]) -> dict[str, Payment]:
-    """Call -> how it must pay; absent where nothing was said.
+def asked_strategies(constraints: Constraints, graph: ModelGraph, modules: Collection[str]) -> dict[str, HaloStrategy]:
+    """Return the halo strategy of each call for which the user fixed one.
 
     Args:
         modules: names of the model's modules, also of those that no call comes from.
@@ -60,7 +61,7 @@ def asked_payments(constraints: Constraints, graph: ModelGraph, modules: Collect
                 f"halo names {name!r}, which is no module of the model",
                 remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "write names as model.named_modules() gives them",
             )
-    found: dict[str, Payment] = {}
+    found: dict[str, HaloStrategy] = {}
     for node, path in paths.items():
         entry = max((name for name in entries if name in ("", *_prefixes(path))), key=len, default=None)
         if entry is not None:
@@ -68,7 +69,7 @@ def asked_payments(constraints: Constraints, graph: ModelGraph, modules: Collect
     return found
 
 
-def _entries(constraints: Constraints) -> Mapping[str, Payment]:
+def _entries(constraints: Constraints) -> Mapping[str, HaloStrategy]:
     return {"": constraints.halo} if isinstance(constraints.halo, str) else constraints.halo or {}
 
 

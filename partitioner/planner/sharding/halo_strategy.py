@@ -1,4 +1,4 @@
-"""How a run of calls pays for halos, by price or as asked.
+"""Choose the halo strategy of each segment of calls, by price or as the user fixed it.
 
 Layer by layer, waiting for each; layer by layer, computing interiors meanwhile; or by a wider halo once, whose overlap both neighbours
 compute.
@@ -31,7 +31,7 @@ from partitioner.planner.costs.collectives import Exchange, find_halos
 from partitioner.planner.sharding.rank_shard import ModelPart
 from passes.analysis.axes import Axes
 from passes.graph.provenance import module_path
-from passes.ir.comm.halo_strategy import HaloSegment, Payment
+from passes.ir.comm.halo_strategy import HaloSegment, HaloStrategy
 from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import slides_of
@@ -47,7 +47,7 @@ _HOPELESS = 2.0
 
 @dataclass(frozen=True)
 class Price:
-    """What a run of calls pays for its halos, forward and backward, for one microbatch.
+    """What the halos of a segment of calls cost, forward and backward, for one microbatch.
 
     Attributes:
         messages: halo exchanges of its forward.
@@ -71,7 +71,7 @@ def choose_halos(
     device: Device,
     cost_model: CostModel,
     rows: int,
-    asked: Mapping[str, Payment],
+    asked: Mapping[str, HaloStrategy],
 ) -> tuple[HaloSegment, ...]:
     """The runs of a model in which there is a choice, in order of the graph.
 
@@ -82,7 +82,7 @@ def choose_halos(
         device: that computes.
         cost_model: prices what is computed.
         rows: of one microbatch, as one rank has them.
-        asked: call -> how it must pay.
+        asked: call -> its halo strategy, where the user fixed one.
     """
     assert part.layouts is not None
     assert part.axes is not None
@@ -99,30 +99,30 @@ class _Region:
     Args:
         calls: in order of the graph.
         prices: of runs of them.
-        asked: call -> how it must pay.
+        asked: call -> its halo strategy, where the user fixed one.
     """
 
-    def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, Payment]) -> None:
+    def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, HaloStrategy]) -> None:
         self._calls, self._prices = calls, prices
         self._ways = [asked.get(call.node.name) for call in calls]
         needing = [place for place, call in enumerate(calls) if place and prices.exchange([call]).messages]
         self._starts = [0, *needing, len(calls)]
 
     def runs(self) -> Iterator[HaloSegment]:
-        """How it is paid for; nothing where either way sends as much."""
+        """Yield its segments with the strategy of each; none where either way sends as much."""
         if not self._prices.exchange(self._calls).messages:
             return
-        found: list[tuple[Payment, list[TileCall]]] = []
+        found: list[tuple[HaloStrategy, list[TileCall]]] = []
         for start, stop in self._segments():
-            payment, calls = self._payment(start, stop), self._calls[start:stop]
-            if payment != "recompute" and found and found[-1][0] == payment:
+            strategy, calls = self._strategy(start, stop), self._calls[start:stop]
+            if strategy != "recompute" and found and found[-1][0] == strategy:
                 found[-1][1].extend(calls)
             else:
-                found.append((payment, list(calls)))
-        for payment, calls in found:
-            yield from self._run(calls, payment)
+                found.append((strategy, list(calls)))
+        for strategy, calls in found:
+            yield from self._run(calls, strategy)
 
-    def _payment(self, start: int, stop: int) -> Payment:
+    def _strategy(self, start: int, stop: int) -> HaloStrategy:
         """Of a segment."""
         calls, asked = self._calls[start:stop], self._ways[start]
         if self._prices.regions.overlaps(calls).computed:
@@ -135,7 +135,7 @@ class _Region:
         """Of a segment."""
         calls = self._calls[start:stop]
         return {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}[
-            self._payment(start, stop)
+            self._strategy(start, stop)
         ](calls)
 
     def _segments(self) -> list[tuple[int, int]]:
@@ -168,17 +168,17 @@ class _Region:
         place = self._starts[number]
         return place == len(self._calls) or not self._ways[place] == self._ways[place - 1] == "recompute"
 
-    def _run(self, calls: Sequence[TileCall], payment: Payment) -> Iterator[HaloSegment]:
+    def _run(self, calls: Sequence[TileCall], strategy: HaloStrategy) -> Iterator[HaloSegment]:
         if not calls:
             return
         exchange, once = self._prices.exchange(calls), self._prices.once(calls)
-        if payment != "exchange" or once.messages < exchange.messages:
+        if strategy != "exchange" or once.messages < exchange.messages:
             paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
             yield HaloSegment(
                 calls[0].node.name,
                 calls[-1].node.name,
                 tuple(dict.fromkeys((paths[0], paths[-1]))),
-                payment,
+                strategy,
                 exchange.messages,
                 exchange.seconds,
                 self._prices.overlapped(calls).seconds,

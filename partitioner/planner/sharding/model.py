@@ -134,7 +134,7 @@ class CuttableModel:
         Args:
             beside: whether the tensor dimension cuts the sequence, too, that of the replicas large weights, or tiles more than space.
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
-            halos: how runs of calls pay for them; the rest waits for each.
+            halos: segments of calls with a halo strategy of their own; all others exchange each halo and wait.
         """
         asked = (cutting, beside, limit, halos)
         if asked not in self._asked:
@@ -411,7 +411,7 @@ class MeshCut:
             weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014);
             where there are tiles, whether these cut other axes where space is not worth its halos (``space_choice``).
         gap: of the choice of axes, by its own prices; None where there was none.
-        halos: how runs of calls pay for them.
+        halos: the halo strategy of each segment of calls.
     """
 
     part: ModelPart

@@ -1,4 +1,4 @@
-"""How runs of layers pay for what their windows read of neighbours: what was chosen, beside the price of either way.
+"""The halo strategy of each segment of layers, beside the price of every other one.
 
 layers             a halo moves      layer by layer  meanwhile         once for all
 down.0 ... bottom  once            6 messages  812 us     790 us  1 message  302 us
@@ -25,7 +25,7 @@ def halos_section(plan: Plan) -> Table | None:
     rows += [
         (
             module_range(run.modules) if len(run.modules) < 2 else " ... ".join(name or "(the model itself)" for name in run.modules),
-            _WORDS[run.payment],
+            _WORDS[run.strategy],
             _messages(run.exchange_messages),
             format_seconds(run.exchange_time),
             format_seconds(run.overlap_time),

@@ -1,4 +1,4 @@
-"""How a run of calls pays for what its windows read beyond a rank's own part: what the planner decided, and both prices."""
+"""Halo strategies: how a segment of calls gets the elements that its windows read beyond a rank's own part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["HaloSegment", "Payment", "ends_of"]
+__all__ = ["HaloSegment", "HaloStrategy", "ends_of"]
 
-Payment = Literal["exchange", "overlap", "recompute"]
+HaloStrategy = Literal["exchange", "overlap", "recompute"]
 """Halos move in front of every call that needs one, which waits; or which computes its interior meanwhile; or a wider halo moves once, and
 both neighbours compute the rows between."""
 
@@ -20,7 +20,7 @@ class HaloSegment:
     Attributes:
         first, last: names of the first and the last call.
         modules: the first and the last module that it computes in, for reading; one where they are the same.
-        payment: what was chosen.
+        strategy: what was chosen.
         exchange_messages: halo exchanges of a forward if they move layer by layer.
         exchange_time: predicted seconds for one microbatch, forward and backward, if they do, and calls wait for them.
         overlap_time: the same if calls compute their interior meanwhile: what is left to wait for, and what computing in pieces costs.
@@ -31,7 +31,7 @@ class HaloSegment:
     first: str
     last: str
     modules: tuple[str, ...]
-    payment: Payment
+    strategy: HaloStrategy
     exchange_messages: int
     exchange_time: float = field(compare=False)
     overlap_time: float = field(compare=False)
@@ -39,6 +39,6 @@ class HaloSegment:
     recompute_time: float = field(compare=False)
 
 
-def ends_of(runs: Iterable[HaloSegment], payment: Payment) -> tuple[tuple[str, str], ...]:
-    """The first and the last call of every run that pays so."""
-    return tuple((run.first, run.last) for run in runs if run.payment == payment)
+def ends_of(runs: Iterable[HaloSegment], strategy: HaloStrategy) -> tuple[tuple[str, str], ...]:
+    """Return the first and the last call of every segment with a strategy."""
+    return tuple((run.first, run.last) for run in runs if run.strategy == strategy)

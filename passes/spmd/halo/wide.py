@@ -224,13 +224,13 @@ def with_halos(
     *,
     may_lack: bool = False,
 ) -> Layouts:
-    """Layouts in which runs of calls, each by the names of its first and its last, pay otherwise for halos than by waiting for each.
+    """Layouts in which segments of calls, each by the names of its first and its last, do otherwise than exchange each halo and wait.
 
     Args:
         assigned: mesh dimension -> the axes that it cuts.
         wide: runs that fetch a wide halo once.
         overlapped: runs that compute while halos are on their way.
-        may_lack: let calls that are no such run in these layouts pay nothing, or by waiting.
+        may_lack: let calls that are no such segment in these layouts exchange nothing, or wait.
 
     Raises:
         ConfigError: there is no such run.

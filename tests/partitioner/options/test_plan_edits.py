@@ -118,7 +118,7 @@ def edits(document: Any) -> Iterator[tuple[Path, str, Any]]:
 def decisions(plan: Plan) -> tuple[Any, ...]:
     """What a plan decides, without what it predicts and says."""
     stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
-    halos = tuple((run.first, run.last, run.payment) for run in plan.halos)
+    halos = tuple((run.first, run.last, run.strategy) for run in plan.halos)
     places = (plan.mesh, plan.devices, plan.widths, plan.axes, plan.tiles, plan.tile_budget)
     return (places, stages, halos, plan.schedule, plan.n_microbatches, plan.recompute, plan.batch_size, plan.batchnorm, plan.weights)
 

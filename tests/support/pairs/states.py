@@ -185,7 +185,7 @@ def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
         widths=options.get("widths", ()),
         tiles=options.get("tiles", ()),
         tile_budget=options.get("tile_budget", 0),
-        halos=tuple(HaloSegment(first, last, (), payment, 0, 0.0, 0.0, 0, 0.0) for first, last, payment in options.get("halos", ())),
+        halos=tuple(HaloSegment(first, last, (), strategy, 0, 0.0, 0.0, 0, 0.0) for first, last, strategy in options.get("halos", ())),
     )
 
 

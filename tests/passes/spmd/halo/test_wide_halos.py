@@ -21,7 +21,7 @@ from tests.support.models.vision.space import SPACE
 from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.samples.tile_operations import OPERATIONS, drawn
 
-ONCE, ALWAYS, MEANWHILE = (Constraints(halo=payment) for payment in ("recompute", "exchange", "overlap"))
+ONCE, ALWAYS, MEANWHILE = (Constraints(halo=strategy) for strategy in ("recompute", "exchange", "overlap"))
 Grid = int | tuple[int, ...]
 
 
@@ -245,7 +245,7 @@ def test_messages(norm: bool, constraints: Constraints, expected: int) -> None:
     pm = pm_of(stack(norm=norm), x, (2, 1), constraints)
     pm.train_step(x, target=torch.randn(2, 4, 16, 12, dtype=torch.float64), loss_fn=F.mse_loss)
     assert messages(pm) == (expected, expected)
-    chosen = [run for run in pm.plan.halos if run.payment == "recompute"]
+    chosen = [run for run in pm.plan.halos if run.strategy == "recompute"]
     assert sum(run.exchange_messages - run.recompute_messages for run in chosen) == 3 - expected
 
 
@@ -297,12 +297,12 @@ def runs(latency: float, overhead: float = 0.0) -> tuple[HaloSegment, ...]:
 
 def test_latency_is_weighed_against_arithmetic_and_kernels() -> None:
     (slow,) = runs(latency=1.0)
-    assert (slow.payment, slow.exchange_messages, slow.recompute_messages) == ("recompute", 3, 1)
+    assert (slow.strategy, slow.exchange_messages, slow.recompute_messages) == ("recompute", 3, 1)
     (fast,) = runs(latency=0.0, overhead=1e-3)
-    assert fast.payment == "exchange"
+    assert fast.strategy == "exchange"
     assert fast.exchange_time < min(fast.overlap_time, fast.recompute_time)
     (hidden,) = runs(latency=1e-5)
-    assert hidden.payment == "overlap"
+    assert hidden.strategy == "overlap"
     assert hidden.overlap_time == pytest.approx(0.0, abs=1e-9)  # a convolution takes longer than a message
 
 
