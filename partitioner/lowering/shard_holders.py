@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from partitioner.lowering.variants import Variant
-from passes.analysis.batch.values import pair_nodes
+from passes.analysis.batch_sizes import pair_nodes
 from passes.analysis.replicable import read_by_replicable
 from passes.autograd.staged_model import cut_stages
 from passes.ir.errors import ConfigError

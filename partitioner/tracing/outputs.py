@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from partitioner.tracing.inputs.flatten import output_names
-from passes.analysis.batch.values import Values
 from passes.analysis.batch_semantics import combination, follow_batch
+from passes.analysis.batch_sizes import Sizes
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.buffer_writes import declared_writes
 from passes.graph.symbolic_sizes import size_of
@@ -19,21 +19,21 @@ from passes.ir.graph import Combine, ModelGraph, Output
 __all__ = ["with_outputs"]
 
 
-def with_outputs(graph: ModelGraph, values: Values | None) -> ModelGraph:
+def with_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
     """The graph with its outputs described.
 
     Args:
-        values: sizes as expressions in the batch; None when they are unknown.
+        sizes: as expressions in the batch; None when they are unknown.
     """
     names = output_names(graph.output_tree)
     (leaves,) = graph.graph.output_node().args
     assert isinstance(leaves, tuple | list)
-    if values is None:
+    if sizes is None:
         outputs = tuple(_uncut(name, leaf) for name, leaf in zip(names, leaves, strict=True))
         return dataclasses.replace(graph, outputs=outputs, updates=dict.fromkeys(_written(graph), "mixed"))
     batched = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
     countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batched.keys()
-    flow = follow_batch(graph.graph, values, batched, countable)
+    flow = follow_batch(graph.graph, sizes, batched, countable)
     described = []
     reasons: dict[str, None] = {}
     for name, leaf in zip(names, leaves, strict=True):

@@ -17,7 +17,7 @@ from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
 from partitioner.tracing.inputs.ties import refuse_overlaps
 from partitioner.tracing.outputs import with_outputs
-from passes.analysis.batch.values import FittedValues, OpenValues, pair_nodes
+from passes.analysis.batch_sizes import FittedSizes, OpenSizes, pair_nodes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast, ModelGraph
@@ -92,7 +92,7 @@ def _with_open_batch(model: nn.Module, inputs: ModelInputs, training: bool, layo
         return exported
     graph = assemble(model, exported, training)
     assert graph.batch is not None
-    return with_outputs(graph, OpenValues(graph.batch))
+    return with_outputs(graph, OpenSizes(graph.batch))
 
 
 def _can_be_cut(graph: ModelGraph) -> bool:
@@ -107,7 +107,7 @@ def _fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchL
     pairs = None if twin is None else pair_nodes(graph.graph, twin.graph)
     if twin is None or pairs is None:
         return with_outputs(graph, None)
-    return with_outputs(graph, FittedValues(pairs, (size, twin.batch_size), sympy.Symbol("batch", positive=True, integer=True)))
+    return with_outputs(graph, FittedSizes(pairs, (size, twin.batch_size), sympy.Symbol("batch", positive=True, integer=True)))
 
 
 def _twin(model: nn.Module, inputs: ModelInputs, training: bool, exported: Exported) -> ModelGraph | None:

@@ -24,7 +24,7 @@ from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, call_of
 from passes.rules.language import Line, parse
 from passes.rules.loops import Loops
-from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, SHAPES, SPACE
+from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, RESHAPES, SHAPES, SPACE
 
 __all__ = ["RULES", "Rule", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
 
@@ -35,7 +35,7 @@ Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
 
 def _lines() -> Iterator[tuple[Any, Rule]]:
     tables: tuple[Mapping[Any, list[Any]], ...] = (
-        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, SHAPES, INDEXING, ALONG,
+        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, RESHAPES, SHAPES, INDEXING, ALONG,
     )  # fmt: skip
     for rule, operators in itertools.chain.from_iterable(table.items() for table in tables):
         for operator in operators:

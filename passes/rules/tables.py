@@ -23,7 +23,7 @@ from passes.rules.ops import shape as views
 from passes.rules.ops import slice_concat as moving
 from passes.rules.ops import unfold_fold as patches
 
-__all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "SHAPES", "SPACE"]
+__all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "RESHAPES", "SHAPES", "SPACE"]
 
 
 aten = torch.ops.aten
@@ -126,6 +126,9 @@ LOSSES: Mapping[Any, list[Any]] = {
         aten.l1_loss, aten.margin_ranking_loss, aten.mse_loss, aten.poisson_nll_loss, aten.smooth_l1_loss, aten.soft_margin_loss,
     ],
     layers.vector_loss("anchor", "positive", "negative"): [aten.triplet_margin_loss],
+    layers.vector_loss("input1", "input2"): [aten.cosine_embedding_loss],
+    layers.vector_loss("self", "target"): [aten.multilabel_margin_loss],
+    layers.vector_loss("self", "weight"): [aten.multi_margin_loss],
     layers.classification: [aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_nd],
 }  # fmt: skip
 """Rule -> operators."""
@@ -134,12 +137,16 @@ LOSSES: Mapping[Any, list[Any]] = {
 # -- rules of operations on shapes -------------------------------------------------------------------------------------------------
 
 
-SHAPES: Mapping[Any, list[Any]] = {
+RESHAPES: Mapping[Any, list[Any]] = {
     views.reshape("size"): [aten.view.default, aten._unsafe_view],  # noqa: SLF001
     views.reshape("shape"): [aten.reshape],
     views.reshape(None): [aten.flatten, aten.ravel],
     views.unflatten: [aten.unflatten],
     views.shaped_like: [aten.reshape_as, aten.view_as],
+}
+"""Rule -> operators that give the same elements in the same order another shape."""
+
+SHAPES: Mapping[Any, list[Any]] = {
     moving.permute: [aten.permute],
     moving.move: [aten.movedim, aten.moveaxis],
     moving.swap("dim0", "dim1"): [aten.transpose, aten.swapdims],
@@ -279,7 +286,7 @@ CREATION: Mapping[Any, list[Any]] = {
     creation.histogram: [aten.histc],
     creation.bincount: [aten.bincount],
     creation.everything: [
-        aten.cosine_embedding_loss, aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
+        aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
         aten.where.default,
     ],
 }  # fmt: skip

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.analysis.batch_semantics import COUNTED_LOSSES, MEANS_ADDED, MEANS_KEPT, MEANS_SCALED
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.dependencies import with_ancestors
 from passes.graph.fake_tensors import fake_mode
@@ -33,14 +34,10 @@ __all__ = ["counted_means", "with_totals"]
 
 aten = torch.ops.aten
 
-_CROSS_ENTROPIES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default})
 _MEAN, _SUM = 1, 2
 """What ``reduction`` is in the schemas."""
 _DEFAULTS = (None, _MEAN, -100)
 """Of weight, reduction and ignore_index: the arguments behind input and target."""
-_ADDITIONS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
-_SAME_VALUE = frozenset({aten.clone.default, aten.to.dtype, aten.alias.default})
 
 
 def with_totals(graph: ModelGraph) -> ModelGraph:
@@ -65,11 +62,11 @@ def counted_means(graph: ModelGraph) -> list[fx.Node]:
 
 def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
     """The means that a result is a linear combination of; None when it is something else."""
-    if node.target in _ADDITIONS:
+    if node.target in MEANS_ADDED:
         parts = [_means(part, graph) if isinstance(part, fx.Node) else None for part in node.args[:2]]
         return None if any(part is None for part in parts) else [mean for part in parts if part is not None for mean in part]
-    if node.target in _SCALINGS | _SAME_VALUE:
-        scale = node.args[1] if len(node.args) > 1 and node.target in _SCALINGS else None
+    if node.target in MEANS_SCALED | MEANS_KEPT:
+        scale = node.args[1] if len(node.args) > 1 and node.target in MEANS_SCALED else None
         source = node.args[0]
         return None if isinstance(scale, fx.Node) or not isinstance(source, fx.Node) else _means(source, graph)
     return [node] if node.op == "call_function" else None
@@ -77,7 +74,7 @@ def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
 
 def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
     """Whether what a mean divides by follows from the inputs alone."""
-    if node.target in _CROSS_ENTROPIES and _loss_arguments(node)[1] != _MEAN:
+    if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != _MEAN:
         return False
     if not _counts_targets(node):
         return True
@@ -176,7 +173,7 @@ def _ancestors(results: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _counts_targets(node: fx.Node) -> bool:
     """Whether a mean divides by its targets, those that are not ignored; else by its rows. Probabilities as targets are never ignored."""
-    if node.target not in _CROSS_ENTROPIES:
+    if node.target not in COUNTED_LOSSES:
         return False
     target = node.args[1]
     return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()

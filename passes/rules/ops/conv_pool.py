@@ -11,7 +11,7 @@ import sympy
 from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call
 from passes.rules.language import parse
-from passes.rules.loops import LocalCall, Loops
+from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.window import STEP, Reach
 
 __all__ = [
@@ -50,9 +50,17 @@ def spread(value: Any, rank: int) -> tuple[int, ...]:
     return numbers * rank if len(numbers) == 1 else numbers
 
 
-def fixed(call: Call, rank: int, name: str = "input") -> tuple[int, ...]:
+def fixed(call: Call, rank: int) -> tuple[int, ...]:
     """The sizes of space of an operand."""
-    sizes = call.operand(name, "self", "input").shape[-rank:]
+    return _numbers(call.operand("input", "self").shape[-rank:])
+
+
+def steps_of(call: Call, rank: int) -> tuple[int, ...]:
+    """The sizes of space of the result."""
+    return _numbers(call.results[0][-rank:])
+
+
+def _numbers(sizes: Sequence[Size]) -> tuple[int, ...]:
     if not all(isinstance(size, int) for size in sizes):
         raise MisfitError("the size of space depends on the batch")
     return tuple(int(size) for size in sizes)
@@ -77,7 +85,7 @@ def convolution_of_arguments(call: Call) -> Loops:
 
 def _convolution(call: Call, rank: int, transposed: bool) -> Loops:
     names, sizes = space(rank), fixed(call, rank)
-    kernel = [int(size) for size in call.operand("weight").shape[2:]]
+    kernel = _numbers(call.operand("weight").shape[2:])
     stride, dilation = spread(call["stride"], rank), spread(call["dilation"], rank)
     extents = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
     padding = _padding(call["padding"], rank)
@@ -141,7 +149,7 @@ def pool(rank: int, kind: str) -> Callable[[Call], Loops]:
         kernel, padding = spread(call["kernel_size"], rank), spread(call["padding"], rank)
         stride = spread(call["stride"], rank) if call["stride"] else kernel
         dilation = spread(call.get("dilation", 1), rank)
-        steps = [int(size) for size in call.results[0][-rank:]]
+        steps = steps_of(call, rank)
         reaches = {}
         for index, name in enumerate(names):
             extent = dilation[index] * (kernel[index] - 1)
@@ -169,7 +177,7 @@ def adaptive_pool(rank: int) -> Callable[[Call], str | Loops]:
 
     def rule(call: Call) -> str | Loops:
         names, sizes = space(rank), fixed(call, rank)
-        steps = [int(size) for size in call.results[0][-rank:]]
+        steps = steps_of(call, rank)
         if all(step == 1 for step in steps):
             return f"batch* channels {' '.join(f'{name}:mean' for name in names)} -> batch* channels {'1 ' * rank}; linear self"
         reaches = {}
@@ -202,7 +210,7 @@ def interpolate(rank: int, kind: str) -> Callable[[Call], Loops]:
 
     def rule(call: Call) -> Loops:
         names, sizes = space(rank), fixed(call, rank)
-        steps = [int(size) for size in call.results[0][-rank:]]
+        steps = steps_of(call, rank)
         corners, scales = bool(call.get("align_corners")), scales_of(call, rank)
         is_whole = not corners and all(_is_whole(*each) for each in zip(sizes, steps, scales, strict=True))
         reaches = {

@@ -111,7 +111,9 @@ def slice_(call: Call) -> str | Loops:
     size, start, end, step = source.shape[chosen], call["start"] or 0, call["end"], call["step"]
     to_the_end = end is None or end == size or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
     if start == 0 and step == 1 and to_the_end:
-        return write([numbered(rank)], [numbered(rank)], _LINEAR)
+        text = write([numbered(rank)], [numbered(rank)], _LINEAR)
+        depends = end is not None and not isinstance(end, int)
+        return with_localize(text, call, lambda part: {"end": part.results[0][chosen]}) if depends else text
     known = isinstance(size, int) and all(isinstance(each, int) for each in (start, step, 0 if end is None else end))
     if known and 0 <= start < step and to_the_end and size % step == 0:
         return write([_with(rank, chosen, f"(dim{chosen} step!)")], [numbered(rank)], f"step = {step}", _LINEAR)

@@ -197,6 +197,12 @@ def losses() -> Iterator[Sample]:
         yield Sample(aten.binary_cross_entropy.default, probability, positive(4, 5) / 2, positive(5), reduction)
         yield Sample(aten.binary_cross_entropy_with_logits.default, real(4, 5), positive(4, 5) / 2, None, positive(5), reduction)
         yield Sample(aten.triplet_margin_loss.default, real(4, 5), real(4, 5), real(4, 5), reduction=reduction)
+        yield Sample(aten.cosine_embedding_loss.default, real(4, 5), real(4, 5), flags(4) * 2.0 - 1, 0.1, reduction)
+        yield Sample(aten.cosine_embedding_loss.default, real(5), real(5), flags() * 2.0 - 1, 0.1, reduction)
+        yield Sample(aten.multi_margin_loss.default, real(4, 5), whole(5, 4), 1, 1.0, positive(5), reduction)
+        yield Sample(aten.multi_margin_loss.default, real(5), whole(5, 1), 1, 1.0, None, reduction)
+        yield Sample(aten.multilabel_margin_loss.default, real(4, 5), whole(5, 4, 5), reduction)
+        yield Sample(aten.multilabel_margin_loss.default, real(5), whole(5, 5), reduction)
         yield Sample(aten.cross_entropy_loss.default, real(4, 5), whole(5, 4), None, reduction)
         yield Sample(aten.cross_entropy_loss.default, real(4, 5, 3), whole(5, 4, 3), positive(5), reduction, 2)
         yield Sample(aten.cross_entropy_loss.default, real(4, 5, 3), positive(4, 5, 3), positive(5), reduction, -100, 0.1)
@@ -205,7 +211,6 @@ def losses() -> Iterator[Sample]:
         yield Sample(aten.nll_loss_nd.default, real(4, 5, 3, 2), whole(5, 4, 3, 2), None, reduction)
         yield Sample(aten.nll_loss2d.default, real(4, 5, 3, 2), whole(5, 4, 3, 2), None, reduction)
     yield Sample(aten.mse_loss.default, real(4, 1), real(1, 5))
-    yield Sample(aten.cosine_embedding_loss.default, real(4, 5), real(4, 5), flags(4) * 2.0 - 1)
 
 
 def creation() -> Iterator[Sample]:

@@ -7,52 +7,54 @@ A graph with an open batch has them; of a graph with a fixed batch they are fitt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from passes.analysis.batch.call import Shape
-from passes.graph.schemas import bound_arguments
-from passes.graph.symbolic_sizes import size_of
-from passes.ir.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from passes.ir.torch_private import tree_leaves
+from passes.rules.call import Call, Operand, call_of
 
-__all__ = ["FittedValues", "OpenValues", "Values", "pair_nodes"]
+__all__ = ["FittedSizes", "OpenSizes", "Sizes", "depends_on", "pair_nodes"]
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Values(Protocol):
-    """Where rules read sizes and numbers."""
+class Sizes(Protocol):
+    """Where the sizes and numbers of a graph are read."""
 
     @property
     def batch(self) -> sympy.Symbol:
         """The symbol of the batch size."""
 
-    def shapes(self, node: fx.Node) -> tuple[Shape, ...]:
-        """The shapes of the tensors that a node gives; ``((),)`` for a number."""
+    def call(self, node: fx.Node) -> Call | None:
+        """What a node calls, as sharding rules see it; None when a value in front of it is no tensor and no number of known meaning."""
 
     def number(self, node: fx.Node) -> Any:
         """The number that a node gives, if it follows from the batch size; else None."""
 
-    def arguments(self, node: fx.Node) -> dict[str, Any]:
-        """The operator's parameters by name, numbers as expressions where they depend on the batch."""
+
+def depends_on(batch: sympy.Symbol, value: Any) -> bool:
+    """Whether a number, a size of a tensor, or one in a list depends on the batch size."""
+    if isinstance(value, Operand):
+        return depends_on(batch, value.shape)
+    if isinstance(value, tuple):
+        return any(depends_on(batch, part) for part in value)
+    return isinstance(value, sympy.Expr) and batch in value.free_symbols
 
 
 @dataclass(frozen=True)
-class OpenValues:
+class OpenSizes:
     """Of a graph with an open batch size."""
 
     batch: sympy.Symbol
 
-    def shapes(self, node: fx.Node) -> tuple[Shape, ...]:
-        value = node.meta.get("val")
-        if isinstance(value, (*_SYMBOLIC, int, float)):
-            return ((),)
-        return tuple(tuple(size_of(size) for size in leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    def call(self, node: fx.Node) -> Call | None:
+        return call_of(node)
 
     def number(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
@@ -63,16 +65,9 @@ class OpenValues:
             return None
         return int(expression) if expression.is_Integer else expression
 
-    def arguments(self, node: fx.Node) -> dict[str, Any]:
-        def value(source: fx.Node) -> Any:
-            number = self.number(source)
-            return source if number is None else number
-
-        return {name: fx.map_arg(argument, value) for name, argument in bound_arguments(node).items()}
-
 
 @dataclass(frozen=True)
-class FittedValues:
+class FittedSizes:
     """Of a graph with a fixed batch size, compared with a second trace.
 
     Attributes:
@@ -85,22 +80,23 @@ class FittedValues:
     sizes: tuple[int, int]
     batch: sympy.Symbol
 
-    def shapes(self, node: fx.Node) -> tuple[Shape, ...]:
-        own, other = (OpenValues(self.batch).shapes(each) for each in (node, self.pairs[node]))
-        return tuple(tuple(self._fit(*pair) for pair in zip(*shapes, strict=True)) for shapes in zip(own, other, strict=True))
+    def call(self, node: fx.Node) -> Call | None:
+        own, other = call_of(node), call_of(self.pairs[node])
+        if own is None or other is None or len(own.results) != len(other.results):
+            return None
+        values, results = self._fit(own.values, other.values), self._fit(own.results, other.results)
+        return dataclasses.replace(own, values=values, results=results)
 
     def number(self, node: fx.Node) -> Any:
         own, other = (each.meta.get("val") for each in (node, self.pairs[node]))
         return self._fit(own, other) if isinstance(own, int | float) and isinstance(other, int | float) else None
 
-    def arguments(self, node: fx.Node) -> dict[str, Any]:
-        own, other = bound_arguments(node), bound_arguments(self.pairs[node])
-        leaves, tree = tree_flatten(own)
-        fitted = [self._fit(*pair) for pair in zip(leaves, tree_leaves(other), strict=True)]
-        return dict(tree_unflatten(fitted, tree))
-
     def _fit(self, own: Any, other: Any) -> Any:
-        """One expression for both: constant, a multiple of the batch size, or a constant divided by it."""
+        """One expression for both numbers: constant, a multiple of the batch size, or a constant divided by it."""
+        if isinstance(own, Operand):
+            return dataclasses.replace(own, shape=self._fit(own.shape, other.shape))
+        if isinstance(own, tuple):
+            return tuple(self._fit(*pair) for pair in zip(own, other, strict=True))
         if not isinstance(own, int | float) or isinstance(own, bool) or own == other:
             return own
         first, second = self.sizes
@@ -108,7 +104,7 @@ class FittedValues:
             return sympy.nsimplify(own) / first * self.batch
         if own * first == other * second:
             return sympy.nsimplify(own) * first / self.batch
-        return sympy.Symbol("unknown") * self.batch
+        return self.batch ** sympy.Symbol("unknown", positive=True)  # neither a multiple of the batch nor a part of one
 
 
 def pair_nodes(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
