@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes.emit.coalesce_collectives import is_held
+from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import written_arguments
 from passes.ir.comm.functional import AGAIN
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
@@ -121,14 +122,22 @@ def _is_of_kept(node: fx.Node) -> bool:
 def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For the wait of each such gather, the next one: it is under way while what this one brings is used.
 
-    Of what is gathered again, the next one of the same backward follows.
+    Of what is gathered again, the next one of the same backward follows. What is gathered over two mesh dimensions is gathered twice, and
+    the second gather reads the first: it cannot start in front of it.
     """
     gathers = [node for node in graph.nodes if _is_gather(node)]
     of_parameters = [node for node in gathers if not _is_of_kept(node)]
     of_kept = itertools.pairwise(node for node in gathers if _is_of_kept(node))
     alike = [(one, other) for one, other in of_kept if one.meta.get("section") == other.meta.get("section")]
     pairs = [*itertools.pairwise(of_parameters), *alike]
-    return {next(iter(node.users)): following for node, following in pairs if node.users}
+    return {next(iter(node.users)): following for node, following in pairs if node.users and not _reads(following, node)}
+
+
+def _reads(gather: fx.Node, other: fx.Node) -> bool:
+    """Whether a gather is of what another one gathered."""
+    return other in with_ancestors(
+        [gather], lambda node: node.all_input_nodes if node.target is all_gather or len(node.all_input_nodes) == 1 else ()
+    )
 
 
 def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
