@@ -12,5 +12,6 @@
     emit        stages and schedule -> each rank's program, with sends, receives and overlapped collectives
     verify      programs -> proof that messages match, groups agree and nothing deadlocks
 
-A phase imports no later one (a contract in pyproject.toml). ``pipeline.py`` stands above them and drives them by a plan.
+This is the order of imports: a phase imports no later one (a contract in pyproject.toml). ``pipeline.py`` stands above them and has the
+order in which they run for a plan: there a graph is sharded before it is split into stages.
 """

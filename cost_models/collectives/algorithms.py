@@ -1,4 +1,4 @@
-"""How long a collective takes on a cluster: which links its group uses, who else uses them, and which algorithm is the fastest.
+"""The time of a collective on a cluster: the links of its group, other groups that share them, and the fastest algorithm.
 
     node 0              node 1                   groups (0 1) (2 3): each stays in its node
     0 --NVLink-- 1      2 --NVLink-- 3           group (0 1 2 3): a ring whose slowest step crosses nodes

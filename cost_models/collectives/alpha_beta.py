@@ -1,4 +1,4 @@
-"""How long messages and collectives take: alpha-beta formulas in bytes, group size and link, also of sympy expressions.
+"""Alpha-beta formulas of messages and collectives, in bytes, group size and link; numbers or sympy expressions.
 
 ``size`` is always that of the whole tensor: what all_reduce and broadcast leave on every rank, what all_gather produces, what
 reduce_scatter consumes; of an all_to_all, what one rank holds. With a the latency and b the seconds per byte of a link:

@@ -1,4 +1,4 @@
-"""Write what ranks read beyond their own parts: fetched from ranks that have it, or taken from what a rank has computed of it itself."""
+"""Emit halos into a rank's graph: exchange them with the ranks that own them, or slice them from values computed with overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["HaloWriter"]
 
 
 class HaloWriter:
-    """Knows what this rank has of every value that windows read.
+    """Writes the operands of windowed calls for one rank: its own part, with the halo.
 
     Args:
         axes: of the whole graph.
@@ -37,19 +37,19 @@ class HaloWriter:
         self._wide: dict[fx.Node, fx.Node] = {}
         self._fetched: dict[Any, fx.Node] = {}
 
-    # -- what a rank computes of the parts of others -------------------------------------------------------------------------------
+    # -- values that a rank computes beyond its own part ---------------------------------------------------------------------------
 
     def keep_wide(self, node: fx.Node, copy: fx.Node) -> None:
-        """A value of which this rank has computed more than its own part."""
+        """Remember the copy of a value that this rank computes beyond its own part."""
         self._wide[node] = copy
 
     def computed(self, node: fx.Node) -> list[tuple[int, int, int]]:
-        """Where this rank computes more than its own part of a value: mesh dimension, first element, the one behind the last."""
+        """Return where this rank computes a value beyond its own part, as (mesh dimension, start, stop)."""
         wide = self._layouts.wide.get(node.name, ())
         return [(index, *parts[self._extents.coordinate[index]]) for index, parts in enumerate(wide) if parts is not None]
 
     def shape(self, node: fx.Node, axes: TensorAxes, layout: Layout) -> tuple[Size, ...]:
-        """The shape of what this rank computes of a value."""
+        """Return the shape of a value as this rank computes it, with its overlap."""
         shape = list(self._extents.shape(axes, layout))
         for index, start, stop in self.computed(node):
             place = layout[index]
