@@ -45,15 +45,15 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a plan says of a step beside its programs.
+    """The facts of a plan, beside its programs, that the formulas need.
 
     Attributes:
         bubble: idle time of a rank, in microbatches of work.
-        in_flight: stage -> the most microbatches whose activations it holds; None: all of the step.
-        dimension_of: the mesh dimension along which a group lies, by its ranks; ``"pipeline"`` between stages.
-        replicated: the mesh dimensions that share the batch.
-        n_replicas: how many ranks stand along them.
-        states: copies of each parameter that the optimizer keeps.
+        in_flight: stage -> the most microbatches in flight; None: all of the step.
+        dimension_of: ranks of a group -> its mesh dimension; ``"pipeline"`` between stages.
+        replicated: the mesh dimensions that shard the batch.
+        n_replicas: the number of ranks along these.
+        states: tensors of the optimizer's state for each parameter.
     """
 
     bubble: sympy.Rational
@@ -70,10 +70,10 @@ class StepFormula:
 
     Attributes:
         step_time: seconds of a step.
-        memory: bytes of the rank that holds most.
+        memory: peak bytes of the fullest rank.
         bytes_moved: bytes that the slowest rank sends in a step, by mesh dimension.
-        defaults: the plan's own value of each symbol.
-        model: the work of the whole model, before it is cut, in the batch and in the lengths of its sequences.
+        defaults: the value of each symbol in the plan.
+        model: the work of the unsharded model, in the batch and in the lengths of its sequences.
     """
 
     step_time: sympy.Expr
@@ -121,13 +121,13 @@ class StepFormula:
 
 
 def step_formula(works: Sequence[ProgramWork], model: ModelFormula, shape: StepShape, defaults: Mapping[str, float]) -> StepFormula:
-    """Put the work of all ranks together.
+    """Return the formulas of a step, as maxima over the programs of all ranks.
 
     Args:
         works: of each rank's program.
         model: the work of the whole model.
-        shape: what the plan says.
-        defaults: the plan's own values; link symbols are ``latency_<dimension>`` and ``bandwidth_<dimension>``.
+        shape: the facts of the plan.
+        defaults: the values of symbols in the plan; link symbols are ``latency_<dimension>`` and ``bandwidth_<dimension>``.
     """
     times = [_time(work, shape) for work in works]
     memory = [_memory(work, shape) for work in works]
@@ -154,7 +154,7 @@ def _largest(parts: Sequence[sympy.Expr]) -> sympy.Expr:
 
 
 def _is_at_least(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Whether it is so for all values of the symbols, which are positive: where no term of the difference is negative."""
+    """Return whether ``one >= other`` is proved for all positive values of the symbols: no term of the difference is negative."""
     difference = sympy.expand(one - other)
     return not difference.has(sympy.Min) and all(term.is_nonnegative for term in sympy.Add.make_args(difference))
 
@@ -176,13 +176,14 @@ def _busy(amount: Amount) -> sympy.Expr:
 
 
 class _SymbolicLink(Link):
-    """A link whose numbers are symbols, which no check of numbers admits."""
+    """A link of symbols, which the field checks of ``Link`` would refuse."""
 
     def __post_init__(self) -> None:
         """Check nothing."""
 
 
 def _message_time(message: Message, shape: StepShape) -> Size:
+    """Return the alpha-beta time of a message on its link; a group along the batch grows with the symbol ``replicas``."""
     dimension = _dimension(message, shape)
     latency, bandwidth = sympy.symbols(f"latency_{dimension} bandwidth_{dimension}", positive=True)
     link = _SymbolicLink(latency, bandwidth)
@@ -197,6 +198,7 @@ def _dimension(message: Message, shape: StepShape) -> str:
 
 
 def _memory(work: ProgramWork, shape: StepShape) -> sympy.Expr:
+    """Return the bytes of a rank: parameters, gradients and optimizer state, and saved activations times microbatches in flight."""
     state = work.parameters + work.trained * (1 + shape.states)
     total = sympy.Integer(state)
     for stage, kept in work.kept.items():
@@ -206,7 +208,7 @@ def _memory(work: ProgramWork, shape: StepShape) -> sympy.Expr:
 
 
 def _collected(expression: sympy.Expr) -> sympy.Expr:
-    """One term for each symbol of the machine, its coefficient a polynomial in the rows where it is one."""
+    """Collect the terms of each symbol of the machine; their coefficients are polynomials in the rows where possible."""
     expanded = sympy.expand(expression)
     machine = [symbol for symbol in sorted(expanded.free_symbols, key=str) if symbol is not ROWS]
     return sympy.collect(expanded, [1 / symbol for symbol in machine] + machine)

@@ -50,7 +50,7 @@ class Cluster:
     places: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.links, MappingProxyType):  # those of a cluster that was checked: a part of it is made often
+        if not isinstance(self.links, MappingProxyType):  # else they come from a checked cluster: skip, since subclusters are many
             check_fields(self)
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "places", tuple(self.places) or tuple(range(len(self.devices))))

@@ -1,4 +1,4 @@
-"""One call of an operator: sizes and numbers, and no graph. Calls compare and hash, so that equal layers are priced once."""
+"""One call of an operator as a value, without a graph: it compares and hashes, so that equal layers are priced once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Call", "tensors_in"]
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with sizes for tensors.
+    """An operator with its arguments; tensors are given by their shapes.
 
     Attributes:
-        operator: what is called.
-        values: of its parameters, in order; tensors are shapes, lists tuples.
-        results: its tensors.
+        operator: the operator.
+        values: (parameter, argument) pairs in order; tensors as shapes, lists as tuples.
+        results: shapes of its results.
     """
 
     operator: OpOverload
@@ -57,14 +57,14 @@ class Call:
 
     @cached_property
     def loops(self) -> Loops | None:
-        """What the operator's rule says of the call; None when there is no rule, or it does not fit."""
+        """Return the loops of the call by the operator's rule; None if there is no rule, or it does not fit."""
         counter = iter(range(1_000_000))
         values = tuple((name, _for_rules(value, counter)) for name, value in self.values)
         shapes, dtypes = tuple(each.shape for each in self.results), tuple(each.dtype for each in self.results)
         return loops_of_call(rules.Call(self.operator, values, shapes, dtypes))
 
     def operand_indices(self, name: str) -> tuple[int, ...]:
-        """Which operands of the loops a parameter's tensors are."""
+        """Return the indices of a parameter's tensors among the operands of the loops."""
         before = 0
         for parameter, value in self.values:
             count = len(tuple(tensors_in(value)))
@@ -74,15 +74,15 @@ class Call:
         return ()
 
     def filled(self, tensor: Callable[[str, TensorShape], Any], device: torch.device) -> dict[str, Any]:
-        """Parameter -> value with something in the place of each tensor, and of each device the one given.
+        """Return parameter -> argument with tensors and devices replaced, to run the call.
 
         Args:
-            tensor: what stands for a tensor, of which it is given the parameter's name and the shape.
+            tensor: makes a tensor from the parameter's name and the shape.
         """
         return {name: _filled(value, partial(tensor, name), device) for name, value in self.values}
 
     def at(self, values: Any) -> Call:
-        """In numbers: each size at ``values[size]``."""
+        """Return the call with symbolic sizes evaluated as ``values[size]``."""
         return replace(
             self,
             values=tuple((name, _at(value, values)) for name, value in self.values),
@@ -91,7 +91,7 @@ class Call:
 
 
 def tensors_in(value: Any) -> Iterator[TensorShape]:
-    """The tensors of an argument."""
+    """Yield the tensors of an argument."""
     if isinstance(value, TensorShape):
         yield value
     elif isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Cost models of a machine that is at hand: every operation timed, or the analytic model with rates fitted to some that were.
+"""Cost models measured on this machine: every op timed, or the analytic model with rates fitted to some timed ops.
 
-    Roofline        from data sheets: for machines that are not here
-    MeasuredCosts   each distinct call is timed once and looked up after that
-    fitted(...)     a Calibrated model: rates for each family of operations, from measured calls; prices what was never measured
+    Roofline        from data sheets, for other machines (not measured)
+    MeasuredCosts   each distinct call is timed once, and looked up afterwards
+    fitted(...)     a Calibrated model: rates for each family of ops, from timed calls; also prices ops that were not timed
 
 All three are a ``CostModel``: ``partition(..., cost_model=MeasuredCosts("times.db"))``.
 """
@@ -37,14 +37,14 @@ __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted", "measure_
 
 
 class MeasuredCosts:
-    """Times of this machine.
+    """Times measured on this machine.
 
-    Of a call of a model that trains, which the planner prices, each part takes what the calls take that it becomes in programs. Where it
-    cannot be differentiated by itself, a half of its backward takes as much more or less than the roofline says as its forward does. What
-    cannot be timed is left to the roofline.
+    The forward and each half of the backward of a call are the sums of the kernels that they become in programs. For a call that cannot be
+    differentiated alone, the backward is the roofline's, scaled by measured over analytic time of its forward. Calls that cannot be timed
+    get the roofline.
 
     Args:
-        store: file of the times; ``":memory:"`` keeps none.
+        store: file of the times; ``":memory:"`` writes none.
         device: where operations are timed.
     """
 
@@ -58,7 +58,7 @@ class MeasuredCosts:
         self._paces = Paces()
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """Of the calls that it becomes, measured; a roofline for work that is no call."""
+        """Return the measured seconds of a call, forward or a half of its backward; by the roofline if ``work`` is no single call."""
         analytic = self._roofline.operation_time(work, device, dtype)
         if work.call is None:
             return analytic
@@ -78,15 +78,15 @@ class MeasuredCosts:
 
     @property
     def samples(self) -> list[Sample]:
-        """The calls that were asked for, timed."""
+        """Return the forward calls priced so far, with their measured times."""
         known = ((work, dtype, self._store[work.call]) for work, dtype in self._asked if work.call is not None)
         return [Sample(work, dtype, seconds) for work, dtype, seconds in known if seconds is not None]
 
     def time_again(self) -> None:
-        """Time every call that was timed so far once more, and take medians: for machines that are not equally fast all the time.
+        """Time every known call once more, and take medians, to correct for a clock rate that drifts.
 
-        Calls that were timed one after the other in a slow minute and in a fast one do not compare. Those that are timed often do, when
-        each time counts by how slow the machine was just then (``measured.paces``); so do calls that are asked for later.
+        Calls timed in a slow minute and in a fast one are not comparable. Repeated times are, each divided by the clock rate at its time
+        (``cost_models.profiling.drift``); later calls are corrected by it too.
         """
         for call in self._paces.in_another_order():
             seconds = measure_call(call, self._device)
@@ -115,7 +115,7 @@ class MeasuredCosts:
 
 
 def machine_name(device: torch.device) -> str:
-    """What times depend on beside the call."""
+    """Return the key of the machine under which times are stored: device, threads and torch version."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()}"
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
@@ -137,7 +137,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a family of operations reaches: ``flops * per_flop + bytes * per_byte + launches * per_launch`` seconds."""
+    """Measured rates of a family of ops: ``flops * per_flop + bytes * per_byte + launches * per_launch`` seconds."""
 
     per_flop: float
     per_byte: float
@@ -155,7 +155,7 @@ class Calibrated:
     rates: Mapping[tuple[Family, torch.dtype], Rates] = field(hash=False)
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """By the rates of its family."""
+        """Return the seconds of an op: a linear model with the rates of its family and dtype, else the roofline."""
         rates = self.rates.get((work.family, dtype))
         if rates is None:
             return Roofline().operation_time(work, device, dtype)

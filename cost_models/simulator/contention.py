@@ -1,4 +1,4 @@
-"""Which transfers get into each other's way, and how long each takes alone.
+"""Transfers that share links: how long each takes alone, and how much of a link's time it uses.
 
     rank 0 ──out── level 0 ──in── rank 1        a device has a way out and a way in at each level of links
        └───out─── level 1 ──in──────── rank 8
@@ -85,7 +85,10 @@ class Passages:
 
 
 def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
-    """Bytes between the ranks of a collective: around the ring, or from each to each."""
+    """Yield (source, destination) and the bytes that a collective sends between them.
+
+    Reductions and gathers run as a ring: (n - 1) / n of the bytes cross each of its links, twice for an all_reduce.
+    """
     group, n_ranks = transfer.group, len(transfer.group)
     if transfer.kind == "all_to_all":
         yield from (((one, other), transfer.bytes / n_ranks) for one in group for other in group if one != other)

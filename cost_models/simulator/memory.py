@@ -1,4 +1,4 @@
-"""What a rank holds over time, from the storages that its steps make and drop: the peak, when it is, and what is alive then."""
+"""Memory of a rank over time, from the storages that its tasks allocate and free: the peak, its time, and the tensors alive then."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Alive", "DeviceMemory", "MemoryCurve", "memory_of"]
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 _ACTION = re.compile(r"\d+[FBIW]\d+")
 _SHOWN = 40
-"""How many of the largest nodes that are alive at a peak are named."""
+"""Number of the largest nodes alive at a peak that are listed."""
 
 
 @dataclass(frozen=True)
 class Alive:
-    """What one node holds at a peak.
+    """The memory of one node at a peak.
 
     Attributes:
         name: the node, or the parameter.
         bytes: of memory.
-        category: what for.
+        category: one of ``CATEGORIES``.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Alive:
 
 @dataclass(frozen=True)
 class DeviceMemory(Mapping[str, int]):
-    """What one device holds at its peak, in bytes; the categories add up to the peak. Also a mapping from their names.
+    """The memory of one device at its peak, in bytes; the categories add up to the peak. Also a mapping from their names.
 
     Attributes:
         parameters: parameters, buffers and constants.
         gradients: of parameters.
         optimizer: its state.
-        activations: all else that is computed, inputs among it.
-        communication: buffers that something is on its way to.
-        peak_time: when the peak is, in seconds from the step's start.
-        alive: the largest of what is alive then, largest first.
-        highest: category -> the most that it alone holds, and when.
-        kept: the most activations that it holds between two actions: what is kept for backwards, without what actions need on their way.
+        activations: all other computed values, and inputs.
+        communication: receive buffers.
+        peak_time: time of the peak, in seconds from the step's start.
+        alive: the largest tensors alive then, largest first.
+        highest: category -> its own peak, and the time of that.
+        kept: the peak of activations between two actions: those saved for backwards, without transient ones.
     """
 
     parameters: int
@@ -61,7 +61,7 @@ class DeviceMemory(Mapping[str, int]):
 
     @property
     def peak(self) -> int:
-        """All together."""
+        """Return the bytes of all categories."""
         return sum(self.values())
 
     def __getitem__(self, category: str) -> int:
@@ -82,7 +82,7 @@ class MemoryCurve:
     """Bytes on a device over time: ``bytes[i]`` from ``times[i]`` on.
 
     Attributes:
-        times: seconds, ascending; a moment may come twice, with the peak between two levels.
+        times: seconds, ascending; a time may occur twice: the momentary peak, and the level after it.
         bytes: of all categories together.
     """
 
@@ -91,11 +91,14 @@ class MemoryCurve:
 
 
 def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> tuple[DeviceMemory, MemoryCurve]:
-    """The memory of a rank.
+    """Return the peak memory of a rank, and its memory over time.
+
+    Sweep over the changes in order of time. A change allocates or frees a storage, or is the momentary rise inside a task, which counts for
+    peaks only.
 
     Args:
-        run: what it did.
-        stays: what it held from the start.
+        run: the simulated step of the rank, with its changes of memory.
+        stays: storages that exist from the start: parameters, inputs.
         optimizer_bytes: state of the optimizer.
     """
     changes = _in_order(run)
@@ -139,10 +142,10 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
 
 
 def _kept(run: RankRun, activations: Sequence[tuple[float, int]]) -> int:
-    """The most activations at an end of an action.
+    """Return the peak of activations at the ends of actions.
 
     Args:
-        activations: when they change, and to how many bytes.
+        activations: (time, bytes) of each change.
     """
     ends = sorted({each.section: each.end for each in run.computed if _ACTION.fullmatch(each.section)}.values())
     times = [time for time, _ in activations]
@@ -150,7 +153,7 @@ def _kept(run: RankRun, activations: Sequence[tuple[float, int]]) -> int:
 
 
 def _in_order(run: RankRun) -> list[tuple[float, Change]]:
-    """All changes by their times; what a transfer still reads is not free before it is over."""
+    """Return the changes in order of time; a storage that a transfer reads is freed after the transfer."""
     timed = [
         (change.time if change.made or change.storage is None else max(change.time, run.held.get(id(change.storage), 0.0)), change)
         for change in run.changes
@@ -159,7 +162,7 @@ def _in_order(run: RankRun) -> list[tuple[float, Change]]:
 
 
 def _extend(times: list[float], sizes: list[int], time: float, total: int, above: int) -> None:
-    """Add a point; of many at one time, the highest and the last stay."""
+    """Append a point to the curve; of several at one time, keep the highest and the last."""
     if above > total:
         times += [time, time]
         sizes += [above, total]
@@ -171,7 +174,7 @@ def _extend(times: list[float], sizes: list[int], time: float, total: int, above
 
 
 def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) -> tuple[Alive, ...]:
-    """The largest of what is alive behind these changes."""
+    """Return the largest tensors that are alive after these changes."""
     found = {id(storage): storage for storage in stays}
     for _, change in changes:
         if change.storage is not None and change.made:

@@ -107,6 +107,7 @@ class PartitionedForward:
         return self._runtime.local_ranks[0]
 
     def _forward(self) -> tuple[tuple[Tensor, ...], Any]:
+        """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process."""
         lowering = self._lowering
         found = self._calls.run(lowering, lowering.training_forward(self._differentiation, self._count), self._inputs)
         outputs = found[self._here][0]

@@ -131,11 +131,11 @@ class Calls:
                     )
 
     def differentiated(self, wanted: frozenset[str]) -> list[str]:
-        """The inputs whose gradients are wanted, in the order in which programs return these."""
+        """Return the inputs whose gradients are wanted, in the order in which programs return the gradients."""
         return [leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in wanted]
 
     def result(self, values: Sequence[Tensor], batch: int) -> Any:
-        """The model's structure around what its nodes computed, for a batch of so many rows."""
+        """Return the model's outputs in their original structure, from the computed values and the constants among its results."""
         batch = self._rows.passed(batch)
         by_node = dict(zip(self._graph.returned, values, strict=True))
         leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]

@@ -144,7 +144,7 @@ def _trained(model: Explained) -> frozenset[str]:
 
 
 def _dtype(model: Explained) -> torch.dtype:
-    """What most parameters are."""
+    """Return the dtype with the most parameter elements: its FLOP rate stands for the device."""
     sizes: dict[torch.dtype, int] = {}
     for node in model.graph.graph.nodes:
         value = node.meta.get("val")

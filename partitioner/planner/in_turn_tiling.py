@@ -1,9 +1,9 @@
-"""Plan tiles that are computed in turn on one device: how much of the model is computed whole, so that its memory is kept.
+"""Plan sequential tiling on one device: choose the budget, the size up to which values are computed whole.
 
-What is at most as large as the budget is computed whole; the rest by tiles, again for every sweep that reads it. A larger budget computes
-less and holds more. The largest is chosen that, by liveness over the graphs that run, holds no more than the limit; without a limit, the
-parameters and inputs (gradients, the optimizer's state) and twice an equal share of what else the whole model holds: an eighth, for 16
-tiles. A model in training mode is planned for a training step, one in evaluation mode for a forward.
+Larger values are computed tile by tile, again in every sweep that reads them, so a larger budget needs less time and more memory. The
+planner takes the largest budget whose peak memory, by liveness over the tiled graphs, is within the limit. The default limit is parameters,
+inputs, gradients and optimizer state, and 2/n of the other memory of the untiled model for n tiles. A model in training mode is planned for
+a training step, one in evaluation mode for a forward.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _parameters(graph: ModelGraph) -> list[Tensor]:
 
 
 def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
-    """Bytes that a step holds at most, of the graphs that run: a forward, or a forward and its backward."""
+    """Return the peak bytes of a tiled step, by liveness over its graphs: a forward, in training also its backward."""
     by_tiles = streamed(graph, counts, budget)
     if not graph.training:
         return forward_peak(by_tiles)
@@ -129,7 +129,7 @@ def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Re
 
 
 def _candidates(graph: ModelGraph, axes: Axes, grid: TileGrid, wanted: int) -> Iterator[int]:
-    """Budgets, the largest first whose estimate keeps to a number of bytes; the one that holds least in the end."""
+    """Yield budgets to try: the largest ones whose estimated peak is within ``wanted`` bytes, at last the one of the least peak."""
     sizes = sorted({_largest(node, graph) for node in graph.computing_nodes()}, reverse=True)
     measured: list[tuple[int, int]] = []
     tried = 0
@@ -147,10 +147,10 @@ def _candidates(graph: ModelGraph, axes: Axes, grid: TileGrid, wanted: int) -> I
 
 
 _MOST_CALLS = 20_000
-"""Beyond that, what is computed again and again takes longer than anybody would wait."""
+"""Limit of the tiled graph's calls: small budgets repeat so many that a step would take too long."""
 
 _MOST_TRIED = 3
-"""How many budgets are looked at closely that keep to the memory by their estimate."""
+"""Budgets within the memory by their estimate whose tiled graphs are written and measured."""
 
 
 def _largest(node: fx.Node, graph: ModelGraph) -> int:

@@ -1,9 +1,7 @@
-"""What is known about a schedule before ranks and microbatches are chosen, and the schedule when they are.
+"""Kinds of schedules: the facts that hold for any number of ranks and microbatches, and the ``Schedule`` for given numbers.
 
-How many activations a schedule keeps alive.
-
-An activation is held from the forward of its stage and microbatch to the end of the backward that reads it: B, or W when the backward
-is split. This depends on the order of the actions of one rank alone, never on how long they take.
+Peak activations of a schedule: an activation is alive from the forward of its stage and microbatch to the end of the backward that reads
+it: B, or W when the backward is split. This depends on the order of each rank's actions alone, never on their times.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ __all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "peak_activation"
 
 
 class InFlight(NamedTuple):
-    """For each stage, how far it runs ahead where each rank has one stage.
+    """For each stage, the microbatches in flight if each rank has one stage.
 
     Attributes:
-        ahead: forwards that begin at most before the backward of the first of them, or its input half, has ended.
-        held: the same for the weight half: microbatches whose activations are held at once.
-        weights_behind: input halves in front of the first weight half; 0 where backwards are whole.
+        ahead: the most forwards that begin before the backward (the input half, if split) of the first of them has ended.
+        held: the same for the weight half: microbatches whose activations are in memory at once.
+        weights_behind: input halves before the first weight half; 0 if backwards are not split.
     """
 
     ahead: tuple[int, ...]
@@ -38,9 +36,9 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """One of the known schedules.
+    """A kind of schedule.
 
-    The planner asks for no schedule by its name: what bounds may assume of one is said here. A fact that is left out is not assumed.
+    The planner compares no names of schedules: its bounds rely on the facts stated here, and assume none that is left out.
 
     Attributes:
         name: as users write it: ``"1F1B"``.
@@ -51,8 +49,7 @@ class ScheduleKind:
         any_stages_per_rank: whether other numbers than the default are possible.
         splits_backward: whether backwards may be done in two halves, so that the stages' programs need both.
         forwards_first: whether all forwards of a rank come in front of all its backwards.
-        alternates: whether a rank with one stage begins with a forward for each rank behind it, and then does a forward and a backward by
-            turns.
+        alternates: whether a rank with one stage runs a forward for each rank behind it first, and then alternates forward and backward.
         forwards_ahead: of (n_ranks, rank) with two stages on each rank, how many forwards of a rank's first stage come in front of the
             first one of its second, at most. On a V, the order in front of and behind what repeats is the same for 2 ``n_ranks``
             microbatches and for more; in a loop, backwards are whole, and as many of the first stage come behind those of the second.
@@ -104,7 +101,7 @@ class ScheduleKind:
         return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
     def _shared(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of stages that take so many each, counted through."""
+        """Return the ranks of each stage, numbered consecutively, ``replicas`` of them a stage."""
         if not self.has_one_stage or stages_per_rank not in (None, 1):
             raise ConfigError(
                 f"schedule {self.name} cannot run stages on {' + '.join(map(str, replicas))} ranks: each rank has several stages",
@@ -118,7 +115,7 @@ class ScheduleKind:
     def build(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> Schedule:
         """The schedule of a step, for any positive number of ranks and microbatches.
 
-        Where several ranks run one stage, microbatches are dealt to them in turn (1F1B-RR of Narayanan et al. 2019, PipeDream).
+        Replicas of a stage take the microbatches round-robin (1F1B-RR of Narayanan et al. 2019, PipeDream).
 
         Args:
             n_ranks: in the pipeline.
@@ -142,34 +139,37 @@ class ScheduleKind:
     def _actions(
         self, rank: int, n_ranks: int, stages: tuple[int, ...], stage_ranks: Sequence[tuple[int, ...]], n_microbatches: int
     ) -> tuple[Action, ...]:
-        """What one rank does, on the microbatches that are dealt to it."""
-        together = stage_ranks[stages[0]]
-        dealt = range(together.index(rank), n_microbatches, len(together))
+        """Return the actions of one rank.
+
+        A replica of a stage runs every n-th microbatch. Its pattern is that of a rank with as many warm-up forwards behind it
+        (``n_after``) and in front of it (``n_before``) as its part of the microbatches in flight allows.
+        """
+        replicas = stage_ranks[stages[0]]
+        microbatches = range(replicas.index(rank), n_microbatches, len(replicas))
         n_after, n_before = n_ranks - 1 - rank, rank
         if max(map(len, stage_ranks)) > 1:
-            held = _held_together([len(ranks) for ranks in stage_ranks])
-            n_after = held[stages[0]] // len(together) - 1
-            n_before = -(-held[0] // len(together)) - 1 - n_after
-        actions = numbered(self.pattern(Rank(n_ranks, stages, len(dealt), n_before, n_after)), len(dealt))
-        if len(together) == 1:
+            in_flight = _in_flight_of_replicas([len(ranks) for ranks in stage_ranks])
+            n_after = in_flight[stages[0]] // len(replicas) - 1
+            n_before = -(-in_flight[0] // len(replicas)) - 1 - n_after
+        actions = numbered(self.pattern(Rank(n_ranks, stages, len(microbatches), n_before, n_after)), len(microbatches))
+        if len(replicas) == 1:
             return actions
-        return tuple(action._replace(microbatch=dealt[action.microbatch]) for action in actions)
+        return tuple(action._replace(microbatch=microbatches[action.microbatch]) for action in actions)
 
     def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""
         return peak_in_flight(self.build(n_ranks, n_microbatches, stages_per_rank))
 
 
-def _held_together(replicas: Sequence[int]) -> list[int]:
-    """For each stage, how many microbatches its ranks hold together: each rank one more than its part of what the next stage holds.
+def _in_flight_of_replicas(replicas: Sequence[int]) -> list[int]:
+    """Return for each stage the microbatches in flight on all its replicas: on each, one more than its part of those of the next stage.
 
-    With fewer the next stage, which is some forwards ahead of its backwards, would wait for a forward that its predecessor does not begin
-    before an earlier microbatch has come back to it.
+    With fewer, a replica would wait for the backward of an earlier microbatch before it starts a forward that the next stage needs.
     """
-    held: list[int] = []
+    in_flight: list[int] = []
     for count in reversed(replicas):
-        held.insert(0, count * (-(-held[0] // count) + 1) if held else count)
-    return held
+        in_flight.insert(0, count * (-(-in_flight[0] // count) + 1) if in_flight else count)
+    return in_flight
 
 
 MOST_FORWARDS = 2**18
@@ -196,11 +196,11 @@ _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def peak_in_flight(schedule: Schedule, ends: Collection[ActionKind] = _FREES, *, later: bool = False) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose forward has begun and whose end has not come, on any one of its ranks.
+    """Return for each stage the most microbatches in flight on any one of its ranks: from their forward to an action of kind ``ends``.
 
     Args:
-        ends: actions that are an end; those that free activations, if nothing else is said.
-        later: count only while the stage acts behind its first end: when there are gradients.
+        ends: by default the actions that free activations.
+        later: count only after the first end of the stage, when gradients are in memory too.
     """
     peak = [0] * schedule.n_stages
     for actions in schedule.actions:
@@ -219,13 +219,13 @@ def peak_in_flight(schedule: Schedule, ends: Collection[ActionKind] = _FREES, *,
 
 
 class Awaiting(NamedTuple):
-    """For each stage, the most microbatches that it holds while it computes and what its next action waits for comes; 0: that is never so.
+    """For each stage, the most microbatches in flight while the message for its next action is received; 0: it receives none then.
 
-    Receives are posted one action ahead: a stage has room for a message while the action in front goes on.
+    Receives are posted one action ahead, so their buffers are in memory while the action before them runs.
 
     Attributes:
-        forward, later_forward: where the next action is a forward: before there are gradients, and from then on.
-        backward, later_backward: where it is a backward, or an input half.
+        forward, later_forward: the next action is a forward: before the stage has gradients, and after.
+        backward, later_backward: the next action is a backward, or an input half.
     """
 
     forward: tuple[int, ...]
@@ -235,7 +235,7 @@ class Awaiting(NamedTuple):
 
 
 def awaiting(schedule: Schedule) -> Awaiting:
-    """What stages hold when messages come to them; of actions that follow on one of another stage of the rank, nothing is said.
+    """Return the microbatches in flight while messages are received; actions that follow one of another stage are not counted.
 
     >>> from partitioner.schedules.catalog import make_schedule
     >>> awaiting(make_schedule("1F1B", 2, 3))  # of stage 0: F0 F1 B0 F2 B1 B2
@@ -257,13 +257,13 @@ def awaiting(schedule: Schedule) -> Awaiting:
 
 
 def peak_activation(schedule: Schedule, stage_activation: Sequence[int]) -> tuple[int, ...]:
-    """For each rank, the most that all its stages together hold at once.
+    """Return for each rank the peak of the activations of all its stages.
 
     The stages of a rank need not peak at the same moment, so this is at most the sum of ``peak_in_flight`` times the sizes.
 
     Args:
         schedule: any schedule.
-        stage_activation: for each stage, what one microbatch keeps: bytes, or ones to count activations.
+        stage_activation: for each stage, the activations of one microbatch in bytes; or 1, to count microbatches.
     """
     peaks = []
     for actions in schedule.actions:

@@ -1,4 +1,4 @@
-"""What goes wrong in a trace, said in the user's words: which module, which line, what to do."""
+"""Errors of tracing, in the user's terms: the module, the source line, and the remedy."""
 
 from __future__ import annotations
 

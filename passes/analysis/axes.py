@@ -257,6 +257,7 @@ def _numbered(
     kept: list[_Axis] = []
 
     def number(axes: Iterable[_Axis]) -> tuple[int, ...]:
+        """Return the numbers of the unsplit parts of axes, in order of appearance; new ones get the next number."""
         found = []
         for leaf in _leaves(axes):
             if id(leaf) not in numbers:

@@ -1,9 +1,9 @@
 """Find partial sums that are later added, so that one all_reduce serves both.
 
-a = mm(x, v)            b = mm(x, w)        parts of two sums, where what is contracted is cut
-c = a * mask            d = b * mask        both meet
-e = c + d                                   reduced once, for both
-y = x + e                                   e meets nothing: x is no sum
+a = mm(x, v)            b = mm(x, w)        partial sums, if the contracted axis is sharded
+c = a * mask            d = b * mask        partial sums still: the call is linear
+e = c + d                                   partial sum of both: one all_reduce
+y = x + e                                   x is no partial sum: e is reduced before
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["summed_together"]
 
 
 def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
-    """The values that add up two sums or more, and those that are added to another sum once calls are through that are linear in them."""
+    """Return the values that add several partial sums, and those that reach such an addition through linear calls only."""
     sums: set[fx.Node] = set()
     for node in graph.nodes:
         if _contracts(node, axes) or any(all(each in sums and len(each.users) == 1 for each in read) for read in _linear_in(node, axes)):
@@ -39,7 +39,7 @@ def _contracts(node: fx.Node, axes: Axes) -> bool:
 
 
 def _linear_in(node: fx.Node, axes: Axes) -> list[set[fx.Node]]:
-    """Sets of operands in each of which a call is linear."""
+    """Return the sets of operands in each of which a call is linear (jointly: ``a + b`` in {a, b}; ``a * b`` in {a} and in {b})."""
     loops = axes.loops.get(node.name)
     if loops is None or not isinstance(node.meta.get("val"), Tensor):
         return []

@@ -1,4 +1,4 @@
-"""Which values every stage may compute for itself instead of receiving them: position ids, masks, rotary tables.
+"""Replicable nodes: every stage may compute them itself instead of receiving them (position ids, masks, rotary tables).
 
 In a transformer:
 
@@ -31,16 +31,15 @@ _READS_SHAPE_ONLY = frozenset(
 )
 
 _NEVER = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
-"""Memory that was never written differs from rank to rank."""
+"""Their results are uninitialized memory, which differs from rank to rank."""
 
 
 def replicable_nodes(graph: ModelGraph) -> frozenset[str]:
-    """Names of the computing nodes that give the same value on every rank, with no gradient to return.
+    """Return the names of nodes that have the same value on every rank, and pass no gradient on.
 
-    Such a node is deterministic, and its arguments are replicable nodes, the batch size, constants, buffers that nobody writes, or
-    inputs of the model that carry no gradient. A floating-point input may carry one (a user may ask for it), so only results that
-    cut the gradient (``x != 0``, ``zeros_like(x)``) may be computed from it. Memory that anybody writes in place is never replicable:
-    its value depends on when it is read.
+    Such a node is deterministic, and its arguments are replicable nodes, the batch size, constants, buffers that no node writes, or inputs
+    of the model without a gradient. A floating-point input may require one, so only results that cut the gradient (``x != 0``,
+    ``zeros_like(x)``) may be computed from it. Memory that is written in place is not replicable: its value depends on the time of reading.
     """
     memory = aliasing(graph.graph)
     without_gradient = graph.buffers.keys() | graph.constants.keys()
@@ -59,10 +58,10 @@ def replicable_nodes(graph: ModelGraph) -> frozenset[str]:
 
 
 def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
-    """The buffers and constants that replicable nodes read.
+    """Return the buffers and constants that replicable nodes read.
 
-    Which stages compute these nodes depends on how the batch is cut: what is exchanged between ranks is computed in one stage alone.
-    Whoever holds all of these can serve every cut.
+    Which stages compute such nodes depends on the sharding of the batch, since nodes with collectives belong to one stage. A rank that
+    stores all of these buffers and constants can run the programs of every such sharding.
     """
     replicable, held = replicable_nodes(graph), graph.buffers.keys() | graph.constants.keys()
     read = (node.all_input_nodes for node in graph.graph.nodes if node.name in replicable)
@@ -70,6 +69,7 @@ def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
 
 
 def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient: AbstractSet[str]) -> bool:
+    """Return whether a node is deterministic, reads only ``available`` nodes, and would pass no gradient to a floating-point input."""
     if not _is_deterministic(node.target) or any(argument.name not in available for argument in node.all_input_nodes):
         return False
     cuts_gradient = packet(node.target) in _READS_SHAPE_ONLY or not is_differentiable(node)
@@ -80,7 +80,7 @@ def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient:
 
 
 def _is_deterministic(target: Any) -> bool:
-    """Whether equal arguments give equal results: PyTorch's own operations that draw nothing, and arithmetic on sizes."""
+    """Return whether equal arguments give equal results: PyTorch's own ops without random numbers, and arithmetic on sizes."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math") or getattr(target, "__name__", "").startswith("sym_")
     if target.namespace not in ("aten", "prims") or target.overloadpacket in _NEVER:

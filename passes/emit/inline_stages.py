@@ -1,4 +1,4 @@
-"""Write the stages of a program into it, where they communicate: every collective becomes a node that anyone can read.
+"""Inline the stages of a program that communicate, so that every collective is a node of the program.
 
 Before:                                                       After:
 
@@ -9,9 +9,9 @@ Before:                                                       After:
     with, in the stage's own graph,                               y_mb0 = h_sum_parts[0]
     all_reduce(linear(x, w1)) -> (y, (x, w1))
 
-A collective is started where its operand is there and waited for where its result is first read, so that what stands between overlaps
-with it (see ``passes.emit.overlap_collectives``). A backward whose gradients are summed over ranks is written out for that, too, and a
-stage that computes tiles in turn, so that what it no longer reads is forgotten. ``vary`` and what only renames are left out.
+Once inlined, a collective can start after its operand and be waited for before its first reader (``passes.emit.overlap_collectives``). Two
+other kinds of stages are inlined: backwards whose gradients are reduced over ranks, to overlap that; and stages with sequential tiling, to
+free their inputs early, which a module call would keep alive. ``vary`` and other renamings are dropped.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ __all__ = ["communicates", "inline_stages", "inlined"]
 
 
 def communicates(module: nn.Module) -> bool:
-    """Whether a module of a program is a stage whose graph holds collectives, or draws what other ranks draw, too."""
+    """Return whether a module of a program is a stage with collectives, or with random numbers that other ranks must draw too."""
     nodes = module.graph.graph.nodes if isinstance(module, StageCall) else ()
     return any(node.target in collectives.COLLECTIVES or (node.op == "call_function" and draws(node)) for node in nodes)
 
 
 def _is_read_through(stage: StageCall) -> bool:
-    """Of a stage whose tiles are computed in turn, what it was given must be forgotten as soon as nobody reads it: a call would hold it."""
+    """Return whether a stage must be inlined wherever it is called: it communicates, or is tiled and must free its inputs early."""
     return communicates(stage) or is_streamed(stage.graph.graph)
 
 
 def is_inlined(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
-    """Whether a node calls a stage that communicates or computes tiles in turn, or one whose gradients are summed as soon as each is there.
+    """Return whether a node calls a stage to inline: one that communicates or is tiled, or a backward whose gradients are reduced.
 
     Args:
-        all_stages: False: the last alone.
+        all_stages: False: only backwards whose gradients are reduced.
     """
     if node.op != "call_module":
         return False
@@ -66,17 +66,17 @@ def is_inlined(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> 
 
 
 def _is_summed(node: fx.Node) -> bool:
-    """Whether a sum over ranks takes parts of a value."""
+    """Return whether an all_reduce takes items of a call's result."""
     return any(user.target is communication.all_reduce or (user.target is operator.getitem and _is_summed(user)) for user in node.users)
 
 
 def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: bool = True) -> ProgramModule:
-    """A program with the stages that communicate written out, and sends named by the ranks of the mesh that they go to.
+    """Return a program with its communicating stages inlined, and its sends named by their destinations in the mesh.
 
     Args:
         mesh: whose dimensions the stages' collectives name.
         rank: whose program it is.
-        all_stages: False leaves stages as calls whose gradients are not summed at once.
+        all_stages: False: inline only backwards whose gradients are reduced.
     """
     sends = any(node.target is communication.send for node in module.graph.nodes)
     if not sends and not any(is_inlined(node, module, all_stages=all_stages) for node in module.graph.nodes):
@@ -85,7 +85,7 @@ def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: b
 
 
 def inlined(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
-    """One call of a stage that communicates as a program of its own: its placeholders are the stage's arguments.
+    """Return one call of a communicating stage as a program of its own, whose placeholders are the stage's arguments.
 
     Args:
         section: the action that the call belongs to.
@@ -163,7 +163,7 @@ class _Inliner:
     # -- one call of a stage -------------------------------------------------------------------------------------------------------
 
     def _inline(self, stage: StageCall, call: fx.Node) -> Any:
-        """The stage's results as the program's values: nodes, and tuples of nodes."""
+        """Inline a stage; return its results as nodes of the program, and tuples of these."""
         arguments = list(self._mapped(call.args, self.values))
         placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
         if stage.takes_tuple:
@@ -189,14 +189,14 @@ class _Inliner:
         raise AssertionError("a graph ends with its output")
 
     def _label(self, call: fx.Node) -> str:
-        """Of which microbatch a value is, and of which stage if the rank has several; else the name of the call."""
+        """Return a suffix for the names of a call's nodes: microbatch, and stage if the rank has several; else the call's name."""
         section = call.meta.get("section")
         if not isinstance(section, Action):
             return call.name
         return f"mb{section.microbatch}" if len(self.stages) == 1 else f"stage{section.stage}_mb{section.microbatch}"
 
     def _state(self, name: str, fake: Any) -> fx.Node:
-        """What stays with the rank: read once, in front of its first use."""
+        """Return the node of a parameter or buffer, written once, before its first use."""
         if name not in self.bound:
             self.bound[name] = self.graph.create_node("get_attr", name, name=name)
             self.bound[name].meta.update(section=self.like.meta.get("section"), val=fake)
@@ -216,7 +216,7 @@ class _Inliner:
         return self._describe(copy, node)
 
     def _describe(self, copy: fx.Node, node: fx.Node) -> fx.Node:
-        """What is known of a node of the stage holds for one microbatch."""
+        """Copy the metadata of a stage's node to its copy for one microbatch."""
         copy.meta.update({key: value for key, value in node.meta.items() if key != "section"}, is_of_microbatch=True)
         return copy
 
@@ -230,7 +230,7 @@ class _Inliner:
     def communicate(
         self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any
     ) -> fx.Node:
-        """Start, wait, take the one result."""
+        """Write a collective of one tensor: its start, its wait, and the getitem of its result."""
         return self.communicate_part(node, function, arguments, keywords, name, Fraction(1))
 
     def communicate_part(
@@ -242,10 +242,11 @@ class _Inliner:
         name: str,
         share: Fraction,
     ) -> fx.Node:
-        """``communicate`` where a part of the tensor travels.
+        """Write a collective as ``communicate`` does, of which a fraction of the tensor is sent.
 
         Args:
-            share: which.
+            node: the collective in the stage's graph.
+            share: the fraction, for reports and simulation.
         """
         started = self._call(function, arguments, f"start_{name}", **keywords)
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -265,7 +266,7 @@ class _Inliner:
         return self.mesh.coordinate(self.rank)[over]
 
     def times(self, count: int, size: fx.Node | int, name: str) -> fx.Node | int:
-        """A multiple of a size, which may follow from the batch."""
+        """Write a multiple of a size; a symbolic size gives a node."""
         return count * size if isinstance(size, int) else self._call(operator.mul, (count, size), name)
 
     def call(self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
@@ -321,7 +322,14 @@ def _given_back(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], na
 
 
 def _halo_share(place: int, owned: Sequence[int], wanted: str, *, back: bool = False) -> Fraction:
-    """Which part of a tensor a rank gives to others."""
+    """Return the fraction of a tensor's elements that a rank sends in a halo exchange, or in its backward (``back``).
+
+    Args:
+        place: the rank's position in the group.
+        owned: for each rank, the elements that it owns.
+        wanted: for each rank, the index ranges that it reads (text form).
+        back: gradients of the elements read are sent to their owners.
+    """
     read = segments(tuple(owned), wanted)
     others = [rank for rank in range(len(owned)) if rank != place]
     given = [read[place][other] if back else read[other][place] for other in others]

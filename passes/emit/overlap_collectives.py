@@ -10,12 +10,12 @@
     ...                                     sums = wait(pending)             in front of its first reader
     store(sums)                             store(sums)
 
-Parameters are gathered one message ahead of their use, not all at the start: each is whole only while it is read. So is what a backward
-gathers again, instead of which it keeps the rank's own part.
+Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
+activations of which the forward saved only the rank's shard, and which the backward gathers again.
 
-All ranks of a group start theirs in one order, though they compute otherwise (kernels differ for a part of one row): where the early
-starts of two ranks are in unlike orders, every rank has them in the order in which they were written, which all ranks share. A start does
-not move up past a call that writes in place, which might write what it sends.
+All ranks of a group must start collectives in one order. If early starts would order two ranks differently (their kernels may differ, for
+a shard of one sample), all ranks keep the written order, which they share. A start never moves up past a call that writes in place, since
+that might write the operand.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
     """Reorder programs in place.
 
     Args:
-        graphs: of ranks that start the same collectives.
+        graphs: of ranks that start the same collectives, in the same written order.
     """
     written = [[node for node in graph.nodes if node.target in COLLECTIVES] for graph in graphs]
     orders = [_reordered(graph, _Order(graph)) for graph in graphs]
     started = [sorted(range(len(nodes)), key=lambda number: order[nodes[number]]) for order, nodes in zip(orders, written, strict=True)]
-    if any(each != started[0] for each in started):
+    if any(each != started[0] for each in started):  # ranks would start them in different orders, and deadlock
         orders = [_reordered(graph, _Order(graph, early=False)) for graph in graphs]
     for graph, order in zip(graphs, orders, strict=True):
         output = graph.output_node()
@@ -54,13 +54,13 @@ def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
 
 
 def _reordered(graph: fx.Graph, order: _Order) -> dict[fx.Node, int]:
-    """The nodes in their new order, and each one's place in it."""
+    """Return each node's position in the new order."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     for node in nodes:
         if not order.is_late(node):
             order.place(node)
     for node in nodes:
-        order.place(node)  # what nobody reads is waited for at the end
+        order.place(node)  # waits for results without a reader
     return {node: place for place, node in enumerate(order.placed)}
 
 
@@ -68,7 +68,7 @@ class _Order:
     """The new order, as far as it has been decided.
 
     Args:
-        early: collectives start when they can; else where they are written.
+        early: start collectives as soon as their operands are computed; else where they are written.
     """
 
     def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
@@ -78,11 +78,11 @@ class _Order:
         self._starts = _early_starts(graph, self._late) if early else {}
 
     def is_late(self, node: fx.Node) -> bool:
-        """Whether a node stands in front of its first reader, not where it stood."""
+        """Return whether a node moves down to its first reader."""
         return node in self._late
 
     def place(self, node: fx.Node) -> None:
-        """Place a node behind what it reads, and behind it the collectives that it was the last to be ready for."""
+        """Append a node after its inputs, then the collectives that can start now that it is computed."""
         if node in self.placed:
             return
         for source in node.all_input_nodes:
@@ -95,7 +95,7 @@ class _Order:
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Waits for collectives, and what takes their results apart."""
+    """Return the waits for collectives, and the getitems of their results."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         source = node.args[0] if node.args else None
@@ -107,12 +107,12 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_gather(node: fx.Node) -> bool:
-    """Whether a node gathers parameters, or again what a forward kept: they could all start at once, and would all be whole at once."""
-    return node.target is all_gather and (_is_of_kept(node) or all(is_held(part) for part in node.all_input_nodes))
+    """Return whether a node gathers parameters or saved shards: started as soon as possible, all would be in memory whole at once."""
+    return node.target is all_gather and (_gathers_saved(node) or all(is_held(part) for part in node.all_input_nodes))
 
 
-def _is_of_kept(node: fx.Node) -> bool:
-    """Whether a node gathers again what is there when its backward begins."""
+def _gathers_saved(node: fx.Node) -> bool:
+    """Return whether a backward gathers a shard that its forward saved: a repeated gather whose operand is of another section."""
     source = node.args[0][0] if node.meta.get(AGAIN) else None  # type: ignore[index]
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
@@ -120,28 +120,28 @@ def _is_of_kept(node: fx.Node) -> bool:
 
 
 def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For the wait of each such gather, the next one: it is under way while what this one brings is used.
+    """Map the wait of each such gather to the next gather, which then runs while the result of this one is used.
 
-    Of what is gathered again, the next one of the same backward follows. What is gathered over two mesh dimensions is gathered twice, and
-    the second gather reads the first: it cannot start in front of it.
+    The next gather of a saved shard is one of the same backward. Over two mesh dimensions there are two gathers, and the second
+    reads the first: it cannot start before it.
     """
     gathers = [node for node in graph.nodes if _is_gather(node)]
-    of_parameters = [node for node in gathers if not _is_of_kept(node)]
-    of_kept = itertools.pairwise(node for node in gathers if _is_of_kept(node))
-    alike = [(one, other) for one, other in of_kept if one.meta.get("section") == other.meta.get("section")]
-    pairs = [*itertools.pairwise(of_parameters), *alike]
+    of_parameters = [node for node in gathers if not _gathers_saved(node)]
+    of_saved = itertools.pairwise(node for node in gathers if _gathers_saved(node))
+    in_one_backward = [(one, other) for one, other in of_saved if one.meta.get("section") == other.meta.get("section")]
+    pairs = [*itertools.pairwise(of_parameters), *in_one_backward]
     return {next(iter(node.users)): following for node, following in pairs if node.users and not _reads(following, node)}
 
 
 def _reads(gather: fx.Node, other: fx.Node) -> bool:
-    """Whether a gather is of what another one gathered."""
+    """Return whether a gather reads the result of another one."""
     return other in with_ancestors(
         [gather], lambda node: node.all_input_nodes if node.target is all_gather or len(node.all_input_nodes) == 1 else ()
     )
 
 
 def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the collectives that can start as soon as it is there: it is the last of what they read, or writes in place."""
+    """Map each node to the collectives that can start right after it: it is the last of their operands and of the in-place writes."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     starts: dict[fx.Node, list[fx.Node]] = {}
     barrier: fx.Node | None = None

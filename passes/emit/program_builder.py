@@ -269,7 +269,7 @@ class Emitter:
 
 
 def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
-    """The model as a rank knows it: what its stages are cut from, and what the last one returns."""
+    """Return the nodes of a rank's graph by name, and those of the whole model's results."""
     found = {node.name: node for node in lowered.graph_of(rank).graph.nodes}
     if lowered.parts:
         found.update((node.name, node) for node in lowered.graph.graph.nodes if node.name in lowered.returned)
@@ -277,7 +277,10 @@ def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
 
 
 def _model_inputs(lowered: LoweredStages, rank: int) -> list[str]:
-    """The inputs of the model that a rank's stages read, in the model's order, and those that it counts over."""
+    """Return the model inputs that a rank reads, in the model's order: those of its stages, and those of counts over the batch.
+
+    A count over the batch (``lowered.graph.totals``) is computed by the program from inputs, so it is no input itself.
+    """
     read = {name for stage in lowered.stages_of(rank) for name in stage.model_inputs}
     totals = {total.placeholder: total for total in lowered.graph.totals}
     read |= {argument for name in read if name in totals for argument in totals[name].arguments}

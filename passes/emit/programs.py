@@ -284,6 +284,7 @@ def _outputs(emitter: StageEmitter, end: Item) -> tuple[fx.Node, ...]:
 
 
 def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
+    """Write a result of the model over the batch, from its microbatches: concatenated, averaged by size, or summed."""
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
     parts = [_result(emitter, name, microbatch) for microbatch in range(emitter.n_microbatches)]
     if len(parts) == 1 or output.combine == "same":

@@ -1,4 +1,4 @@
-"""Remove what a traced backward leaves behind: operations that return their input unchanged.
+"""Remove no-ops: calls that return their input unchanged, from traced backwards (``simplify``) and from models (``remove_noise``).
 
 Before:                                        After:
 
@@ -9,7 +9,7 @@ Before:                                        After:
 
 Programs run without autograd, so ``detach`` is the identity; a transpose of a transpose and a slice of everything are too.
 
-Remove operations that do nothing, and values that nobody reads, from a graph without in-place writes (``passes.normalize.functionalize``).
+``remove_noise`` takes a graph without in-place writes (after ``passes.normalize.functionalize``), and removes unread values too:
 
 Before:                                              After:
 
@@ -18,7 +18,7 @@ Before:                                              After:
     c = aten.alias(b)
     d = aten.relu(c)                                     d = aten.relu(x)
 
-What writes memory, draws random numbers or checks values stays, read or not.
+Calls that write memory, draw random numbers or check values stay, read or not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EVERYTHING = 2**63 - 1
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Replace each such operation by its input, in place."""
+    """Replace the no-ops of a traced backward by their inputs, in place; ``detach`` is one, since programs run without autograd."""
     for node in list(graph.nodes):
         source = _same_as(node)
         if source is not None:
@@ -57,7 +57,7 @@ _VIEWS = frozenset({aten.t.default, aten.detach.default, aten.slice.Tensor, aten
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """The node that this one equals, if it does nothing."""
+    """Return the node that a no-op equals; None for other nodes."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -73,7 +73,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     return None
 
 
-# -- remove operations that do nothing ---------------------------------------------------------------------------------------------
+# -- no-ops of a model -------------------------------------------------------------------------------------------------------------
 
 
 _ASSERT_METADATA = aten._assert_tensor_metadata.default  # noqa: SLF001
@@ -81,10 +81,10 @@ _ASSERT_NUMBER = aten._assert_scalar.default  # noqa: SLF001
 
 
 def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> None:
-    """Remove them in place.
+    """Remove no-ops, proved assertions and unread values of a model, in place.
 
     Args:
-        without_gradient: placeholders that never require a gradient; ``detach`` of what follows from them alone does nothing.
+        without_gradient: placeholders that never require a gradient; ``detach`` is a no-op on values that depend on these alone.
     """
     carriers = may_require_gradient(graph, without_gradient)
     for node in list(graph.nodes):
@@ -103,7 +103,7 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Remove nodes without users whose computation nobody can notice, in place."""
+    """Remove nodes without users and side effects, in place."""
     for node in reversed(list(graph.nodes)):
         is_unread = node.op in ("call_function", "get_attr") and not node.users
         if is_unread and not node.is_impure() and not mutated_arguments(node):
@@ -121,12 +121,12 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_about_sizes(node: fx.Node) -> bool:
-    """An assertion about the batch size, which the trace has proved; those about values stay."""
+    """Return whether a node asserts something about sizes, which the trace has proved; assertions about values stay."""
     return node.target is _ASSERT_NUMBER and not _reads_values(node.args[0])
 
 
 def _reads_values(argument: Any) -> bool:
-    """Whether arithmetic on numbers starts at the value of a tensor."""
+    """Return whether a number depends on the values of a tensor, not on sizes alone."""
     if not isinstance(argument, fx.Node) or argument.op == "placeholder":
         return False
     if isinstance(argument.target, OpOverload):

@@ -1,8 +1,8 @@
-"""Write a program as the Python text that a person reads.
+"""Print a program as readable Python.
 
-Beside fx's own text: functions are called by the name that they are imported under, every action has a heading, every communication says
-how many bytes it moves, and ``x = None`` behind a last use is left out (the executor sees to it). A node whose ``meta`` has a ``"comment"``
-or an ``"origin"``, in the model's code, says it in a line above. The text is valid Python and does what the graph does.
+Unlike fx's own text: functions have their imported names, every action has a heading, every communication has its bytes in a comment, and
+``x = None`` after a last use is left out (the executor frees values). A ``"comment"`` or an ``"origin"`` (line of the model's code) in a
+node's ``meta`` is printed above it. The text is valid Python, equivalent to the graph.
 
     # 1B0: backward of stage 1 on microbatch 0
     stage1_backward_mb0 = self.stage1_backward(stage1_saved_mb0, linear_gradient_of_loss_mb0)
@@ -47,10 +47,10 @@ _WORDS: Mapping[ActionKind, str] = {
 
 
 def program_text(graph: fx.Graph, batch_size: int | None = None) -> str:
-    """The imports and the ``forward`` method of a program.
+    """Return the imports and the ``forward`` method of a program.
 
     Args:
-        batch_size: of the batch that the bytes are told for.
+        batch_size: batch size for which bytes are printed.
     """
     return "\n".join([*_imports(graph), "", "", *_method(graph, batch_size)]) + "\n"
 
@@ -75,7 +75,7 @@ def _imports(graph: fx.Graph) -> list[str]:
 
 
 def _is_imported(target: Any) -> bool:
-    """Whether the text calls the function by its bare name."""
+    """Return whether the text imports the function, and calls it by its bare name."""
     return target is not operator.getitem and target not in _OPERATORS and not isinstance(target, OpOverload) and not _is_torch(target)
 
 
@@ -117,7 +117,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def _bytes(size: int) -> str:
-    """Exact below a KiB; the unit that leaves one to four digits before the point above."""
+    """Format bytes: exact below a KiB, else in the unit that leaves one to four digits before the point."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if value < 1024:
@@ -173,10 +173,10 @@ def _value(value: Any) -> str:
 
 
 class ProgramModule(LazyGraphModule):
-    """What ``fx.GraphModule`` is, with ``code`` and ``print_readable`` written by ``passes.graph.program_printer``.
+    """An ``fx.GraphModule`` with ``code`` and ``print_readable`` by ``passes.graph.program_printer``.
 
-    Copies and pickles keep the names of the nodes and what they say of themselves (fx's own pickle traces the code again, which
-    renames them); fake tensors in ``meta["val"]`` are left out of a pickle.
+    Copies and pickles keep names and metadata of nodes (fx's own pickle traces the code again, which renames them), but no fake tensors of
+    ``meta["val"]``.
     """
 
     @property
@@ -256,6 +256,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor], name: str, meta: Mapping[str, Any]) -> ProgramModule:
+    """Rebuild a module from pickled records of its nodes, in which names stand for nodes and operators."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 

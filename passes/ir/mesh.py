@@ -67,8 +67,8 @@ class Mesh:
     """Named dimensions over ranks.
 
     Attributes:
-        dimensions: name and size of each, outermost first; where stages are of unlike width, the size of the widest.
-        widths: for each place along the pipeline, how many ranks stand along ``WIDTH``; empty where all have as many.
+        dimensions: name and size of each, outermost first; for per-stage submeshes, the size of the largest.
+        widths: for each pipeline position, the number of ranks along ``WIDTH``; empty if all have the same.
     """
 
     dimensions: tuple[tuple[str, int], ...]
@@ -80,15 +80,15 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return len(self._places) if self.widths else math.prod(size for _, size in self.dimensions)
 
     def length(self, name: str) -> int:
-        """How many ranks stand along a dimension; 1 for one that the mesh has not."""
+        """Return the size of a dimension; 1 if the mesh does not have it."""
         return dict(self.dimensions).get(name, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank stands, by dimension."""
+        """Return the coordinate of a rank along each dimension."""
         if self.widths:
             return dict(zip(self.names, self._places[rank], strict=True))
         found: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Mesh:
         return {name: found[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """Who stands there; dimensions that are left out count as 0."""
+        """Return the rank at a coordinate; dimensions left out are 0."""
         if self.widths:
             return self._ranks[tuple(coordinate.get(name, 0) for name in self.names)]
         rank = 0
@@ -106,7 +106,7 @@ class Mesh:
         return rank
 
     def group(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
-        """The ranks that differ from one in these dimensions alone, in the order of their coordinates."""
+        """Return the ranks with the same coordinate as ``rank`` in all other dimensions, in order of coordinates."""
         here = self.coordinate(rank)
         fixed = tuple(None if name in names else here[name] for name in self.names)
         if fixed not in self._groups:
@@ -121,11 +121,11 @@ class Mesh:
 
     @property
     def cutting(self) -> Mesh:
-        """The dimensions that cut axes; where stages are of unlike width, those of the widest."""
+        """Return the dimensions that shard axes; for per-stage submeshes, those of the largest."""
         return Mesh(tuple((name, size) for name, size in self.dimensions if name not in STAGES))
 
     def cutting_at(self, place: int) -> Mesh:
-        """The dimensions that cut axes of the stage at a place along the pipeline."""
+        """Return the dimensions that shard axes of the stage at a pipeline position."""
         if not self.widths:
             return self.cutting
         sizes = {**dict(self.cutting.dimensions), WIDTH: self.widths[place]}
@@ -133,12 +133,12 @@ class Mesh:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
-        """Groups asked for: by the coordinates that their ranks share. Each is made once, not for each of its ranks."""
+        """Cache groups by the coordinates that their ranks share."""
         return {}
 
     @cached_property
     def _places(self) -> tuple[tuple[int, ...], ...]:
-        """Where each rank stands, of stages of unlike width: row by row, without the places that nobody has."""
+        """Return the coordinates of all ranks of per-stage submeshes, row by row."""
         every = itertools.product(*(range(size) for _, size in self.dimensions))
         stages, width = (next(self.names.index(name) for name in self.names if name in names) for names in (STAGES, (WIDTH,)))
         return tuple(place for place in every if place[width] < self.widths[place[stages]])
@@ -149,9 +149,9 @@ class Mesh:
 
 
 def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """For each rank of ``mesh.cutting``, the ranks of the mesh that compute its stages, in the order of these.
+    """Return the pipelines of a mesh: for each rank of ``mesh.cutting``, the ranks of its stages, in their order.
 
-    A rank of a stage that is narrower than others is in several:
+    A rank of a stage with a smaller submesh is in several pipelines:
 
     >>> pipelines(Mesh((("pipeline", 2), ("tensor", 2)), widths=(2, 1)))
     ((0, 2), (1, 2))
@@ -170,12 +170,12 @@ def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def ranks_at_places(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """For each place along the pipeline the ranks that stand there, ascending."""
+    """Return the ranks at each pipeline position, ascending."""
     return tuple(tuple(sorted(set(ranks))) for ranks in zip(*pipelines(mesh), strict=True))
 
 
 def homes(mesh: Mesh) -> Mapping[int, int]:
-    """For each rank the first pipeline that it is in: that it receives from the ranks of."""
+    """Return for each rank its owning pipeline: the first that it is in, and from whose ranks it receives."""
     found: dict[int, int] = {}
     for number, ranks in enumerate(pipelines(mesh)):
         for rank in ranks:
@@ -184,7 +184,7 @@ def homes(mesh: Mesh) -> Mapping[int, int]:
 
 
 def receivers(mesh: Mesh, rank: int, place: int, destination: int) -> tuple[int, ...]:
-    """Who receives what a rank, at a place along the pipeline, sends to another place.
+    """Return the ranks at one pipeline position that receive the messages of a rank at another.
 
     >>> mesh = Mesh((("pipeline", 2), ("tensor", 2)), widths=(2, 1))
     >>> receivers(mesh, 0, 0, 1), receivers(mesh, 1, 0, 1), receivers(mesh, 2, 1, 0)
@@ -196,28 +196,28 @@ def receivers(mesh: Mesh, rank: int, place: int, destination: int) -> tuple[int,
 
 
 def _pipeline(mesh: Mesh, beside: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks of one pipeline through stages of unlike width: neighbours along the widest share a rank of a narrower one."""
+    """Return the ranks of one pipeline through per-stage submeshes: neighbours in the largest share a rank of a smaller one."""
     along, widest = next(name for name in mesh.names if name in STAGES), mesh.length(WIDTH)
     coordinates = ({**beside, along: place, WIDTH: beside[WIDTH] * width // widest} for place, width in enumerate(mesh.widths))
     return tuple(map(mesh.rank, coordinates))
 
 
 def widths_of_stages(mesh: Mesh, replicas: Sequence[int] = ()) -> tuple[int, ...]:
-    """The widths of a mesh, one for each stage.
+    """Return the tensor-parallel degree of each stage.
 
     Args:
-        mesh: whose stages are of unlike width.
-        replicas: how many ranks microbatches of each stage are dealt to, where these are not one each.
+        mesh: with per-stage submeshes.
+        replicas: the number of round-robin ranks of each stage; empty: one each.
     """
     return tuple(mesh.widths[place] for place in itertools.accumulate(replicas[:-1], initial=0)) if replicas else mesh.widths
 
 
 def mesh_words(mesh: Mesh, replicas: Sequence[int] = ()) -> str:
-    """A mesh for reading.
+    """Return a mesh in words.
 
     Args:
-        mesh: its dimensions.
-        replicas: how many ranks each stage has, where these are not one each.
+        mesh: the mesh.
+        replicas: the number of round-robin ranks of each stage; empty: one each.
 
     >>> mesh_words(Mesh((("pipeline", 3), ("tensor", 2))), (2, 1))
     'pipeline 2 + 1 x tensor 2'

@@ -1,16 +1,14 @@
-"""Take the random numbers out of what is cut, so that a cut model draws what the whole one draws.
+"""Separate random masks from the ops that apply them, so that a sharded model draws the same numbers as the whole one.
 
 Before:                                             After:
 
-    y = dropout(x, p)                                   kept = dropout_mask(shape of x, p)       drawn whole, alike on every rank
-                                                        y = x * kept * (1 / (1 - p))             cut; takes its part of the mask
+    y = dropout(x, p)                                   mask = dropout_mask(shape of x, p)       drawn whole, the same on every rank
+                                                        y = x * mask * (1 / (1 - p))             sharded; slices its shard of the mask
 
     y = attention(q, k, v, dropout_p=p)                 scores = softmax(q @ k.T * scale)
                                                         y = scores * dropout_mask(...) * (1 / (1 - p)) @ v
 
-A backward keeps the mask, one byte an element, or draws it again (``passes.normalize.functional_rng``).
-
-Masks of dropout as operators: drawn, drawn with the generator's state beside them, and drawn again from that state.
+The backward saves the mask, one byte an element, or draws it again from the saved generator state:
 
     forward     mask, state = dropout_mask_with_state(shape, p)      draws as dropout_mask does
     backward    mask = dropout_mask_again(state, shape, p)           the same mask; the generator stays as it is
@@ -42,7 +40,7 @@ aten = torch.ops.aten
 
 
 def split_randomness(graph: ModelGraph) -> ModelGraph:
-    """The graph with dropout and attention dropout written as masks that are drawn apart."""
+    """Return the graph with dropout, and attention with dropout, written as a separate mask and a product with it."""
     writers = {node: write for node in graph.graph.nodes if (write := _writer(node)) is not None}
     if not writers:
         return graph
@@ -59,7 +57,7 @@ def split_randomness(graph: ModelGraph) -> ModelGraph:
 
 
 class _Emitter:
-    """Writes calls in the place of one node."""
+    """Writes the calls that replace one node."""
 
     def __init__(self, graph: ModelGraph, target: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> None:
         self.graph = graph
@@ -69,6 +67,7 @@ class _Emitter:
         self._batch = next((copy for copy in copies.values() if copy.name == "batch"), None)
 
     def call(self, function: Callable[..., Any], /, *args: Any, name: str = "", **kwargs: Any) -> fx.Node:
+        """Write a call with the metadata of the replaced node, and its own fake value."""
         label = name or f"{self.node.name}_{getattr(function, '__name__', 'size').partition('.')[0]}"
         node = self.target.create_node("call_function", function, args, kwargs, name=label)
         node.meta = {key: value for key, value in self.node.meta.items() if key != "val"}
@@ -76,7 +75,7 @@ class _Emitter:
         return node
 
     def dropped(self, like: fx.Node, p: float, name: str) -> fx.Node:
-        """A value after dropout."""
+        """Write the dropout of a value: its product with a mask, scaled by 1 / (1 - p)."""
         value = like.meta["val"]
         sizes = [emit_size(self.target, size_of(size), self.graph.batch, self._batch) for size in value.shape]  # type: ignore[arg-type]
         mask = self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")

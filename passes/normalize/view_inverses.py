@@ -1,11 +1,11 @@
-"""Write through a view: from the new value of a view, the new value of the tensor that it is a view of.
+"""Write through a view: from the new value of a view, compute the new value of its base.
 
     view = aten.select(base, 1, 0)                     new_base = aten.select_scatter(base, new_view, 1, 0)
     view = aten.transpose(base, 0, 1)                  new_base = aten.transpose(new_view, 0, 1)
     view = aten.unfold(base, 0, 3, 3)                  new_base = index_put(base, places of the view's elements, new_view)
 
-An operator with a functional inverse has it in a table. Any other view is inverted by its elements: the view of an arange of the base's
-elements says where each of them is.
+Operators with a functional inverse are in a table. Any other view is inverted by element indices: the same view of an arange over the
+base's elements gives the index of each element, for index_put.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ View: TypeAlias = tuple[fx.Node, int | None]
 
 
 def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Emit, again: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Write the new value of what a view was taken of.
+    """Return the new value of the base of a view, after a write to the view.
 
     Args:
-        view: the view.
-        source: the argument of its call that it is a view of.
-        base: the value of that before the write.
+        view: the view that was written to.
+        source: the argument of its call that is the base.
+        base: the value of the base before the write.
         value: the new value of the view.
         emit: writes a call.
         again: takes the same view of another tensor.
 
     Raises:
-        TraceError: several elements of the view are one element in memory.
+        TraceError: elements of the view share memory, or it is a strided view of a base that is not dense.
     """
     call, item = view
     _refuse_overlaps(view)
@@ -93,11 +93,12 @@ def _has_shape_of(value: fx.Node, base: fx.Node) -> bool:
 
 
 def _is_whole(call: fx.Node, source: fx.Node) -> bool:
-    """Whether an interval goes from the first element to the last."""
+    """Return whether a slice takes the whole of its argument."""
     return packet(call.target) in _INTERVALS and bound_arguments(call).get("step", 1) == 1 and _has_shape_of(call, source)
 
 
 def _by_elements(base: fx.Node, value: fx.Node, emit: Emit, again: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Return the base with the elements of the view replaced. A cumsum of ones numbers the elements: it takes its shape from the base."""
     counts = emit(aten.ones_like.default, base, dtype=torch.int64, memory_format=torch.contiguous_format)
     numbers = emit(aten.sub.Tensor, emit(aten.cumsum.default, emit(aten.reshape.default, counts, [-1]), 0), 1)
     places = again(emit(aten.reshape_as.default, numbers, base))
@@ -106,7 +107,7 @@ def _by_elements(base: fx.Node, value: fx.Node, emit: Emit, again: Callable[[fx.
 
 
 def _interval(call: fx.Node, item: int) -> tuple[int, int] | None:
-    """Where an item of a split begins and ends; None where that depends on the batch."""
+    """Return the start and end of an item of a split; None if they depend on the batch."""
     dimension = bound_arguments(call)["dim"]
     sizes = [size_of(part.shape[dimension]) for part in call.meta["val"][: item + 1]]
     if not all(isinstance(size, int) for size in sizes):
@@ -121,7 +122,7 @@ _Inverse: TypeAlias = Callable[[fx.Node, fx.Node, fx.Node, Emit], fx.Node]
 
 
 def _scatter(function: Any, *names: str) -> _Inverse:
-    """An operator that writes the view into the base, with arguments of the view's call."""
+    """Return the inverse by an operator that writes the view into the base, with the named arguments of the view's call."""
 
     def write(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
         bound = bound_arguments(call)
@@ -145,7 +146,7 @@ def _narrow(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node
 
 
 def _permutation(order_of: Callable[[Mapping[str, Any], int], Sequence[int]]) -> _Inverse:
-    """An operator that reorders dimensions: dimension ``order[i]`` of the base is dimension ``i`` of the view."""
+    """Return the inverse of an operator that reorders dimensions: dimension ``order[i]`` of the base is dimension ``i`` of the view."""
 
     def write(call: fx.Node, _: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
         rank = value.meta["val"].dim()
@@ -181,7 +182,7 @@ def _moved(call: fx.Node, _: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
 
 
 def _part_of_complex(place: int) -> _Inverse:
-    """``real`` and ``imag``: halves of the base viewed as pairs of real numbers."""
+    """Return the inverse of ``real`` (0) or ``imag`` (1): one half of the base, viewed as pairs of real numbers."""
 
     def write(_: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
         pairs = emit(aten.select_scatter.default, emit(aten.view_as_real.default, base), value, -1, place)
@@ -221,10 +222,10 @@ _UNARY: Mapping[Any, Any] = {
     aten.view_as_complex: aten.view_as_real.default,
     aten.view_as_real: aten.view_as_complex.default,
 }
-"""Operator -> the one that gives its argument from its result."""
+"""Operator -> the operator that computes its argument from its result."""
 
 _INTERVALS = frozenset({aten.narrow, aten.slice})
-"""Operators whose result is the whole where it has the size of the whole."""
+"""Operators whose result equals their argument if it has the argument's shape."""
 
 _INVERSES: Mapping[Any, _Inverse] = {
     aten.diagonal: _scatter(aten.diagonal_scatter.default, "offset", "dim1", "dim2"),
@@ -244,4 +245,4 @@ _INVERSES: Mapping[Any, _Inverse] = {
     aten.transpose: _swapped("dim0", "dim1"),
     aten.view: _view,
 }
-"""Operator -> how a write through its result is carried to its first argument."""
+"""Operator -> the inverse that carries a write to its result over to its first argument."""

@@ -1,4 +1,4 @@
-"""A line of the rule language and a call make loops: dimensions are matched with terms, and sizes of factors follow."""
+"""Bind a line of the rule language to a call: match dimensions with terms, solve for the sizes of factors, and return the loops."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["MisfitError", "bind", "dimension", "dimensions", "linear_sets", "num
 
 
 _Key: TypeAlias = "tuple[str, int]"
-"""A factor: its name and, for one of several dimensions under a star, its place from the right."""
+"""A factor: its name, and its place from the right among the dimensions that a star stands for (else 0)."""
 
 _ELEMENTWISE = Term((Dim((ANY_DIMENSION,), star=True),))
 
 
 class MisfitError(Exception):
-    """The call is not as the line says; the text says where."""
+    """The call does not match the line; the text says why."""
 
 
 def bind(line: Line, call: Call, reaches: Mapping[str, Reach] | None = None) -> Loops:
-    """The loops of a call.
+    """Return the loops of a call.
 
     Args:
-        reaches: what factors that slide over dimensions read.
+        reaches: for each sliding factor, the elements that its steps read.
 
     Raises:
         MisfitError: dimensions or sizes are not those of the line.
@@ -81,7 +81,7 @@ _Keys: TypeAlias = "list[tuple[Operand, list[tuple[_Key, ...]] | None, Term]]"
 
 
 def _without_windows(operands: _Keys) -> tuple[_Keys, list[tuple[int, int, _Key]]]:
-    """Dimensions that factors slide over have no factors of their own; which slide over which."""
+    """Return the operands with sliding dimensions without factors, and (operand, dimension, factor) of each of those dimensions."""
     slid: list[tuple[int, int, _Key]] = []
     found: _Keys = []
     for operand, keys, term in operands:
@@ -101,7 +101,7 @@ def _result_dimensions(line: Line, call: Call) -> list[list[tuple[_Key, ...]]]:
 
 
 def _aligned(term: Term, rank: int) -> list[tuple[_Key, ...]]:
-    """For each dimension of a tensor its factors. A star takes what is left; where there is too little, optional dimensions lack."""
+    """Return the factors of each dimension of a tensor; a star takes surplus dimensions, and missing ones must be optional."""
     dims = list(term.dims)
     starred = any(dim.star for dim in dims)
     lacking = sum(not dim.star for dim in dims) - rank
@@ -133,7 +133,10 @@ _Tensor: TypeAlias = "tuple[Sequence[tuple[_Key, ...]], Shape]"
 
 
 def _solve(known: dict[_Key, Size], operands: Sequence[_Tensor], results: Sequence[_Tensor], line: Line) -> dict[_Key, Size]:
-    """The size of every factor, in the order in which they appear."""
+    """Return the size of every factor, in order of appearance: read from its own dimensions, or divided out of composed ones.
+
+    An operand's dimension of size 1 is broadcast, so another one decides the factor's size; results must have the whole size.
+    """
     order: dict[_Key, None] = {}
     composed: list[tuple[tuple[_Key, ...], Size]] = []
     for keys, size in _dimensions([*operands, *results]):
@@ -160,7 +163,7 @@ def _dimensions(tensors: Sequence[_Tensor]) -> Iterator[tuple[tuple[_Key, ...], 
 
 
 def _divide(known: dict[_Key, Size], composed: list[tuple[tuple[_Key, ...], Size]]) -> None:
-    """Find the sizes in composed dimensions that lack one."""
+    """Solve for the sizes of factors in composed dimensions: repeatedly, each in which one factor is unknown."""
     while composed:
         left = []
         for keys, size in composed:
@@ -180,7 +183,7 @@ def _divide(known: dict[_Key, Size], composed: list[tuple[tuple[_Key, ...], Size
 
 
 def quotient(size: Size, divisor: Size) -> Size | None:
-    """``size / divisor`` where that is a whole number for every batch; else None."""
+    """Return ``size / divisor`` if it is an integer for every batch size; else None."""
     if isinstance(size, int) and isinstance(divisor, int):
         return size // divisor if divisor and size % divisor == 0 else None
     if size == divisor:
@@ -204,25 +207,34 @@ def _text(keys: Sequence[_Key]) -> str:
 def _numbered(
     keys: Sequence[tuple[_Key, ...]], shape: Shape, sizes: Mapping[_Key, Size], numbers: Mapping[_Key, int]
 ) -> tuple[Dimension, ...]:
-    """Factors by number; a dimension of size one has none."""
+    """Return the factors of each dimension by number; factors and dimensions of size 1 have none."""
     return tuple(
         () if size == 1 else tuple(numbers[key] for key in each if sizes[key] != 1) for each, size in zip(keys, shape, strict=True)
     )
 
 
-def _factors(line: Line, kept: list[_Key], sizes: Mapping[_Key, Size], results: list[list[tuple[_Key, ...]]]) -> tuple[Factor, ...]:
-    in_results = [{key for each in keys for key in each} for keys in results]
+def _factors(line: Line, keys: list[_Key], sizes: Mapping[_Key, Size], results: list[list[tuple[_Key, ...]]]) -> tuple[Factor, ...]:
+    """Return the factors with their names, sizes and reductions.
+
+    A factor that no result has is summed, unless a mark of the line names its reduction. Factors under a star are numbered from the left.
+
+    Args:
+        keys: the factors, in order.
+        sizes: of all factors, also those of size 1.
+        results: for each result the factors of its dimensions.
+    """
+    in_results = [{key for dimension in result for key in dimension} for result in results]
     width: dict[str, int] = {}
     for name, place in sizes:
         width[name] = max(width.get(name, 0), place + 1)
     factors = []
-    for key in kept:
+    for key in keys:
         name, place = key
         reduction = line.marks.get(name)
-        having = sum(key in keys for keys in in_results)
-        if reduction is None and having not in (0, len(results)):
+        n_results = sum(key in found for found in in_results)
+        if reduction is None and n_results not in (0, len(results)):
             raise MisfitError(f"{name!r} is in some results and not in others")
-        if reduction is None and not having:
+        if reduction is None and not n_results:
             if name in line.starred:
                 raise MisfitError(f"no result has {_text([key])}, and nothing says how it is reduced")
             reduction = "sum"
@@ -235,10 +247,10 @@ def _factors(line: Line, kept: list[_Key], sizes: Mapping[_Key, Size], results: 
 def linear_sets(
     sets: Sequence[Sequence[tuple[str, int | None]]], call: Call, added: frozenset[int] = frozenset()
 ) -> tuple[frozenset[int], ...]:
-    """Sets of parameters as sets of operands.
+    """Return the sets of operands in which a call is linear together, from sets of parameter names.
 
-    A number in a set is a constant that does not grow with the operands: only zero leaves the result linear. Rounding to whole numbers,
-    and flags, leave nothing linear.
+    A number in place of an operand is a constant term: the call is linear only if it is zero. Booleans, and results rounded to integers,
+    are never linear.
     """
     found = []
     for members in sets:
@@ -284,29 +296,29 @@ def _localizer(line: Line, numbers: Mapping[_Key, int]) -> Callable[[LocalCall],
     return localize
 
 
-# -- how rules that depend on a call write their line of the language --------------------------------------------------------------
+# -- write lines of the language, for rules that depend on the call ----------------------------------------------------------------
 
 
 def numbered(rank: int, marks: Mapping[int, str] | None = None, *, name: str = "dim") -> list[str]:
-    """``dim0 dim1! dim2``: every dimension of a tensor, some with a mark."""
+    """Return a term with a factor for each dimension, some with a mark: ``dim0 dim1! dim2``."""
     return [f"{name}{index}{marks.get(index, '') if marks else ''}" for index in range(rank)]
 
 
 def write(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str]], *clauses: str) -> str:
-    """The line of terms given as lists of dimensions."""
+    """Return the line of terms that are lists of dimensions."""
     left, right = (", ".join(" ".join(term) or "()" for term in terms) for terms in (operands, results))
     return "; ".join([f"{left} -> {right}", *clauses])
 
 
 def dimension(rank: int, given: Any) -> int:
-    """A dimension counted from the front."""
+    """Return a dimension counted from the front."""
     if isinstance(given, bool) or not isinstance(given, int):
         raise MisfitError(f"{given!r} is no number of a dimension")
     return given % max(rank, 1)
 
 
 def dimensions(operand: Operand, given: Any) -> list[int]:
-    """Dimensions counted from the front, of one or a list; all of them when none is named."""
+    """Return dimensions counted from the front, given one or several; all of them if none is given."""
     rank = len(operand.shape)
     named = given if isinstance(given, tuple) else () if given is None else (given,)
     return [dimension(rank, each) for each in named] or list(range(rank))

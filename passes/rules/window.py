@@ -1,11 +1,11 @@
-"""Windows: which elements of an operand's dimension a part of a loop reads, as formulas in the part's first and last step.
+"""Windows: the elements of an operand's dimension that a part of a loop reads, as formulas in the part's first and last step.
 
     convolution, kernel k, stride s, padding p, dilation d       first  s o - p                    last  s o - p + d (k - 1)
     transposed                                                   first  ceil((o + p - d (k - 1)) / s)      last  floor((o + p) / s)
     slice from a in steps of s                                   first  a + s o                    last  a + s o
     interpolation between neighbours by a factor f               first  floor((o + 1/2) / f - 1/2)         last  one more
 
-Formulas of a chain are composed by putting one into another (``through``): what a part of the last result needs of the first operand.
+``through`` substitutes the formulas of a chain of ops into each other: from a part of the last result to the first operand.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ STEP = sympy.Symbol("o", integer=True)
 """A step of the loop."""
 
 Border = Literal["fill", "clamp", "replicate", "reflect", "circular"]
-"""What is read beyond the ends of a dimension: padding; nothing; the last element; what lies behind a mirror; the other end."""
+"""Elements read beyond the ends of a dimension: padding; none; the last element; the mirrored ones; those of the other end."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a part of a loop reads of a dimension.
+    """The elements of a dimension that a part of a loop reads.
 
     Attributes:
         first: the first element, in the part's first step.
         last: the last element, in the part's last step.
         size: of the dimension.
-        border: what is read beyond its ends.
-        fill: what padding holds.
-        skip: how many results of the operation on what is read stand before the part's own, in the part's first step.
-        written: whether a part is not the same operation on what is read: ``passes.spmd.decompose`` writes it.
+        border: how reads beyond its ends are answered.
+        fill: value of the padding.
+        skip: the op on the elements read gives more results than the part: how many come before it, by the part's first step.
+        written: whether the op on the elements read is another one, which ``passes.spmd.decompose`` writes.
     """
 
     first: sympy.Expr
@@ -52,16 +52,17 @@ class Reach:
 
     @functools.lru_cache(maxsize=2**16)  # noqa: B019  a reach is a value; the cache is of all of them
     def reads(self, start: int, stop: int) -> Runs:
-        """What the steps from ``start`` to ``stop`` read."""
+        """Return the elements that the steps from ``start`` to ``stop`` read."""
         first, last = _at(self.first, start), _at(self.last, stop - 1)
         step = 1 if last >= first else -1
         return forward_runs(self._elements(range(first, last + step, step)))
 
     def skipped(self, start: int) -> int:
-        """How many results stand before the part's own."""
+        """Return how many surplus results come before those of a part that begins at ``start``."""
         return _at(self.skip, start)
 
     def _elements(self, indices: Sequence[int]) -> list[int | None]:
+        """Return the elements at indices, which may lie beyond the ends; None for padding."""
         size = self.size
         if self.border == "clamp":
             return [index for index in indices if 0 <= index < size]

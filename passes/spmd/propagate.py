@@ -238,7 +238,7 @@ class LayoutWalk:
             self.lies[node.name, place] = list(layout)
 
     def _write(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
-        """A declared write of a buffer: its new value lies as the buffer is stored, whole where that is open."""
+        """Give the new value of a buffer the layout in which the buffer is stored; replicate it if that is not decided yet."""
         name = operands[0].name
         layout = (_WHOLE,) * len(self.mesh) if self.stored is None else self.stored[name]
         for operand in operands:
@@ -251,7 +251,7 @@ class LayoutWalk:
     def _call_alike(
         self, loops: Loops | None, lying: Sequence[Placement | None], needs: Sequence[list[Placement]], gives: Sequence[list[Placement]]
     ) -> None:
-        """Along a mesh dimension that cuts nothing of a call, all ranks compute alike."""
+        """Replicate a call along a mesh dimension that shards none of its loops: it needs whole operands, and gives whole results."""
         unread = loops.unread if loops is not None else frozenset()
         for place, layout in enumerate(needs):
             layout.append((lying[place] if place in unread else None) or _WHOLE)
@@ -394,6 +394,11 @@ class LayoutWalk:
     # -- the result ----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Layouts:
+        """Return the layouts of all values, those of parameters and buffers decided by their uses.
+
+        Over some mesh dimensions a parameter is varying: every rank reads the whole of it for its own part of the work, so its gradient is
+        a partial sum.
+        """
         stored = {name: self._stored(name, uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
         varying = {
             name: frozenset(

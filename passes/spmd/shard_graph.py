@@ -1,7 +1,7 @@
-"""Cut a model's axes over a mesh: one graph for every rank, from which axis goes over which mesh dimension.
+"""Shard a model's axes over a mesh: one graph for every rank, from the axes that each mesh dimension shards.
 
-find_axes        which dimensions are the same loop
-assign_layouts   how every value lies
+find_axes        the dimensions that are the same loop
+assign_layouts   the layout of every value
 localize         each rank's graph, with its collectives
 
 rank 0   x[rows 0..3] -> linear(w[0..31]) -> gelu -> linear(w[.., 0..31]) -> all_reduce -> ...
@@ -34,16 +34,16 @@ __all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]
 
 @dataclass(frozen=True)
 class AxisCut:
-    """What is cut over which mesh dimension.
+    """The axes that each mesh dimension shards.
 
     Attributes:
-        mesh: the mesh dimensions that cut axes, outermost first.
-        assigned: mesh dimension -> axes that it cuts, dearest first.
-        rows: mesh dimensions that cut the batch.
-        stored: mesh dimensions over which parameters are held in parts and gathered where they are used.
-        local_statistics: whether batch normalisation takes those of a rank's own rows, as DistributedDataParallel does.
-        wide: the first and the last call of every run that fetches a wide halo once (``passes.spmd.halo.wide``).
-        overlapped: the same of those that compute while halos are on their way (``passes.spmd.halo.overlap``).
+        mesh: the mesh dimensions that shard axes, outermost first.
+        assigned: mesh dimension -> axes that it shards, most expensive first: a call with several of them prefers the first.
+        rows: mesh dimensions that shard the batch.
+        stored: mesh dimensions over which parameters are sharded in storage, and gathered before use (FSDP).
+        local_statistics: whether batch normalization uses the statistics of a rank's own samples, as DistributedDataParallel does.
+        wide: first and last call of each segment with one wide halo (``passes.spmd.halo.wide``).
+        overlapped: first and last call of each segment that computes during its halo exchanges (``passes.spmd.halo.overlap``).
     """
 
     mesh: Mesh
@@ -57,15 +57,15 @@ class AxisCut:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model whose axes are cut.
+    """A sharded model.
 
     Attributes:
         graph: the model.
         axes: of its graph.
-        cut: what is cut.
-        layouts: how every value lies.
-        blocks: for each rank, for each parameter, buffer and constant, the block that it holds.
-        part: what parts are of the whole.
+        cut: the axes that are sharded.
+        layouts: of every value.
+        blocks: for each rank, for each parameter, buffer and constant, the block that it stores.
+        part: how a rank's graph relates to the whole one: rows of the batch, results, gradients to reduce.
     """
 
     graph: ModelGraph
@@ -77,7 +77,7 @@ class CutModel:
 
     @cached_property
     def parts(self) -> tuple[ModelGraph, ...]:
-        """For each rank of the mesh its graph, written when first asked for; ranks whose parts have equal sizes share one."""
+        """Return the graph of each rank of the mesh, written on first access; ranks whose shards have equal sizes share one."""
         if self.cut.mesh.size == 1:
             return (self.graph,)
         by_sizes: dict[tuple[object, ...], ModelGraph] = {}
@@ -94,12 +94,12 @@ class CutModel:
 def cut_axes(
     graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
 ) -> CutModel:
-    """Cut a model.
+    """Shard a model; its graphs are written later, by ``CutModel.parts``.
 
     Args:
         axes: of the graph.
-        results: what ranks return.
-        stored: how ranks hold parameters, buffers and constants already.
+        results: whether ranks return whole results or those of their own rows.
+        stored: layouts of parameters, buffers and constants that ranks have stored already; None: as the calls prefer.
     """
     if cut.mesh.size == 1:
         return _whole(graph, axes, cut)
@@ -113,7 +113,7 @@ def cut_axes(
 
 
 def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterator[Extents]:
-    """The sizes of each rank's parts, in order of the ranks."""
+    """Yield the sizes of each rank's shards, in order of the ranks."""
     for coordinate in itertools.product(*(range(size) for _, size in cut.mesh.dimensions)):
         yield Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
 
@@ -121,9 +121,9 @@ def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterato
 def layouts_of_cut(
     graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
 ) -> Layouts:
-    """How every value lies under a cut, parameters as they are stored: what ``cut_axes`` writes graphs from."""
+    """Return the layout of every value: first by the axes, then with parameters sharded in storage, then with halo strategies."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
-    # Beside parameters that lie already, a call may be computed whole that the plan has in parts: it then has no halo to pay for.
+    # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     return with_halos(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 
@@ -134,14 +134,14 @@ def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
 
 
 _Pattern: TypeAlias = tuple[int, tuple[bool, ...]]
-"""An axis, and for each mesh dimension whether it cuts it."""
+"""An axis, and for each mesh dimension whether that shards it."""
 
 
 def _cut_patterns(layouts: Layouts) -> list[_Pattern]:
-    """In which ways anything cuts axes.
+    """Return the ways in which any value shards axes.
 
-    Of an axis that several mesh dimensions cut, also the outer of these alone, in whose parts the inner ones lie: of 7 over 2 x 2 ranks the
-    third has 2 as the first has, but of 3 and not of 4.
+    For an axis over several mesh dimensions, this includes the outer ones alone, since inner shards divide their shards: of size 7 over
+    2 x 2 ranks the third rank has 2 elements, as the first has, but 2 of 3 and not of 4.
     """
     every = {layout for each in (*layouts.needs.values(), *layouts.results.values()) for layout in each}
     patterns = {
@@ -155,15 +155,16 @@ def _cut_patterns(layouts: Layouts) -> list[_Pattern]:
 
 
 def _own_sizes(patterns: Sequence[_Pattern], extents: Extents) -> tuple[Size, ...]:
-    """The sizes of a rank's parts of all axes that anything cuts: ranks with equal ones share a graph."""
+    """Return the sizes of a rank's shards of all sharded axes: ranks with equal sizes share a graph."""
     return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in patterns)
 
 
 def _blocks(axes: Axes, stored: Mapping[str, Layout], every: Iterable[Extents]) -> Iterator[Mapping[str, Block]]:
-    """For each rank, the blocks of what is held: of tensors of equal sizes that are cut alike, it is worked out once.
+    """Yield the stored blocks of each rank; tensors of equal shape and sharding share the computation.
 
     Args:
-        stored: parameter, buffer or constant -> how it lies.
+        stored: parameter, buffer or constant -> its layout.
+        every: the sizes of each rank's shards.
     """
     alike: dict[Hashable, list[str]] = {}
     for name, layout in stored.items():
@@ -192,9 +193,9 @@ def _product(sizes: Sequence[object]) -> int:
 
 
 def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
-    """Hold parameters in parts over ``cut.stored``; elsewhere, where every use is Varying, sum their gradients at the end.
+    """Shard parameters in storage over ``cut.stored``; over other dimensions with Varying uses only, their gradients are reduced.
 
-    What nobody reads stays whole: it stays with one rank.
+    Parameters without a reader stay whole.
     """
     stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
     read = {node.name for node in graph.graph.nodes if node.users}
@@ -210,9 +211,9 @@ def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Lay
 
 
 def _storage(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
-    """The axis by which a parameter is held in parts: one that nothing else cuts, divisible and outermost rather than not.
+    """Return the axis over which a parameter is sharded in storage: one not sharded yet, preferably divisible and outermost.
 
-    Where one dimension holds an axis twice (a weight for scores made flat), nothing says which of them a part would be of.
+    An axis that is twice in one dimension (the flattened weight of a score matrix) is left out: a shard of it would be ambiguous.
     """
     taken = {place.axis for place in layout if isinstance(place, Shard)}
     candidates = [

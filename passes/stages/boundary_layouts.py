@@ -1,4 +1,4 @@
-"""Mark what crosses from stage to stage, where these are of unlike width: it lies whole on the ranks of both.
+"""Replicate the values between stages with submeshes of different shape: they are whole on the ranks of both.
 
 Before (stage 1 begins with ``linear_1``):          After:
 
@@ -6,9 +6,9 @@ Before (stage 1 begins with ``linear_1``):          After:
     linear_1 = aten.linear(relu, ...)                   relu_crossing = aten.alias(relu)
                                                         linear_1 = aten.linear(relu_crossing, ...)
 
-However many ranks share a stage, and whatever they cut, its neighbours know the value by one name and in one size. What every stage
-computes for itself (``passes.analysis.replicable``) is computed whole, too, so that no stage sends what another one does not. What a stage
-makes of a value for its own calls, a part or a sum, stays in it: the next one begins with the value (``passes.spmd.reshard``).
+So a value has one name and one size for all stages, whatever their submeshes shard. Replicable nodes (``passes.analysis.replicable``),
+which every stage computes for itself, are computed whole too, so that all stages send the same values. A stage's reshards of a value stay
+in it: the next stage starts from the value itself (``passes.spmd.reshard``).
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from passes.stages.split import stage_of_nodes
 __all__ = ["is_whole", "mark_boundaries", "stage_within"]
 
 _WHOLE = "whole_on_each_rank"
-"""What says of a node that it is not cut over the ranks that share a stage."""
+"""Key of ``node.meta``: the value is replicated over the submesh of its stage."""
 
 _STAGE = "stage_between_borders"
-"""What says of a node which stage computes it, where these are of unlike width."""
+"""Key of ``node.meta``: the stage that computes the node."""
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether a value is whole on every rank that shares its stage."""
+    """Return whether a value is marked as replicated over the submesh of its stage."""
     return _WHOLE in node.meta
 
 
 def stage_within(node: fx.Node) -> int | None:
-    """The stage that computes a node, where stages are of unlike width; None for what is no stage's own."""
+    """Return the stage that computes a node of a marked graph; None for placeholders and replicable nodes."""
     stage = node.meta.get(_STAGE)
     return stage if isinstance(stage, int) else None
 
 
 def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph:
-    """The graph with an alias, at the end of its stage, of each value that a later stage reads or the model returns from an earlier one.
+    """Return the graph with a replicated alias, at the end of its stage, of each value that a later stage reads.
+
+    The last stage returns all results of the model, so it reads those of earlier stages.
 
     Args:
         first_nodes: for each stage, the name of its first node, in graph order.
@@ -57,7 +59,7 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
     for node in graph.graph.nodes:
         here = stages.get(node.name, stage)
         if here > stage or node.op == "output":
-            _add_borders(target, [each for each in within if _crosses(each, stages, stage, last)], copies)
+            _add_aliases(target, [each for each in within if _is_read_later(each, stages, stage, last)], copies)
             within.clear()
             stage = here
         copies[node] = target.node_copy(node, copies.__getitem__)
@@ -73,16 +75,22 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
     return dataclasses.replace(graph, module=LazyGraphModule({}, target, class_name="Model"), outputs=outputs)
 
 
-def _crosses(node: fx.Node, stages: dict[str, int], stage: int, last: int) -> bool:
-    """Whether a later stage reads a value, directly or through what every stage computes for itself, or is the one that returns it."""
-    return any(
-        stage < last if user.op == "output" else stages[user.name] > stage if user.name in stages else _crosses(user, stages, stage, last)
-        for user in node.users
-    )
+def _is_read_later(node: fx.Node, stages: dict[str, int], stage: int, last: int) -> bool:
+    """Return whether a stage after ``stage`` reads a value, directly or through replicable nodes; the last stage reads all results."""
+    for user in node.users:
+        if user.op == "output":
+            found = stage < last
+        elif user.name in stages:
+            found = stages[user.name] > stage
+        else:
+            found = _is_read_later(user, stages, stage, last)
+        if found:
+            return True
+    return False
 
 
-def _add_borders(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
-    """Behind the end of a stage: whoever comes later reads the alias."""
+def _add_aliases(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Append an alias of each value to a stage; nodes that are copied later read the alias."""
     for node in crossing:
         alias = target.create_node("call_function", torch.ops.aten.alias.default, (copies[node],), name=f"{node.name}_crossing")
         alias.meta = {**copies[node].meta, _WHOLE: True}

@@ -1,4 +1,4 @@
-"""Differentiate a streamed stage: the backward goes over the tiles of every sweep again, the last first, and computes each anew.
+"""Differentiate a tiled stage: the backward visits the tiles of every sweep in reverse order, and recomputes each.
 
 Forward                                   Backward
 
@@ -41,7 +41,7 @@ __all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
 
 @dataclass(frozen=True)
 class _Flow:
-    """Where gradients flow in a streamed stage.
+    """The flow of gradients in a tiled stage.
 
     Attributes:
         steps: of the stage, in order.
@@ -59,7 +59,7 @@ class _Flow:
 
 
 def tiles_requiring_gradient(stage: StageGraph, differentiable: Collection[str]) -> frozenset[str]:
-    """The outputs of a streamed stage that autograd would track."""
+    """Return the outputs of a tiled stage that require a gradient."""
     found = _requiring(steps_of(stage.module.graph), Templates(stage, "full"), _placeholders(stage, differentiable))
     return frozenset(node.name for node in found) & frozenset(stage.outputs)
 
@@ -67,12 +67,12 @@ def tiles_requiring_gradient(stage: StageGraph, differentiable: Collection[str])
 def differentiate_tiles(
     stage: StageGraph, differentiable: frozenset[str], outputs_with_gradient: frozenset[str], recompute: Recompute
 ) -> DifferentiatedStage:
-    """The training graphs of a streamed stage.
+    """Return the training graphs of a tiled stage.
 
     Args:
-        differentiable: placeholders that gradients are wanted for.
-        outputs_with_gradient: outputs whose gradients will be given.
-        recompute: what is kept of what is computed whole.
+        differentiable: placeholders whose gradients are wanted.
+        outputs_with_gradient: outputs whose gradients the backward gets.
+        recompute: for regions that are computed whole; tiles are always recomputed.
     """
     templates = Templates(stage, recompute)
     outputs = tuple(node for node in returned_nodes(stage.module.graph) if node.name in outputs_with_gradient)
@@ -99,7 +99,7 @@ def _requiring(steps: Sequence[Step], templates: Templates, differentiable: froz
 
 
 def _flow(steps: Sequence[Step], templates: Templates, differentiable: frozenset[fx.Node], outputs: tuple[fx.Node, ...]) -> _Flow:
-    """From the outputs back to what is wanted."""
+    """Follow gradients from the outputs back to the wanted placeholders."""
     requiring = _requiring(steps, templates, differentiable)
     dependence: dict[fx.Node, frozenset[str]] = {node: frozenset({node.name}) for node in outputs if node in requiring}
     found: dict[Region, Template] = {}
@@ -188,7 +188,7 @@ class _Writer:
             self.values[node] = self.forward.node_copy(node, self.values.__getitem__)
 
     def _kept(self, bound: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What the backward reads: of what stays with the stage, and what the forward computed."""
+        """Return the placeholders of parameters and buffers that the backward reads, and the values that the forward saves for it."""
         read: dict[fx.Node, None] = {}
         saved: dict[fx.Node, None] = {self.values[self.batch]: None} if self.batch is not None else {}
         places = {new: old for old, new in self.values.items()}
@@ -212,13 +212,13 @@ class _Writer:
         return next((node for node in self.values if node.name == "batch"), None) if self.stage.has_batch else None
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The value that a piece is a part of."""
+        """Return the whole value that a piece is a slice of."""
         while node in self.pieces:
             node = self.pieces[node].source
         return node
 
     def slices(self, node: fx.Node) -> list[tuple[int, int, int]]:
-        """How a piece is cut from it."""
+        """Return the (dimension, start, stop) by which a piece is sliced from its root."""
         found: list[tuple[int, int, int]] = []
         while node in self.pieces:
             _, dimension, start, stop = node.args
@@ -234,12 +234,12 @@ def _module(graph: fx.Graph, results: tuple[Argument, ...], name: str) -> fx.Gra
 
 
 class _Backward:
-    """Writes the backward of what a forward was written for.
+    """Writes the backward of a tiled stage.
 
     Args:
-        forward: its writer.
-        read: what stays with the stage and is read here.
-        saved: what the forward keeps.
+        forward: the writer of its forward.
+        read: placeholders of parameters and buffers that it reads.
+        saved: values that the forward saves for it.
     """
 
     def __init__(self, forward: _Writer, read: Sequence[fx.Node], saved: Sequence[fx.Node]) -> None:
@@ -260,6 +260,7 @@ class _Backward:
             self.write.gradients[node] = self._placeholder(f"{node.name}_gradient", node, of_its_own=True)
 
     def _placeholder(self, name: str, node: fx.Node, *, of_its_own: bool = False) -> fx.Node:
+        """Add a placeholder like a node: it aliases the same memory, or (``of_its_own``, for gradients) memory that no other value has."""
         placeholder = self.target.placeholder(name)
         placeholder.meta = {key: value for key, value in node.meta.items() if key in ("val", "nn_module_stack")}
         keys = tuple(key for _, key in memory_keys(node))
@@ -268,13 +269,14 @@ class _Backward:
         return placeholder
 
     def run(self, arguments: Sequence[fx.Node], parameters: Sequence[fx.Node], name: str) -> fx.GraphModule:
-        """Returns the graph that gives the gradients of arguments, and of parameters."""
+        """Return the graph that computes the gradients of arguments and of parameters."""
         for step in reversed(self.flow.steps):
-            self._undo(step)
+            self._differentiate(step)
         found = self.write.results([*arguments, *parameters], self.given)
         return _module(self.target, (*found[: len(arguments)], tuple(found[len(arguments) :])), name)
 
-    def _undo(self, step: Step) -> None:
+    def _differentiate(self, step: Step) -> None:
+        """Write the backward of one step: a region's template; a slice adds to its source; a tile's write gives the tile its gradient."""
         if isinstance(step, Region):
             if step in self.flow.templates:
                 self._region(step, self.flow.templates[step])
@@ -304,7 +306,7 @@ class _Backward:
             self.write.gradients.pop(node, None)
 
     def _saved(self, node: fx.Node) -> fx.Node:
-        """What the forward had: kept, or cut again from what was kept."""
+        """Return a value of the forward: a saved one, or a slice of a saved one."""
         if node in self.values:
             return self.values[node]
         old = self.cut[node]

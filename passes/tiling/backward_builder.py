@@ -1,4 +1,4 @@
-"""Writes the graphs of a streamed stage in training: templates written out for the tiles that they stand for, gradients added up."""
+"""Write the training graphs of a tiled stage: copy the template graph of a kind of tiles for each of them, and add up gradients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def write_out(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], la
     """Copy a template into a graph.
 
     Args:
-        arguments: for each placeholder, its node.
-        label: what the names of the nodes end with.
+        arguments: for each placeholder of the template, a node of the target.
+        label: suffix of the names of the copies; they are marked as computed for this tile.
 
     Returns:
-        The nodes of its flat output, and of the tuple that ends it.
+        The copies of the template's outputs, flat.
     """
     copies: dict[fx.Node, Any] = {}
     memory: dict[Any, Any] = {}
@@ -52,15 +52,15 @@ def write_out(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], la
 class GradientWriter:
     """Adds up gradients of values in a graph.
 
-    A gradient that came from somewhere may be somebody else's memory, too: the first sum takes new memory, later ones add in place.
+    The first gradient of a value may alias memory that others read: the first sum allocates, later ones add in place.
 
     Args:
         target: the graph.
         size: writes a size.
-        device: of what it makes.
+        device: of the tensors that it allocates.
 
     Attributes:
-        gradients: value of the streamed graph -> the node that has its gradient, as far as it is known.
+        gradients: value of the tiled graph -> the node of its gradient so far.
     """
 
     def __init__(self, target: fx.Graph, size: Callable[[Any], Any], device: torch.device) -> None:
@@ -70,6 +70,7 @@ class GradientWriter:
         self.gradients: dict[fx.Node, fx.Node] = {}
 
     def call(self, function: Any, arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
+        """Write a call, with its fake value."""
         node = self.target.create_node("call_function", function, arguments, keywords, name=name)
         self._known.describe(node)
         return node
@@ -86,22 +87,22 @@ class GradientWriter:
             self._owned.add(value)
 
     def add_piece(self, value: fx.Node, slices: Sequence[tuple[int, int, int]], gradient: fx.Node) -> None:
-        """Add to the gradient of a part of a value.
+        """Add the gradient of a slice of a value to the gradient of the value, in place.
 
         Args:
-            slices: dimension, first element and the one behind the last, one after the other.
+            slices: (dimension, start, stop) of each sliced dimension.
         """
-        place = self.part(self._of_its_own(value), slices, f"{value.name}_gradient_part")
-        self.call(aten.add_.Tensor, (place, gradient), f"{value.name}_gradient_more")
+        part = self.part(self._owned_gradient(value), slices, f"{value.name}_gradient_part")
+        self.call(aten.add_.Tensor, (part, gradient), f"{value.name}_gradient_more")
 
     def part(self, whole: fx.Node, slices: Sequence[tuple[int, int, int]], name: str) -> fx.Node:
-        """One slice after the other."""
+        """Write the slice of a value: one slice call for each (dimension, start, stop)."""
         for dimension, start, stop in slices:
             whole = self.call(aten.slice.Tensor, (whole, dimension, start, stop), name)
         return whole
 
-    def _of_its_own(self, value: fx.Node) -> fx.Node:
-        """The gradient of a value in memory that nobody else has."""
+    def _owned_gradient(self, value: fx.Node) -> fx.Node:
+        """Return the gradient of a value in memory that no other value aliases: zeros if there is none yet, else a copy of a first one."""
         if value not in self._owned:
             known = self.gradients.get(value)
             if known is None:
@@ -118,10 +119,10 @@ class GradientWriter:
         return self.gradients[value]
 
     def results(self, values: Sequence[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:
-        """The gradients of values, dense, and in memory of their own.
+        """Return the gradients of values, contiguous, each in memory that is shared with no other and no placeholder.
 
         Args:
-            given: placeholders whose memory is somebody else's.
+            given: placeholders, whose memory belongs to the caller.
         """
         taken = {key for node in given for _, key in memory_keys(node)}
         found = []

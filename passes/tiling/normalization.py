@@ -1,6 +1,6 @@
-"""Statistics of a normalisation over space, from those of tiles.
+"""Normalize over space tile by tile: compute the statistics of each tile, merge them, and scale and shift the tiles.
 
-Every tile gives the mean and the variance of its elements; with the share ``w`` of each, those of the whole are
+From the mean ``m`` and variance ``v`` of each tile, and its fraction ``w`` of all elements, those of the whole are
 
     mean = sum of w m        variance = sum of w (v + (m - mean)^2)
 
@@ -29,13 +29,13 @@ Statistics: TypeAlias = tuple[fx.Node, fx.Node]
 """Mean and variance."""
 
 Scaling: TypeAlias = tuple[fx.Node, fx.Node]
-"""Of each channel, by what an element is multiplied and what is added then."""
+"""Scale and shift of each channel: an element becomes ``x * scale + shift``."""
 
 Emit: TypeAlias = Callable[..., fx.Node]
 
 
 def tile_statistics(write: TileWriter, node: fx.Node, x: fx.Node, label: str) -> Statistics:
-    """Of one tile."""
+    """Write the mean and variance of one tile: over the batch and space for batch_norm, else over space and the channels of a group."""
     grouped = _grouped(write, node, x)
     dims = [0] if packet(node.target) is aten.batch_norm else []
     dims += range(2, grouped.meta["val"].dim())
@@ -49,10 +49,10 @@ def _item(write: TileWriter, both: fx.Node, index: int, like: fx.Node) -> fx.Nod
 
 
 def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[float, Statistics]]) -> Scaling:
-    """Of all tiles, as what they make of an element.
+    """Write the statistics of all tiles, update the running statistics, and return the scale and shift that normalize an element.
 
     Args:
-        tiles: which share of the elements each has, and its statistics.
+        tiles: for each tile its fraction of the elements, and its statistics.
     """
 
     def emit(function: Any, *args: Any) -> fx.Node:
@@ -70,7 +70,7 @@ def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[flo
 
 
 def _store(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> None:
-    """Move the stored statistics; the variance as that of a sample."""
+    """Write the update of the running statistics; the running variance is the unbiased one, with n - 1 in its denominator."""
     arguments = bound_arguments(node)
     like, momentum = arguments["running_mean"].meta["val"], arguments["momentum"]
     batch, _, *space = (size_of(size) for size in node.meta["val"].shape)
@@ -98,6 +98,7 @@ def _total(emit: Emit, parts: Sequence[fx.Node]) -> fx.Node:
 
 
 def _scaling(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> Scaling:
+    """Write scale = weight / sqrt(variance + eps) and shift = bias - mean * scale, by channel; groups repeat theirs for each channel."""
     arguments = bound_arguments(node)
     shape = node.meta["val"].shape
     upright = [1, -1, *[1] * (len(shape) - 2)]
@@ -120,13 +121,13 @@ def _scaling(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node,
 
 
 def apply_scaling(write: TileWriter, node: fx.Node, x: fx.Node, scaling: Scaling, label: str) -> fx.Node:
-    """One tile, normalised: ``x * scale + shift``; nothing else is as large as the tile."""
+    """Write one normalized tile, ``x * scale + shift``, as one op: no other value of the tile's size is allocated."""
     scale, shift = scaling
     return write.emit(aten.addcmul.default, (shift, x, scale), f"{node.name}_{label}", node)
 
 
 def _grouped(write: TileWriter, node: fx.Node, x: fx.Node) -> fx.Node:
-    """With the channels of a group beside space; elements of each channel, for statistics of channels."""
+    """Split the channels into groups for group_norm, [batch, group, channel, *space]; return ``x`` as it is for other normalizations."""
     if packet(node.target) is not aten.group_norm:
         return x
     groups = bound_arguments(node)["num_groups"]

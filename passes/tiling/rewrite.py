@@ -1,4 +1,4 @@
-"""Rewrite a graph so that what is larger than a budget is computed tile by tile, in turn.
+"""Rewrite a graph so that values larger than a budget are computed tile by tile, in sequence.
 
 Before:                                       After, two tiles, where c1 and c2 are larger than the budget:
 
@@ -8,13 +8,13 @@ Before:                                       After, two tiles, where c1 and c2 
                                                   c2_tile0 = conv2d(c1_tile0, ..)
                                                   p_tile0 = max_pool2d(c2_tile0, 4)
                                                   p[.., 0:64].copy_(p_tile0)
-                                                  ...                               tile 1, after tile 0 is forgotten
+                                                  ...                               tile 1, after tile 0 is freed
 
-A value is kept whole where it fits the budget; others exist in tiles alone, and are computed again by every sweep that reads them: a
-sweep goes over all tiles to make one value that is kept, a sum over space, or the statistics of a normalisation. The first sweep of a
-normalisation gathers its statistics, the next ones apply them. Overlaps are computed by both tiles; nothing is approximate.
+Values within the budget are computed whole. Larger ones exist only as tiles, and are computed again in every sweep that reads them. A sweep
+goes over all tiles to compute one whole value, a reduction over space, or the statistics of a normalization, which later sweeps apply. Both
+tiles compute their overlap, so results are exact.
 
-Only what a forward computes; ``passes.tiling.backward`` writes its backward.
+This is the forward; ``passes.tiling.backward`` writes the backward.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ aten = torch.ops.aten
 
 
 def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelGraph:
-    """The graph by tiles.
+    """Return the tiled graph.
 
     Args:
         axes: of the graph.
         grid: of tiles.
-        budget: bytes of the largest value that is computed whole; inputs, and what no tile can compute, may be larger.
+        budget: bytes up to which values are computed whole; inputs, and values that cannot be tiled, may be larger.
     """
     return _Streamer(graph, axes, grid, what_to_keep(graph, axes, grid, budget)).run()
 
@@ -91,7 +91,7 @@ class _Streamer:
     # -- sweeps --------------------------------------------------------------------------------------------------------------------
 
     def _sweep(self, node: fx.Node) -> None:
-        """Make a value whole."""
+        """Compute a value whole: each tile into its slice of a buffer; a reduction over space as the sum of its tiles."""
         call = self.plan.calls[node]
         if call.kind == "reduction":
             self.writer.whole[node] = self._reduce(call)
@@ -106,14 +106,14 @@ class _Streamer:
 
     @contextlib.contextmanager
     def _in_tile(self, node: fx.Node, tile: Sequence[int]) -> Iterator[str]:
-        """What is written inside belongs to one tile of the sweep that makes a value; gives the tile's name."""
+        """Mark the calls written while active as those of one tile of a sweep; yields the name of the tile."""
         label = f"tile{'_'.join(str(place) for place in tile)}_of_{node.name}"
         self.writer.tile = label
         yield label
         self.writer.tile = ""
 
     def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
-        """One tile of a value, from values that are whole."""
+        """Write one tile of a value, with all tiles of other values that it depends on, from whole values."""
         demanded = demand({node: box}, self.plan.calls, self.axes, self.order, self.writer.whole)
         held: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for each in demanded:
@@ -121,16 +121,17 @@ class _Streamer:
         return held[node][0]
 
     def _compute(self, node: fx.Node, box: Box, held: Mapping[fx.Node, tuple[fx.Node, Box]], label: str) -> fx.Node:
+        """Write one call for a box of its result, from tiles of its operands; a normalization only scales and shifts here."""
         call = self.plan.calls[node]
         if call.kind == "statistics":
             (x, *_) = self.axes.operands[node.name]
             return apply_scaling(self.writer, node, self.writer.part(x, held, call.reads[0], box), self.scalings[node], label)
         return self.writer.call(call, box, held, label)
 
-    # -- what is put together over tiles -------------------------------------------------------------------------------------------
+    # -- statistics and reductions over all tiles ----------------------------------------------------------------------------------
 
     def _gather_statistics(self, node: fx.Node) -> None:
-        """Means and variances of all of space, from those of tiles."""
+        """Write the sweep that computes the statistics of a normalization, from those of its tiles."""
         call = self.plan.calls[node]
         (x, *_) = self.axes.operands[node.name]
         found = []
@@ -148,7 +149,7 @@ class _Streamer:
         return {} if node in self.writer.whole else {node: (self._tile(node, box, label), box)}
 
     def _reduce(self, call: TileCall) -> fx.Node:
-        """A sum, a mean or the greatest over tiles."""
+        """Write a reduction over space: reduce each tile, and combine the results."""
         reads = [next((reads[index] for reads in call.reads if reads[index] is not None), None) for index in range(len(self.grid.counts))]
         cut = [read is not None and call.factors[index] is not None for index, read in enumerate(reads)]
         total: fx.Node | None = None
@@ -163,7 +164,7 @@ class _Streamer:
         return total
 
     def _reduced_tile(self, call: TileCall, reads: Sequence[Read | None], box: Box, label: str, *, first: bool) -> fx.Node:
-        """What one tile adds."""
+        """Write the reduction of one tile; for a mean, weighted with the tile's fraction of the elements."""
         held: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
             if operand not in self.writer.whole:
@@ -182,15 +183,15 @@ def _combination(call: TileCall) -> Any:
     return {"max": aten.maximum.default, "min": aten.minimum.default}.get(str(next(iter(kinds))), aten.add.Tensor)
 
 
-# -- a model as it is streamed -----------------------------------------------------------------------------------------------------
+# -- the tiled graph of a model ----------------------------------------------------------------------------------------------------
 
 
 _KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], int], ModelGraph]] = WeakKeyDictionary()
-"""What was streamed already, for as long as somebody has the graph."""
+"""Tiled graphs of each model by tiles and budget, for the lifetime of the model's graph."""
 
 
 def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGraph:
-    """The graph by tiles; the graph itself where there are none.
+    """Return the tiled graph, the same object for equal arguments; the graph itself if ``tiles`` is empty.
 
     Args:
         tiles: along each dimension of space.

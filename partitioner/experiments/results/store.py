@@ -1,4 +1,4 @@
-"""Rows in an SQLite file, each written when it is known and under its own key: whatever ends the process, nothing is lost or doubled.
+"""Rows in an SQLite file, each committed under a unique key as soon as it is known, so that an interrupted sweep loses and repeats none.
 
 result (key TEXT PRIMARY KEY, model TEXT, devices INTEGER, ..., plan TEXT)
 """
@@ -24,12 +24,12 @@ __all__ = ["Store"]
 
 _FORMAT = 1
 _APPLICATION = 0x70617274
-"""What SQLite keeps in the file's head so that nobody takes another program's file for a store."""
+"""SQLite's application id in the file header, by which databases of other programs are refused."""
 
 _SQL_TYPES = {str: "TEXT", int: "INTEGER", float: "REAL"}
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 _OF_PLANS = ("step_time", "bubble_fraction", "peak_memory", "communication")
-"""Columns that every placement has that was planned."""
+"""Columns that are set in the row of every planned placement."""
 _PATIENCE = 10.0
 """Seconds that a write waits for another process that writes."""
 
@@ -38,8 +38,8 @@ class Store:
     """The rows of sweeps.
 
     Args:
-        path: the file; made if it is not there. ``":memory:"`` keeps nothing.
-        create: False refuses a file that is not there.
+        path: the file, created if missing. ``":memory:"`` writes no file.
+        create: False refuses a missing file.
 
     Raises:
         ConfigError: the file is no store, or cannot be opened.
@@ -47,26 +47,26 @@ class Store:
 
     def __init__(self, path: str | Path, *, create: bool = True) -> None:
         self.path = str(path)
-        if not create and not os.path.isfile(self.path):  # noqa: PTH113  False too for names that no file has
+        if not create and not os.path.isfile(self.path):  # noqa: PTH113  Path.is_file() raises for invalid names
             raise ConfigError(f"there is no store {self.path}", remedy="partitioner sweep SWEEP.toml --store FILE writes one")
         with self._told("opened as a store", "name a file that a sweep wrote, or one that is not there"):
             self._connection = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
         try:
             self._open()
         except BaseException:
-            self._connection.close()  # a transaction that is left open locks the file
+            self._connection.close()  # an open transaction would lock the file
             raise
 
     @contextlib.contextmanager
     def _told(self, done: str, remedy: str = "name another file for the store") -> Iterator[None]:
-        """Raise ConfigError for what SQLite raises inside."""
+        """Turn errors of SQLite into a ConfigError."""
         try:
             yield
-        except (sqlite3.Error, ValueError) as error:  # ValueError: names that no file has
+        except (sqlite3.Error, ValueError) as error:  # ValueError: invalid file names
             raise ConfigError(f"{self.path} cannot be {done}: {error}", remedy=remedy) from error
 
     def _open(self) -> None:
-        # One transaction: a store is whole or is not there, however many processes open it.
+        # One transaction, so that several processes may create the store at once.
         with self._told("opened as a store", "name a file that a sweep wrote, or one that is not there"):
             self._connection.execute("BEGIN IMMEDIATE")
             (application,) = self._connection.execute("PRAGMA application_id").fetchone()
@@ -85,7 +85,7 @@ class Store:
             raise ConfigError(f"the store {self.path} is {format_}", remedy="name another file")
 
     def add(self, row: Row) -> bool:
-        """Keep a row for good; False if its key has one already."""
+        """Insert and commit a row; False if its key has one already."""
         values = [getattr(row, name) for name in _COLUMNS]
         marks = ", ".join("?" * len(values))
         with self._told("written"):
@@ -93,14 +93,14 @@ class Store:
         return added.rowcount == 1
 
     def replace(self, row: Row) -> None:
-        """Put a row in the place of the one with its key."""
+        """Overwrite the row with the same key."""
         values = [getattr(row, name) for name in _COLUMNS[1:]]
         changes = ", ".join(f"{name} = ?" for name in _COLUMNS[1:])
         with self._told("written"):
             self._connection.execute(f"UPDATE result SET {changes} WHERE key = ?", [*values, row.key])  # noqa: S608  names of our own
 
     def rows(self, keys: Collection[str] | None = None) -> list[Row]:
-        """The rows with these keys, or all, in the order in which they were kept."""
+        """Return the rows with these keys, or all, in the order of insertion."""
         with self._told("read"):
             found = self._connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM result ORDER BY rowid").fetchall()  # noqa: S608  names of our own
         wanted = None if keys is None else set(keys)

@@ -1,4 +1,4 @@
-"""Plan, simulate and keep every placement that a sweep asks for.
+"""Plan and simulate every placement of a sweep, and store the rows.
 
 models ── traced once ──┐
 devices, modes, ...  ───┴─> placements ── sampler ──> workers ── rows ──> store
@@ -206,19 +206,20 @@ def _pool(bench: Bench, workers: int | None, timeout: float | None) -> Pool:
     return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
 
 
-def _run(bench: Bench, sampler: Sampler, pool: Pool, kept: Store, bar: ProgressBar) -> set[str]:
-    """Evaluate what the sampler asks for; the keys of it."""
-    known = {row.key: row for row in kept.rows()}
-    met: set[str] = set()
-    under_way: set[str] = set()
+def _run(bench: Bench, sampler: Sampler, pool: Pool, store: Store, bar: ProgressBar) -> set[str]:
+    """Evaluate the placements that the sampler chooses, add their rows to the store, and return the keys of all of them.
+
+    A placement whose row is stored already is not evaluated again: the sampler gets that row.
+    """
+    known = {row.key: row for row in store.rows()}
+    chosen: set[str] = set()
 
     def next_open(neighbour: Placement | None) -> Placement | None:
-        """The next placement that nobody has evaluated."""
+        """Return the next placement without a row. The sampler prefers one like ``neighbour``, the last that the free worker evaluated."""
         while (placement := sampler.ask(neighbour)) is not None:
             key = bench.key(placement)
-            met.add(key)
+            chosen.add(key)
             if key not in known:
-                under_way.add(key)
                 return placement
             bar.advance(str(placement), failed=not known[key].ok, known=True)
             sampler.tell(placement, known[key])
@@ -229,11 +230,10 @@ def _run(bench: Bench, sampler: Sampler, pool: Pool, kept: Store, bar: ProgressB
             if (placement := next_open(neighbour)) is not None:
                 pool.submit(placement, neighbour)
         if not pool.busy:
-            return met
+            return chosen
         for placement, row in pool.answers():
-            kept.add(row)
+            store.add(row)
             known[row.key] = row
-            under_way.discard(row.key)
             bar.advance(str(placement), failed=not row.ok)
             sampler.tell(placement, row)
 

@@ -71,7 +71,7 @@ class _Look:
         self.values = {node.name: node.meta["val"] for node in graph.graph.nodes if node.name in graph.returned}
 
     def affordable(self, sizes: Sequence[int]) -> Sequence[int]:
-        """The first parts, two at least."""
+        """Return the first parts whose outputs are small enough to draw, at least two."""
         of_row = sum(int(torch.Size(self.shape(output, 1)).numel()) for output in self.outputs)
         count = len(sizes)
         while count > 2 and sum(sizes[:count]) * of_row > _MOST_ENTRIES:
@@ -79,6 +79,7 @@ class _Look:
         return sizes[:count]
 
     def shape(self, output: Output, rows: int) -> list[int]:
+        """Return the shape of an output for a number of samples: its batch dimension may have several entries a sample."""
         value = self.values[output.node]
         shape = [size_of(size) for size in value.shape]
         if output.combine == "concatenate" and output.batch_dim is not None:
@@ -95,7 +96,7 @@ class _Look:
         return (drawn > 0 if dtype is torch.bool else drawn).to(self.device, dtype)
 
     def compare(self, results: Sequence[Tensor], target: Any, sizes: Sequence[int], reduction: str) -> str | None:
-        """What differs between the loss of all rows and that of the parts: its value, or a gradient."""
+        """Return which of value and gradients differs between the loss of all samples and that of the parts; None if none does."""
         rows = sum(sizes)
         try:
             whole = self.loss(results, target, rows)
@@ -122,7 +123,7 @@ class _Look:
         return None
 
     def loss(self, results: Sequence[Tensor], target: Any, rows: int) -> tuple[Tensor, list[Tensor]]:
-        """The loss and its gradients of all results."""
+        """Return the loss, and its gradients of all outputs."""
         with torch.enable_grad():
             given = [each.detach().requires_grad_() if each.is_floating_point() else each for each in results]
             by_node = {output.node: each for output, each in zip(self.outputs, given, strict=True)}
@@ -136,7 +137,7 @@ class _Look:
 
 
 def _mixture(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normal numbers, a quarter of them zero, each row of a size of its own."""
+    """Draw normal numbers, a quarter of them zero, with a different scale for each sample."""
     drawn = torch.randn(list(shape), generator=generator, dtype=torch.float64)
     if shape:
         drawn *= torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=torch.float64) * 3 + 0.1
@@ -144,13 +145,13 @@ def _mixture(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _probabilities(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Positive numbers whose sum is 1 along the last dimension: what a loss with a logarithm takes."""
+    """Draw probabilities: positive numbers with sum 1 along the last dimension, for losses with a logarithm."""
     drawn = torch.rand(list(shape), generator=generator, dtype=torch.float64) + 0.01
     return drawn / drawn.sum(-1, keepdim=True) if shape else drawn
 
 
 def _differ(whole: Tensor, parts: Tensor, tolerance: float) -> bool:
-    """Whether values that should be equal are not, beyond rounding; two that are no numbers show nothing."""
+    """Return whether two values differ by more than rounding; two NaN do not."""
     if not whole.isfinite().all():
         return False
     if not parts.isfinite().all():

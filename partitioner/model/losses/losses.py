@@ -1,4 +1,4 @@
-"""The losses that steps were called with: each is looked at once, and all ranks agree on what is seen."""
+"""Decide how a step computes its loss: inspect each loss function once, and let all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PreparedLoss:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a step was called with.
+    """The arguments of a training step.
 
     Attributes:
         inputs: of the model.
@@ -229,7 +229,11 @@ class Losses:
     # -- whether it is what it is said to be ---------------------------------------------------------------------------------------
 
     def _checked(self, asked: _Asked, prepared: PreparedLoss) -> _Verdict:
-        """Prove that the parts of a batch give the loss of all; ``"batch"`` where that cannot be proved, and nothing speaks against it."""
+        """Return how the loss of the batch follows from its parts, agreed by all ranks; ``"batch"`` if nothing is proved.
+
+        Raises:
+            ConfigError: the loss contradicts the ``loss_reduction`` of the user.
+        """
         proof = self._proof(asked, prepared)
         found = None if proof is None else self._verdict(asked, prepared, proof)
         told = self._runtime.agree("reduction of the loss", None if found is None else found.kind + found.per_row, in_step=True)
@@ -243,7 +247,7 @@ class Losses:
         return found or _Verdict(kind)
 
     def _proof(self, asked: _Asked, prepared: PreparedLoss) -> Proof | None:
-        """What is proved of a loss; None on a rank that has no target and needs none."""
+        """Return the proved form of the loss; None on a rank that has no target and needs none."""
         target, lowering = prepared.extra[self._here]["target"], prepared.lowering
         if target is None and lowering.collectors.isdisjoint(self._runtime.local_ranks):
             return None
@@ -257,7 +261,7 @@ class Losses:
         return self._proofs[key]
 
     def _verdict(self, asked: _Asked, prepared: PreparedLoss, proof: Proof) -> _Verdict:
-        """How the loss of all rows follows. Where nothing is proved, values are looked at: of the step's target, and random results."""
+        """Return how the loss of the batch follows from its parts: proved, or else tested on the step's target and random outputs."""
         rows = prepared.lowering.rows
         is_local = rows.inputs == "local" and rows.count > 1
         sizes = microbatch_sizes(asked.inputs.batch // rows.count, prepared.n_microbatches) * (1 if is_local else rows.count)
@@ -286,7 +290,7 @@ class Losses:
         return _Verdict("batch")
 
     def _contradicted(self, asked: _Asked, prepared: PreparedLoss, proof: Proof, sizes: tuple[int, ...]) -> str | None:
-        """What values show against what was said; asked once for each division of a batch."""
+        """Return how values contradict the stated reduction; computed once for each division of a batch."""
         if (proof, sizes) not in self._contradictions:
             assert asked.loss_fn is not None
             device = self._runtime.devices[self._here]
@@ -328,7 +332,7 @@ def _succeeds(call: Callable[[], object]) -> bool:
 
 
 def _kind_of_leaf(leaf: object, rows: int) -> Any:
-    """What a proof depends on of one leaf of a target."""
+    """Return the key of one leaf of a target: a proof holds for all targets with equal keys (dtype and shape without samples)."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
     has_rows = leaf.dim() > 0 and leaf.shape[0] == rows
@@ -336,7 +340,7 @@ def _kind_of_leaf(leaf: object, rows: int) -> Any:
 
 
 def _text(dependence: LossDependence) -> str:
-    """One line for the others."""
+    """Encode a dependence as one line, to send it to the ranks that compute no loss."""
     dtype = str(dependence.dtype).removeprefix("torch.")
     return " ".join([f"{dtype}:", *sorted(dependence.outputs), *([f"= {dependence.own}"] if dependence.own is not None else [])])
 

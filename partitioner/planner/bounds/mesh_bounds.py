@@ -1,9 +1,9 @@
-"""How fast a mesh can be at best, before any axis of it is cut: what prices need no layout for.
+"""Lower bounds of the step time of a mesh, before its axes are sharded: from costs that depend on no layout.
 
-A rank of a mesh with R parts of the rows, T parts of everything else and P stages does at least one in R T P of the arithmetic and of the
-memory traffic of the whole model, and starts all kernels of its stages: cutting an axis makes kernels smaller, not fewer. Its stages wait
-for each other as in any schedule with as many microbatches (``step_bounds``). Replicas sum the gradients of all parameters that they read
-whole, once, or gather every one that they hold in parts, in each microbatch. What stages exchange is told of all of them together.
+With the batch in R parts, other axes in T parts and P stages, a rank does at least 1 / (R T P) of the model's arithmetic and traffic, and
+launches all kernels of its stages: sharding makes kernels smaller, not fewer. Stages wait for each other as in the best schedule
+(``schedule_bounds``). Replicas all_reduce the gradients of parameters that they read whole once a step, or gather sharded parameters in
+every microbatch. Collectives inside stages are bounded for all stages together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["MeshBounds"]
 
 
 class MeshBounds:
-    """Bounds of meshes on one cluster.
+    """Computes lower bounds of meshes on one cluster.
 
     Args:
         model: the model.
@@ -70,10 +70,10 @@ class MeshBounds:
         self._read_whole: dict[int, frozenset[str]] = {}
 
     def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
-        """Seconds of a step that no plan of the mesh can beat; inf where parameters alone exceed the memory of all devices.
+        """Return a lower bound of the step seconds of all plans of a mesh; inf if parameters alone exceed the memory of all devices.
 
-        What ranks exchange is told by two of them that cut the same axes: the sizes are those of whole values, and more ranks take longer.
-        Microbatches send no less in more messages.
+        Collectives are priced as between two ranks that shard the same axes: more ranks take longer for values of the same size.
+        Microbatches divide a message into several, which take no less time together.
 
         Args:
             beside: whether the sequence, or tiles' other axes, may be cut beside.
@@ -114,9 +114,10 @@ class MeshBounds:
         return (min(steps, default=math.inf) + summing) * (1 - _ROUNDING)
 
     def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
-        """The same for stages of unlike width: what ranks exchange is left out, for it depends on which stage has what.
+        """Return the lower bound for stages with different tensor-parallel degrees.
 
-        A rank has an equal share of all work at least, and a microbatch passes all stages, none of them wider than the widest.
+        It is the larger of the work of an average rank, and of the path of one microbatch through all stages at the largest degree.
+        Collectives are left out: their sizes depend on which stage has which layer.
         """
         rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
         own_rows, n_ranks, widest = -(-self._whole.batch_size // rows), sum(mesh.widths), max(mesh.widths)
@@ -132,7 +133,7 @@ class MeshBounds:
         return min(steps) * (1 - _ROUNDING)
 
     def _seconds_of(self, rows: int) -> tuple[float, float, TimeFractions, Floats]:
-        """Of all units together, of the longest, what parts of it halves have, and of each, for one microbatch of the whole model."""
+        """Return the seconds of one unsharded microbatch on the fastest device: (all units, the longest, backward fractions, each unit)."""
         if rows not in self._known:
             times = self._prices.times(rows)
             seconds = times.seconds.min(axis=1)
@@ -140,11 +141,13 @@ class MeshBounds:
         return self._known[rows]
 
     def _working(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
-        """Seconds that the stages of one pipeline work and wait for each other, under the best schedule for so many microbatches.
+        """Return a lower bound of the seconds of one pipeline, compute and bubble, under the best schedule.
 
         Args:
-            rows: of a microbatch.
-            exchanged: seconds that all stages wait for the ranks beside them, for one microbatch, forward and backward.
+            rows: samples of a microbatch.
+            places: ranks of the pipeline.
+            parts: ranks that share each stage.
+            exchanged: seconds of the collectives of all stages for one microbatch, forward and backward.
         """
         whole, longest, shares, seconds = self._seconds_of(rows)
         started = count * (float(np.maximum(seconds / parts, self._starts).sum()) + sum(exchanged)) / places
@@ -160,9 +163,10 @@ class MeshBounds:
         return max(started, min(steps, default=math.inf))
 
     def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
-        """Seconds that the ranks of all stages exchange for so many rows, forward and backward.
+        """Return the seconds of the collectives of activations of all stages, forward and backward.
 
-        Not what ranks hold in parts: more ranks may give so little of it each that many go in a message, which two ranks do not tell.
+        Gathers of sharded parameters are left out: with more ranks their shards may be small enough to be coalesced, which the price for
+        two ranks does not show.
         """
         cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
         alone = self._model.axes_cut(inner, beside=beside, limit=limit)
@@ -175,22 +179,22 @@ class MeshBounds:
             if exchange.held:
                 continue
             share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
-            # Of microbatches of one row the parts may be runs of memory, which nobody copies.
+            # The time of copies is left out: shards of a microbatch of one sample may be contiguous, and need none.
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
             totals = totals[0] + forward * count, totals[1] + backward * count
         return totals
 
     def _summing(self, links: GroupLinks, rows: int, others: int) -> float:
-        """Seconds in which replicas sum the gradients of a stage at least, when so many other ranks share the parameters equally."""
+        """Return a lower bound of the seconds in which replicas all_reduce a stage's gradients, shared evenly by ``others`` ranks."""
         size = sum(self._sizes[name] for name in self._whole_on(rows))
         return links.seconds("all_reduce", size / others) if size else 0.0
 
     def _sending(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
-        """Seconds that the ranks of all stages gather parameters and scatter gradients, of each microbatch.
+        """Return the seconds of all stages to gather parameters and to reduce-scatter gradients, for each microbatch.
 
         Args:
-            rows: ranks that hold the parameters in parts.
-            others: ranks of each stage that share what they hold equally.
+            rows: the number of these ranks.
+            others: ranks of each stage that share its parameters evenly otherwise.
         """
         ways: Sequence[Collective] = ("all_gather", "reduce_scatter")
         totals = []
@@ -200,7 +204,7 @@ class MeshBounds:
         return totals[0], totals[1]
 
     def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
-        """How many messages the parameters take that so many ranks surely hold in parts, whatever others cut of them, and their bytes."""
+        """Return the messages, and the bytes, of parameters that are long enough to be sharded over ``rows`` ranks in every plan."""
         key = (way, rows, others)
         if key not in self._in_parts:
             sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows * others]
@@ -208,7 +212,7 @@ class MeshBounds:
         return self._in_parts[key]
 
     def _whole_on(self, rows: int) -> frozenset[str]:
-        """The parameters that so many replicas read whole, each with its rows: not what they read a piece of, nor experts of their own."""
+        """Return the parameters that every replica reads whole: no slices, and no experts that only one replica has."""
         if rows not in self._read_whole:
             try:
                 summed = self._model.cut(Mesh((("data", rows),))).part.sums
@@ -219,14 +223,14 @@ class MeshBounds:
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:
-    """The longest axis that a parameter could be stored by; 0 where nobody reads it."""
+    """Return the longest axis over which a parameter could be sharded; 0 if no node reads it."""
     if parameter not in axes.tensors:
         return 0
     return max((size for each in axes.of(parameter) for axis in each if isinstance(size := axes.sizes[axis], int)), default=0)
 
 
 _LARGE = 1e18
-"""Bytes of a message whose latency is nothing beside them."""
+"""Bytes of a message for which latency is negligible."""
 
 _ROUNDING = 1e-6
 """Relative margin for the rounding of sums."""

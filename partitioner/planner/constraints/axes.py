@@ -1,10 +1,10 @@
-"""The axes that a user has tied to mesh dimensions: by their names, or by transformers' tensor-parallel patterns.
+"""The axes that the user assigns to mesh dimensions: by name, or by transformers' tensor-parallel patterns.
 
 axes={"heads": "tensor"}                       every axis of that name; "ffn[3]" one of them
-axes={"batch": "tile"}                         what tiles may cut besides space: where that is cheaper, and somewhere
-axes={"height[2]": "tile"}                     of space, these for sure; the rest is planned
-tp_plan={"layers.*.mlp.up_proj": "colwise"}    what the weight makes, the axis that its calls keep
-tp_plan={"layers.*.mlp.down_proj": "rowwise"}  what the weight contracts, or looks up
+axes={"batch": "tile"}                         another axis than space that tiles shard in some layers, where that is cheaper
+axes={"height[2]": "tile"}                     an axis of space that tiles must shard; the others are planned
+tp_plan={"layers.*.mlp.up_proj": "colwise"}    the output axis of the weight: it stays in the result
+tp_plan={"layers.*.mlp.down_proj": "rowwise"}  the input axis of the weight: contracted, or looked up
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from passes.spmd.propagate import Layouts
 __all__ = ["NAMED_FIRST", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
 
 SEQUENCE = "sequence"
-"""The axes that ``"sequence_parallel"`` speaks of, and the mesh dimension that cuts them by itself."""
+"""The name of the axes of ``"sequence_parallel"``, and of the mesh dimension that shards them."""
 
 _KEPT = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise")
 _SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_packed_rowwise", "local_rowwise", "embedding_rowwise")
 _STYLES = {**dict.fromkeys(_KEPT, "kept"), **dict.fromkeys(_SUMMED, "summed"), "sequence_parallel": SEQUENCE}
-"""transformers' words -> which dimension of a weight is cut. How inputs arrive and outputs leave (``_rep``, ``local_``) the layouts say."""
+"""transformers' style -> the dimension of a weight that is sharded. Layouts of inputs and outputs (``_rep``, ``local_``) are derived."""
 
 EXPERTS = "experts"
-"""The axes that a mesh dimension of replicas may cut beside the batch: tokens then travel to the rank that holds their expert."""
+"""The name of axes that a data dimension may shard beside the batch: tokens are then sent to the rank of their expert (all_to_all)."""
 
 NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
-"""Where a dimension holds several axes (three, heads, head width), the axis that is meant."""
+"""Axis names by priority, for a dimension of several axes (three, heads, head width)."""
 
 
 def named_dimensions(constraints: Constraints) -> frozenset[str]:
-    """The mesh dimensions that axes and patterns are tied to."""
+    """Return the mesh dimensions that the user's axes and patterns name."""
     named = {dimension_named(where) for where in (constraints.axes or {}).values()}
     return frozenset(named | ({TENSOR} if constraints.tp_plan else set()))
 
 
 def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
-    """Raise ConfigError for a mesh dimension that the mesh has not, or that cuts no axes."""
+    """Raise ConfigError for a mesh dimension that is not in the mesh, or that shards no axes."""
     named = [(f"axes={{{axis!r}: {where!r}}}", dimension_named(where)) for axis, where in (constraints.axes or {}).items()]
     if constraints.tp_plan:
         named.append(("tp_plan", TENSOR))
@@ -66,11 +66,10 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
 def constrained_axes(
     graph: ModelGraph, axes: Axes, names: tuple[str, ...], mesh: Mesh, constraints: Constraints
 ) -> dict[str, tuple[int, ...]]:
-    """Mesh dimension -> the axes that it must cut.
+    """Return mesh dimension -> the axes that it must shard.
 
     Args:
         names: of the axes.
-        mesh: the dimensions that cut axes.
 
     Raises:
         ConfigError: an axis is unknown, too short, or of the wrong kind; a pattern matches nothing or says what is unknown.
@@ -106,7 +105,10 @@ def constrained_axes(
 
 
 def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
-    """Raise ConfigError for an axis name that nothing could be cut by, after all; of several that may stand in for space, for all."""
+    """Raise ConfigError for a named axis over which the layouts shard nothing.
+
+    Of several axes that tiles may shard instead of space, one suffices.
+    """
     may_stand_in = _standing_in(names, mesh, constraints, layouts)
     for name, where in (constraints.axes or {}).items():
         over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
@@ -121,7 +123,7 @@ def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, lay
 
 
 def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
-    """The axes that may be cut over tiles instead of space, if any of them is."""
+    """Return the axes that the user lets tiles shard instead of space, if the layouts shard any of them; else none."""
     tiles = [index for index, name in enumerate(mesh.names) if name in TILES]
     said = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
     others = frozenset(axis for name in said for axis in axes_named(name, names) if not names[axis].startswith((*SPACE, "length")))
@@ -130,14 +132,14 @@ def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, l
 
 
 def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:
-    """The dimensions of a mesh that a name means: of tiles, those of their grid."""
+    """Return the dimensions of a mesh with a name; ``tile`` stands for all dimensions of a grid of tiles."""
     if dimension == TILE:
         return tuple(name for name in mesh.names if name in (TILE, *TILES))
     return (dimension,) if dimension in mesh.names else ()
 
 
 def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Without space that another dimension of a grid of tiles cuts."""
+    """Return the wanted axes without those of space that another dimension of a grid of tiles shards (height or width)."""
     if dimension not in TILES:
         return wanted
     own = tile_axes(axes, mesh, dimension)
@@ -146,7 +148,7 @@ def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...
 
 
 def _named(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Every axis that is named, with each mesh dimension that it is named for."""
+    """Yield the names of axes, each with the mesh dimensions that it is assigned to."""
     for name, where in (constraints.axes or {}).items():
         yield from ((name, dimension) for dimension in _over(dimension_named(where), mesh))
 
@@ -179,7 +181,7 @@ def _axes_of_pattern(graph: ModelGraph, axes: Axes, names: tuple[str, ...], patt
 
 
 def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
-    """The parameters that a pattern names, or that the modules have that it names; its beginning may be left out.
+    """Return the parameters that match a pattern, themselves or by their module; leading parts of names may be left out.
 
     Raises:
         ConfigError: there is none.
@@ -200,7 +202,12 @@ def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
 
 
 def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name: str, kind: str, count: int) -> Iterator[int]:
-    """The axis of a weight that its calls keep, or sum over; a vector (a bias) has none of its own."""
+    """Yield the axis to shard of a weight: the first dimension of the kind, ``"kept"`` in the result or ``"summed"``; none of a vector.
+
+    Args:
+        kind: ``"kept"`` or ``"summed"``.
+        count: ranks; the axis must be at least as long.
+    """
     if name not in axes.tensors or len(axes.of(name)) < 2:
         return
     for dimension, each in enumerate(axes.of(name)):
@@ -218,7 +225,7 @@ def _rank(name: str) -> int:
 
 
 def _kind_of(graph: ModelGraph, axes: Axes, name: str, dimension: int) -> str | None:
-    """Whether the calls that read a weight keep a dimension of it in their result or sum over it."""
+    """Return whether calls have a dimension of a weight in their result (``"kept"``) or sum over it; None if no call reads it."""
     for node in _readers(graph, name):
         loops = axes.loops.get(node.name)
         if loops is None:
@@ -233,7 +240,7 @@ def _kind_of(graph: ModelGraph, axes: Axes, name: str, dimension: int) -> str | 
 
 
 def _readers(graph: ModelGraph, name: str) -> Iterator[fx.Node]:
-    """The calls that read a parameter, itself or transposed."""
+    """Yield the calls that read a parameter, directly or through transposes and casts."""
     waiting = [next(node for node in graph.graph.nodes if node.name == name)]
     while waiting:
         for user in waiting.pop().users:
@@ -244,12 +251,12 @@ def _readers(graph: ModelGraph, name: str) -> Iterator[fx.Node]:
 
 
 def _source(node: fx.Node) -> str:
-    """The node whose value this is, but for the order of its dimensions and its type."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and _only_turns(node):
+    """Return the name of the node that a value is a chain of transposes and casts of."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and _only_transposes(node):
         node = node.all_input_nodes[0]
     return node.name
 
 
-def _only_turns(node: fx.Node) -> bool:
+def _only_transposes(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", "").partition(".")[0]
     return name in ("t", "transpose", "permute", "to", "_to_copy", "numpy_T", "mT")

@@ -1,11 +1,11 @@
-"""Where the graph may be cut: its nodes in order, gathered into units that stay whole.
+"""The cut points of a graph: its nodes in order, grouped into units that stay in one stage.
 
     embedding | add | layer_norm | linear | split getitem getitem getitem | scaled_dot_product_attention | ...
                                             `-- a list crosses: one unit --'
 
-A boundary between two nodes is a place to cut unless something that may not travel crosses it: a list of tensors, an integer, a tensor of
-a size that is no function of the batch, memory that is written later, or a buffer that somebody writes and both sides use. Replicable
-nodes (``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
+A boundary between two nodes is a cut point unless something crosses it that cannot be sent: a list of tensors, an integer, a tensor whose
+size is no function of the batch, memory that is written later, or a written buffer that both sides use. Replicable nodes
+(``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
 
 How the units of a folded model repeat:
 
@@ -129,7 +129,7 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(first, last): the nodes between which a value that may not travel is alive."""
+    """Yield (first, last) positions between which a value is alive that cannot be sent, so that no cut may divide them."""
     symbols = set() if graph.batch is None else {graph.batch}
     returned = set(graph.returned)
     for node in nodes:
@@ -141,7 +141,10 @@ def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mappi
 
 
 def _travels(node: fx.Node, symbols: set[object]) -> bool:
-    """Whether a node's value is one tensor of a size that every rank knows beforehand."""
+    """Return whether a node's value may be sent between stages: one tensor, whose sizes follow from the symbols of batch and sequence.
+
+    The receiver allocates it before the sender has computed it.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -150,9 +153,9 @@ def _travels(node: fx.Node, symbols: set[object]) -> bool:
 
 
 def _written_memory(graph: ModelGraph, position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(first, last): the nodes between which memory may not be parted, because somebody writes in it.
+    """Yield (first, last) positions of the uses of written memory, so that no cut may divide them.
 
-    What a node computed stays in one stage until its last write. A buffer, parameter or input that is written stays with all its users.
+    A computed value stays in one stage until its last write; a written buffer, parameter or input with all its users.
     """
     memory = aliasing(graph.graph)
     members: dict[int, list[fx.Node]] = {}

@@ -1,9 +1,9 @@
-"""What calls cost that are written out on ranks' parts, because they reduce inside over what is cut.
+"""Costs of decomposed ops: ops that reduce over a sharded axis, and run as local kernels and collectives.
 
-group_norm of one device    a kernel that reads twice and writes once
-cut in space                sum | all_reduce | distances, squares, sum | all_reduce | normalize
+group_norm on one device    one kernel that reads twice and writes once
+sharded in space            sum | all_reduce | distances, squares, sum | all_reduce | normalize
 
-The second is what the ranks' programs run: ``passes.spmd.decompose`` tells the kernels of each call, and those of its backward.
+``passes.spmd.decompose`` lists the kernels of each decomposition, forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["with_written_out"]
 
 
 def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts) -> GraphCost:
-    """Prices with the calls that are written out as they run: their kernels, and what they keep."""
+    """Return the costs with those of decomposed ops replaced: time by their kernels, memory by the activations that these save."""
     written: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
         factors = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
@@ -52,7 +52,13 @@ def _written_out(cost: OperationCost, node: fx.Node, inside: Inside, result: Siz
 
 
 def _work(whole: Work, kernels: Iterable[tuple[int, int]], size: Size) -> Work:
-    """Of the kernels, in the place of the work of the call in one piece; none where that is none."""
+    """Return the work of all kernels of a decomposition.
+
+    Args:
+        whole: work of the undecomposed op; without launches (no such gradient) the decomposition has no work either.
+        kernels: (launches, passes over the tensor) of each kernel.
+        size: bytes of one pass.
+    """
     if not whole.launches:
         return whole
     launches, passes = (sum(each) for each in zip(*kernels, strict=True))

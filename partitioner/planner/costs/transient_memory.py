@@ -1,11 +1,11 @@
-"""What calls hold on their way, beside what stages keep between them: values that are read once more, gathered weights, gradients.
+"""Transient memory: values alive only while a stage computes, beside the activations saved between forward and backward.
 
-    forward     a value is there from the call that makes it to the last that reads it
-    backward    its gradient is there from the backward of the last that reads it to the backward of the one that makes it
-    weights     gathered ones are whole from the use of the one before, while they are on their way, to the last call that reads them
-    again       what was not kept is there from the backward that needs it first to the one that needs it last
+    forward     a value is alive from the call that makes it to the last that reads it
+    backward    its gradient is alive from the backward of its last reader to the backward of its maker
+    weights     a gathered weight is whole from the use of the weight before it, when its gather starts, to the last call that reads it
+    recompute   a value that was not saved is alive from the first backward that needs it to the last
 
-All is read off the calls in their order; of a stage that computes, the fullest moment counts (``stage_problem.Working``).
+Lifetimes follow from the order of the calls; the peak within each unit counts (``stage_problem.Working``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
 __all__ = ["WorkingMemory"]
 
 _HELD_BY_A_LOSS = 1
-"""A loss function that no graph shows holds as much as its results on its way to their gradients, which are kept for the backward."""
+"""Transient bytes of a loss function, which is not in the graph, in units of the model's results."""
 
 _BUNDLES = 2
-"""Bundles of weights that are there at once: one is read, the next is on its way."""
+"""Coalesced gathers of weights alive at once: one is read while the next is gathered."""
 
 Flags = NDArray[np.bool_]
 
 
 class _Values(NamedTuple):
-    """The memory that calls touch, V pieces: each an allocation, in the shape that it is read in.
+    """The lifetimes of V allocations that calls touch.
 
     Attributes:
         size: bytes of each.
-        in_parts: the same of the part of it that a rank has; of what is not gathered, all of it.
-        first, last: (V,) the calls that touch it first and last.
-        needed_first, needed_last: (V,) those whose backward needs it; where none does, as above.
-        is_passing: (V,) whether it is neither kept nor a weight.
-        is_again: (V,) whether a backward computes it again.
+        in_parts: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
+        first, last: (V,) the first and last call that touches it.
+        needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
+        is_passing: (V,) whether it is neither saved nor a weight.
+        is_again: (V,) whether a backward recomputes it.
         is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
         has_gradient: (V,) whether the backward computes its gradient.
         is_returned: (V,) whether the model returns it.
@@ -65,15 +65,15 @@ class _Values(NamedTuple):
 
 
 class WorkingMemory:
-    """Reads what units hold on their way off a rank's part of a model.
+    """Computes the transient memory of the units of a rank's shard of a model.
 
     Args:
         parameters: placeholders of parameters.
-        given: the allocations of a step's inputs, which are there all the time.
-        cost: the prices of the part.
+        given: the allocations of a step's inputs, which are alive all the time.
+        cost: the costs of the shard.
         units: the calls of each unit, all in order.
-        keeping: what the backward keeps.
-        policy: what that follows from.
+        keeping: the activations saved for the backward.
+        policy: the recomputation that decided these.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class WorkingMemory:
         self._values = _values_of(cost, [step for unit in steps for step in unit], keeping, frozenset(parameters))
 
     def at(self, numbers: Numbers, share: float, made: Floats, trained: Floats, *, alone: bool, called: bool) -> Working:
-        """For microbatches of so many rows.
+        """Return the transient memory of all units for one size of microbatches.
 
         Args:
-            numbers: the sizes.
-            share: what they are multiplied with.
-            made: (N,) bytes that each unit adds to what is kept.
-            trained: (N,) bytes of the gradients that are there behind the backward of each unit.
-            alone: whether there is but one microbatch: else weights are gathered for the next one while they are used for one.
-            called: whether backwards are calls of their programs, instead of written out there.
+            numbers: values of the symbolic sizes.
+            share: factor of the sizes of activations.
+            made: (N,) bytes that each unit adds to the saved activations.
+            trained: (N,) bytes of the gradients that are alive after the backward of each unit.
+            alone: whether there is one microbatch; else weights for the next one are gathered while those of this one are used.
+            called: whether programs call backwards as modules, instead of inlining them.
         """
         values, n_units = self._values, len(self._starts)
         sizes, given = (np.array([float(numbers[each]) for each in all_sizes]) for all_sizes in (values.size, values.in_parts))
@@ -117,7 +117,7 @@ class WorkingMemory:
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.is_returned * (_HELD_BY_A_LOSS + values.is_passing)))
         backward = self._alive(sizes, values.has_gradient & ~values.is_returned, values.first, values.last) + trained[self._unit]
         again = np.zeros(n_units)
-        if self._policy == "full":  # from the stage's arguments on, before anything else, and with weights that stay for the backward
+        if self._policy == "full":  # the whole stage is recomputed before its backward, and its gathered weights stay alive for that
             small, made_again = np.zeros_like(small), values.is_again | values.is_gathered_back
             np.add.at(again, self._unit[values.needed_first[made_again]], sizes[made_again])
         else:
@@ -129,13 +129,13 @@ class WorkingMemory:
         return Working(most[0], most[1], np.rint(made), np.rint(again), np.rint(trained), np.rint(bundled), at_once, called)
 
     def _alive(self, sizes: Floats, which: Flags, first: Integers, last: Integers) -> Floats:
-        """(calls,) bytes of what is there at each call, each from its first to its last."""
+        """Return (calls,) bytes alive at each call: an interval sweep over lifetimes ``first`` to ``last``."""
         made, dropped = (np.bincount(places[which], sizes[which], self._n_steps + 1) for places in (first, last + 1))
         alive: Floats = np.cumsum(made - dropped)[:-1]
         return alive
 
     def _gathered(self, sizes: Floats, which: Flags, *, back: bool) -> Floats:
-        """(calls,) bytes of the weights that are whole at each call: each from where the one in front of it is used."""
+        """Return (calls,) bytes of whole weights at each call: each is alive from the use of the weight before it (prefetch)."""
         places = np.flatnonzero(which)
         first, last = self._values.first.copy(), self._values.last.copy()
         if back:
@@ -150,6 +150,13 @@ class WorkingMemory:
 def _values_of(
     cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]], keeping: CheckpointSelection, parameters: Collection[str]
 ) -> _Values:
+    """Return the lifetimes of all allocations.
+
+    Args:
+        order: the calls in order, each with the allocations that it touches.
+        keeping: the activations saved for the backward.
+        parameters: placeholders of parameters; one that is computed from them and not saved is a gathered weight.
+    """
     place = {name: number for number, (name, _) in enumerate(order)}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -185,7 +192,11 @@ def _values_of(
 
 
 def _with_values_inside(values: _Values, sizes: Mapping[tuple[int, int], Size]) -> _Values:
-    """The same with what calls that are computed again keep besides, by their places and those of the last that need their results."""
+    """Append the internal buffers that recomputed calls save for their own backward.
+
+    Args:
+        sizes: (the call, the last call whose backward needs its result) -> bytes.
+    """
     found = {between: size for between, size in sizes.items() if size != 0}
     first, last = np.array(list(found), np.int64).reshape(-1, 2).T
     yes = np.ones(len(found), np.bool_)

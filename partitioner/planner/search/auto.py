@@ -1,10 +1,10 @@
 """``mode="auto"``: the fastest plan over all meshes, recomputation policies, microbatch counts and schedules, proved by bounds.
 
-    mesh            what the whole model takes at least, on that many ranks        ->  cut its axes, price one rank's part
-    candidate       what its stages take at least, whatever the cuts               ->  cut stages, run the schedule on the clock
+    mesh            lower bound: the whole model's work over all ranks             ->  shard its axes, price one rank's shard
+    candidate       lower bound over all stage cuts                                ->  cut stages, simulate the schedule
     solution        seconds of a step
 
-The search itself is ``plan_search``; a mesh that is asked for by name is searched by the same.
+``best_first`` is the search itself, also for a mesh that the user names (``plan_mesh``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ __all__ = ["plan_auto"]
 
 @dataclass(frozen=True)
 class _Cut:
-    """A mesh that is still to be cut, perhaps with the sequence beside its tensor dimension, perhaps with several ranks for some stages."""
+    """A mesh whose axes are not sharded yet.
+
+    Attributes:
+        mesh: all dimensions.
+        beside: whether the tensor dimension also shards the sequence (Megatron sequence parallelism).
+        rows: samples of the whole batch.
+        replicas: for each stage, its number of round-robin ranks; empty: one each.
+    """
 
     mesh: Mesh
     beside: bool
@@ -56,7 +63,7 @@ class _Cut:
 
     @property
     def idle(self) -> float:
-        """The share of the time that its ranks are likely to wait for each other: a guess that orders the search."""
+        """Return a guess that orders the search: the bubble's fraction of a step."""
         stages = stages_length(self.mesh)
         replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
         return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
@@ -77,7 +84,7 @@ def plan_auto(
         cluster: the hardware, at least as many devices as the request names.
         request: what the user said, its mode ``"auto"``.
         cost_model: prices work and messages; None: an analytic roofline.
-        tell: called with what is known so far, whenever it changes; an interrupt then takes the best so far. None: it ends everything.
+        tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
@@ -90,13 +97,12 @@ def plan_auto(
 
 
 class _Opener:
-    """What cuts the axes of a mesh, and tells its candidates.
+    """Shards the axes of a mesh and lists its candidates.
 
     Args:
-        model: the model, as meshes cut it.
-        graph: the same, whole.
+        model: shards the model for a mesh.
+        graph: the whole model.
         cluster: all ranks.
-        request: what was asked for.
         cost_model: prices work and messages.
     """
 
@@ -106,7 +112,7 @@ class _Opener:
         self._largest_memory = max(memory_limits(cluster, request))
 
     def __call__(self, item: _Cut) -> Opened | None:
-        """A mesh with its axes cut, and its candidates; None where it is one that is known."""
+        """Return the problem of a mesh, its sharding and its candidates; None if another item has the same sharding."""
         mesh, limit = item.mesh, self.parameter_limit(item.mesh)
         cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
         if cut is not None:
@@ -125,7 +131,7 @@ class _Opener:
         return submesh_parts(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
 
     def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
-        """Whether tiles that could cut other axes than space cut none."""
+        """Return whether allowing tile dimensions to shard other axes than space gives the same sharding as not allowing it."""
         in_tiles = any(name in TILES for name in item.mesh.names)
         return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
 
@@ -136,14 +142,14 @@ class _Opener:
         return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
 
     def parameter_limit(self, mesh: Mesh) -> float:
-        """Bytes of parameters that the ranks of a pipeline can hold, with their gradients and the optimizer's state."""
+        """Return how many bytes of parameters fit a pipeline beside their gradients and optimizer state."""
         memory = self._largest_memory * stages_length(mesh)
         stored = math.prod(mesh.length(name) for name in mesh.names if name in STORED)
         return memory * stored / (2 + optimizer_states(self._request.optimizer) if self._graph.training else 1)
 
 
 class _Auto:
-    """The search, with what it has found so far."""
+    """The search over all meshes that the request allows."""
 
     def __init__(
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
@@ -162,7 +168,7 @@ class _Auto:
         self._too_large: list[_Cut] = []
 
     def run(self) -> None:
-        """Search until nothing that is left can be faster."""
+        """Search until the best plan is proved optimal, or a limit of the search is reached."""
         known = (self._model, self._graph, self._cluster, self._request)
         shapes = [*allowed_shapes(*known), *allowed_tiles(*known, tight=False)]
         if not shapes:
@@ -180,16 +186,19 @@ class _Auto:
         self._search.prove()
 
     def _look_at(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
-        """Look at meshes until nothing that is left of them can be faster."""
+        """Add meshes, and search until none of their candidates can be faster than the best plan."""
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
         self._search.run()
 
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
-        """Add a mesh, and the same with the sequence cut beside."""
+        """Add a mesh to the search with its lower bound; a second time with sequence parallelism, where the model allows that.
+
+        A mesh whose bound is infinite does not fit the memory: it is remembered for the error message of a failed search.
+        """
         try:
-            plain = not replicas and not mesh.widths
-            for beside in (False, True)[: 1 + (plain and self._model.can_cut_beside(mesh))]:
+            uniform = not replicas and not mesh.widths
+            for beside in (False, True) if uniform and self._model.can_cut_beside(mesh) else (False,):
                 bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._opener.parameter_limit(mesh))
                 item = _Cut(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
@@ -200,7 +209,7 @@ class _Auto:
             self._refusals.append(refusal)
 
     def plan(self) -> Plan:
-        """The best plan that was found; raises when there is none."""
+        """Return the best plan; raise an error that says why if there is none."""
         search = self._search
         if search.best is None:
             raise self._failure()
@@ -212,7 +221,7 @@ class _Auto:
         return dataclasses.replace(plan.predicted(searched=searched), weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
-        """Why there is no plan: how much memory the mesh lacks that lacks least, or why no mesh could be planned at all."""
+        """Return the error of a search without a plan: the least missing memory over all meshes, or the reasons of their refusal."""
         for item in self._too_large:
             self._search.open(item)
         return nothing_fits(self._search.meshes, [*self._refusals, *self._search.refusals])

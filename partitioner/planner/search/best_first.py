@@ -1,13 +1,13 @@
-"""Candidates of meshes, the most promising first; what cannot beat the best solution any more is left out.
+"""Best-first branch and bound over the candidates of all meshes.
 
-    something closed    a bound of all that is in it    ->  opened: candidates of one mesh
-    candidate           what its stages take at least   ->  cut stages, run the schedule on the clock
-    solution            seconds of a step
+After Land, Doig, "An automatic method of solving discrete programming problems", 1960:
 
-The search ends when nothing is left that could be faster: the best solution is then the optimum of the space. Cut short, the lowest
-bound that is left says how far from it the plan may be (Land, Doig, "An automatic method of solving discrete programming problems", 1960).
-Equal inputs are searched in equal order: nothing depends on the clock on the wall. Who is told of each better solution may interrupt
-(Ctrl-C) and take the best so far, with the gap that is proved by then.
+    closed mesh     one lower bound of all its candidates   ->  opened: the candidates of the mesh
+    candidate       lower bound over all stage cuts         ->  cut stages, simulate the schedule
+    solution        seconds of a step
+
+The search ends when no lower bound is below the best solution, which is then optimal. If it ends earlier, the lowest bound left gives the
+gap. The order depends on the inputs alone, never on wall time. With a progress display, Ctrl-C ends the search and keeps the best plan.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from passes.ir.errors import ConfigError
 __all__ = ["Opened", "Option", "PlanSearch"]
 
 _UNEVEN = 0.3
-"""How long ranks are likely to wait for thin stages: units are not divided, so that a stage of few of them is not as long as others."""
+"""Expected idle fraction from imbalance, for one unit a stage: units are indivisible, so stages of few units differ in length."""
 
-_AGAIN = 0.1
-"""The same for what is computed again, until it is priced."""
+_RECOMPUTED = 0.1
+"""Expected extra fraction for recomputation, until it is priced."""
 
 _TIGHT = 2.0
-"""The same where stages that share ranks nearly fill them: few cuts fit then, and they are uneven."""
+"""Expected idle fraction where several stages nearly fill their rank's memory: few cuts fit, and these are unbalanced."""
 
 _MOST_ACTIONS = 60_000
-"""Forwards of stages that schedules on the clock have, from the first solution on, before the search ends without a proof."""
+"""Limit of the search: forwards (stages times microbatches) of all candidates solved after the first solution."""
 
 _MANY_CUTS = 2_000
-"""Cuts of one candidate from which on few are tried."""
+"""Possible cuts of a candidate above which only ``_FEW_CUTS`` of them are simulated."""
 
 _MOST_CUTS, _FEW_CUTS = 1_000, 8
-"""Cuts of one candidate that are tried at most; where there are many."""
+"""Limits of simulated cuts per candidate: of few possible cuts, and of many."""
 
 _NEAR = 1.1
-"""How much slower than the best the most promising of many cuts may be for others to be tried: these are not often a tenth faster."""
+"""Of many cuts, others than the most balanced are simulated only if that is at most this much slower than the best plan: they seldom gain
+10 %."""
 
 _MOST_CUT_ACTIONS = 100_000
-"""Forwards that these have together."""
+"""Limit of the forwards in all simulated cuts of one candidate."""
 
 _MOST_MESHES = 200
-"""Meshes that are planned before the search ends without a proof."""
+"""Limit of the search: meshes opened."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +68,11 @@ class Option:
 
     Attributes:
         problem: the mesh.
-        cut: what it cuts; None: no axes.
-        policy: what is computed again.
-        candidate: the rest of what is open.
-        promise: what is known of its cuts; None: nothing yet.
-        axes: the axes that were named for it, in words; empty where the planner chose them.
+        cut: its sharded axes; None: no axes.
+        policy: its recomputation.
+        candidate: its schedule, microbatches and number of stages.
+        promise: lower bounds over its stage cuts; None: not computed yet.
+        axes: the axes that the user named for it, in words; empty if the planner chose them.
     """
 
     problem: MeshProblem
@@ -83,17 +84,17 @@ class Option:
 
     @property
     def idle(self) -> float:
-        """The share of the time that its ranks are likely to wait for each other, or compute again, beyond what its bound tells."""
+        """Return a guess that orders the search: by which fraction a step exceeds its lower bound (idle ranks, recomputation)."""
         candidate, problem = self.candidate, self.problem
-        thin = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
-        idle = thin + SCHEDULES[candidate.schedule].idle * (problem.n_places - 1) / candidate.n_microbatches
+        imbalance = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
+        idle = imbalance + SCHEDULES[candidate.schedule].idle * (problem.n_places - 1) / candidate.n_microbatches
         if self.policy != "none":
-            return idle + (_AGAIN if self.promise is None else 0.0)
+            return idle + (_RECOMPUTED if self.promise is None else 0.0)
         return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)
 
     @property
     def words(self) -> str:
-        """For reading."""
+        """Describe the candidate in words, for progress and reports."""
         words = plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
         return f"{words}, {self.axes}" if self.axes else words
 
@@ -107,7 +108,7 @@ class Closed(Protocol):
 
     @property
     def idle(self) -> float:
-        """The share of the time that ranks are likely to wait for each other: a guess that orders the search."""
+        """Return a guess that orders the search: by which fraction steps exceed the lower bound, since ranks wait for each other."""
 
 
 T = TypeVar("T", bound=Closed)
@@ -117,9 +118,9 @@ class PlanSearch(Generic[T]):
     """The search, with what it has found so far.
 
     Args:
-        tell: called with what is known so far, whenever it changes; None: nobody looks on, and an interrupt ends everything.
-        opened: opens what is closed: its mesh, what that cuts, and its candidates; None where the same is known already. Refers to no
-            search, so that all that a search has found is freed with it.
+        tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
+        opened: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to the
+            search, so that what a search has found is freed with it.
 
     Attributes:
         best: the fastest solution.
@@ -127,7 +128,7 @@ class PlanSearch(Generic[T]):
         meshes: those that were opened.
         refusals: why candidates were refused.
         bound: after ``prove``, seconds that no plan can beat.
-        interrupted: whether somebody had enough of it.
+        interrupted: whether an interrupt ended the search.
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[T], Opened | None] | None = None) -> None:
@@ -142,7 +143,7 @@ class PlanSearch(Generic[T]):
         self._unproved: list[float] = []
 
     def add(self, bound: float, item: T | Option) -> None:
-        """Remember what is still to be tried: the most promising first, whatever is proved by then."""
+        """Queue a closed mesh or a candidate by its expected time: its lower bound, increased by the expected idle fraction."""
         if bound < np.inf:
             heapq.heappush(self._open, (bound * (1 + item.idle), self._n_added, bound, item))
             self._n_added += 1
@@ -150,14 +151,14 @@ class PlanSearch(Generic[T]):
     def add_mesh(
         self, problem: MeshProblem, cut: MeshCut | None, candidates: Iterable[tuple[Recompute, Candidate]], axes: str = ""
     ) -> None:
-        """Add the candidates of a mesh; ``axes``: those that were named for it, in words."""
+        """Queue the candidates of a mesh; ``axes``: the axes that the user named for it, in words."""
         self.meshes.append(problem)
         for policy, candidate in candidates:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
             self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
 
     def run(self) -> None:
-        """Search until nothing that is left can be faster, or long enough."""
+        """Search until no candidate left can beat the best solution, or a limit is reached."""
         while self._open and not self._has_searched_enough():
             _, _, bound, item = heapq.heappop(self._open)
             if self._is_beaten(bound):
@@ -169,7 +170,7 @@ class PlanSearch(Generic[T]):
                     self.open(item)
 
     def prove(self) -> None:
-        """Look closer at what is left, the lowest bound first, until that can be raised no more."""
+        """Set ``bound``: tighten the bounds of the items left, lowest first, until the lowest is tight or that of a simulated candidate."""
         left = [(bound, number, item) for _, number, bound, item in self._open if not self._is_beaten(bound)]
         heapq.heapify(left)
         while left and left[0][0] < self._least_unproved and len(self.meshes) < _MOST_MESHES and not self.interrupted:
@@ -186,7 +187,7 @@ class PlanSearch(Generic[T]):
         self.bound = min((self._least_unproved, *(bound for bound, _, _ in left)), default=np.inf)
 
     def _look_closer(self, item: T | Option, bound: float) -> None:
-        """Open what is closed; ask what the cuts of a candidate promise."""
+        """Tighten the bound of an item: open a mesh, or bound a candidate over its stage cuts."""
         if not isinstance(item, Option):
             self.open(item)
             return
@@ -196,7 +197,7 @@ class PlanSearch(Generic[T]):
 
     @contextmanager
     def _interruptible(self, bound: float) -> Iterator[None]:
-        """Work on something of which a bound is known; that is what is known of it if somebody interrupts, and has a plan to take."""
+        """Let an interrupt end the search if there is a plan, with ``bound`` for the item that was being worked on."""
         try:
             yield
         except KeyboardInterrupt:
@@ -207,7 +208,7 @@ class PlanSearch(Generic[T]):
 
     @property
     def gap(self) -> float:
-        """How much faster, relatively, any plan could be than the best."""
+        """Return the fraction of the best plan's time by which any plan could be faster; 0 is proved optimal."""
         return max(0.0, 1 - self.bound / self._known) if self._known else 0.0
 
     def fastest(self, group: Callable[[Option], Hashable]) -> list[tuple[Option, Solution]]:
@@ -221,7 +222,7 @@ class PlanSearch(Generic[T]):
 
     @property
     def _least_unproved(self) -> float:
-        """The least bound of what was worked out, or begun, and may hold better plans."""
+        """Return the lowest bound of items that were simulated in part, and may contain a better plan."""
         return min(self._unproved, default=np.inf)
 
     @property
@@ -237,7 +238,7 @@ class PlanSearch(Generic[T]):
         return self.interrupted or (self.best is not None and too_long)
 
     def open(self, item: T) -> None:
-        """Open what is closed."""
+        """Open a closed mesh: shard its axes and queue its candidates."""
         assert self._opened is not None
         try:
             found = self._opened(item)
@@ -247,7 +248,7 @@ class PlanSearch(Generic[T]):
             self.refusals.append(refusal)
 
     def _promised(self, option: Option) -> Option | None:
-        """A candidate with what its cuts promise; None where constraints refuse it."""
+        """Return a candidate with its bounds over stage cuts; None if constraints refuse it."""
         try:
             return dataclasses.replace(option, promise=option.problem.promise(option.policy, option.candidate, self._known))
         except ConfigError as refusal:
@@ -255,7 +256,13 @@ class PlanSearch(Generic[T]):
             return None
 
     def _solve(self, option: Option, known: float) -> None:
-        """Work one candidate out, if what its cuts promise is not worse than what was known of it; else it waits its turn."""
+        """Cut a candidate into stages and record the solution.
+
+        The first time, compute its bound over stage cuts; if that exceeds the bound by which it was chosen, queue it again instead.
+
+        Args:
+            known: the bound by which it was chosen.
+        """
         promised = option if option.promise is not None else self._promised(option)
         if promised is None or promised.promise is None:
             return
@@ -267,9 +274,9 @@ class PlanSearch(Generic[T]):
         n_actions = candidate.n_stages(problem.n_places) * candidate.n_microbatches
         self._n_actions += n_actions if self.best is not None else 0
         n_cuts = math.comb(len(problem.part.points.units) - 1, candidate.n_stages(problem.n_places) - 1)
-        few = n_cuts > _MANY_CUTS
-        most = min(_FEW_CUTS if few else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
-        within = self._known * _NEAR if few else math.inf
+        is_sampled = n_cuts > _MANY_CUTS
+        most = min(_FEW_CUTS if is_sampled else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
+        within = self._known * _NEAR if is_sampled else math.inf
         solution, bound = problem.solve(option.policy, candidate, promise, most, within, thorough=self.best is None)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
@@ -283,4 +290,4 @@ class PlanSearch(Generic[T]):
 
 
 _TIE = 1e-9
-"""Relative differences of prices that are rounding."""
+"""Relative difference of times below which they count as equal."""

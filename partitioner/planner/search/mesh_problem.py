@@ -1,4 +1,4 @@
-"""One mesh with everything that is still open on it: recomputation, microbatches, schedule, stage cuts.
+"""The planning problem of one mesh: choose recomputation, microbatches, schedule and stage cuts.
 
 part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
 """
@@ -58,12 +58,12 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Promise:
-    """What is known of a candidate before its cuts are searched.
+    """Lower bounds of a candidate, computed before its cuts are searched.
 
     Attributes:
-        costs: the runs that its stages could be; None where they are so many that nothing is asked of each.
-        longest_path: seconds of the longest path through its schedule, by the cuts for which that is shortest; inf where none fit.
-        bound: seconds that no cuts can beat.
+        costs: costs of all runs of units that may be a stage; None if they are too many.
+        longest_path: the shortest, over all cuts, of the longest path through the schedule in seconds; inf if no cuts fit.
+        bound: lower bound of the step seconds over all cuts.
     """
 
     costs: PathCosts | None
@@ -160,7 +160,7 @@ class MeshProblem:
         return self._step(problems, candidate, whole_units=True) if whole_units else self._step_of(problems, candidate)
 
     def bound_of_any(self, candidate: Candidate) -> float:
-        """The same whatever is computed again, and whatever fits: a backward that computes nothing again takes least."""
+        """Return the lower bound over all recomputation policies, ignoring memory: a backward without recomputation is the shortest."""
         if len(self.part.points.units) < candidate.n_stages(self.n_places):
             return np.inf
         return self._step_of(self.problems("none"), candidate)
@@ -184,11 +184,14 @@ class MeshProblem:
         return step * (1 - _ROUNDING) + self._least_sums
 
     def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
-        """Whether a rank that holds as many microbatches as there are ranks, of an equal share of the model, holds more than fits."""
+        """Return whether an evenly divided model exceeds the memory of its ranks, with one microbatch in flight for each rank.
+
+        Each rank then has 1/n of parameters, gradients and optimizer state, and n times 1/n of the activations of a microbatch.
+        """
         problems = self.problems(policy)
-        kept = problems.prices.times(problems.rows(candidate)).kept.least * min(1.0, candidate.n_microbatches / self.n_places)
+        activations = problems.prices.times(problems.rows(candidate)).kept.least * min(1.0, candidate.n_microbatches / self.n_places)
         fixed = problems.prices.fixed_bytes + problems.prices.gradients.least
-        return bool(kept + fixed / self.n_places > max(problems.limits()))
+        return bool(activations + fixed / self.n_places > max(problems.limits()))
 
     def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
         """Whether the stages together could hold the model, each with the whole memory of its rank.
@@ -210,7 +213,7 @@ class MeshProblem:
         return True
 
     def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, TimeFractions]:
-        """Of all units together, and of the longest, for one microbatch on the fastest devices; and what parts of it halves have."""
+        """Return the seconds of all units, and of the longest, for a microbatch on the fastest devices, and their backward fractions."""
         key = (problems.prices.recompute, rows)
         if key not in self._seconds:
             times = problems.prices.times(rows)
@@ -243,19 +246,25 @@ class MeshProblem:
     def solve(
         self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, within: float = math.inf, *, thorough: bool = True
     ) -> tuple[Solution | None, float]:
-        """The fastest cuts of a candidate, None when none that were tried fit; and seconds that no cuts can beat.
+        """Return the fastest cuts of a candidate that fit the memory, None if none of those simulated does; and a lower bound of all.
+
+        1. Too many runs to bound each, or ``mode="model"``: the cuts with the best balance alone.
+        2. Else start from the cuts of the shortest critical path; with several stages a rank, or one microbatch, from balanced ones if
+           these are faster.
+        3. Branch and bound over cuts from there (``fastest_cuts``).
 
         Args:
-            promise: of the candidate.
-            most: how many cuts are tried at most, the first aside.
-            within: seconds beyond which the first ones are so slow that no others are tried.
-            thorough: whether to look for cuts that fit where stages share ranks, are many, and the best balanced do not.
+            promise: lower bounds of the candidate.
+            most: limit of simulated cuts, without the first.
+            within: simulate no others if the first cuts are slower than these seconds.
+            thorough: in case 1, look for other cuts if balanced ones exceed the memory.
         """
         problems = self.problems(policy)
         known: dict[tuple[int, ...], Solution] = {}
         fastest = math.inf
 
         def seconds(starts: tuple[int, ...]) -> float:
+            """Simulate a step with stages that begin at ``starts``; inf if it is refused or exceeds the memory."""
             nonlocal fastest
             if starts in known:
                 return known[starts].step_time
@@ -264,7 +273,7 @@ class MeshProblem:
                 return math.inf
             self._n_priced += 1
             found = self.price(problems, stage_model(problems, candidate, starts))
-            if found.step_time > fastest * (1 + _EQUAL):  # whether it fits is of no interest
+            if found.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
                 return found.step_time
             if not problems.hold(found.staged.memory):
                 return math.inf
@@ -273,15 +282,15 @@ class MeshProblem:
 
         if promise.bound == math.inf:
             return None, math.inf
-        shared_out = self.request.mode == "model" and self.n_places > 1  # what is asked for is a share for each device, not a short step
-        if promise.costs is None or shared_out:
+        balanced_only = self.request.mode == "model" and self.n_places > 1  # the user wants a share for each device, not a short step
+        if promise.costs is None or balanced_only:
             cuts = problems.unlimited(candidate)
-            if cuts is not None and (thorough or shared_out) and seconds(cuts.starts) == math.inf:
+            if cuts is not None and (thorough or balanced_only) and seconds(cuts.starts) == math.inf:
                 cuts = problems.solve(candidate)
             taken = math.inf if cuts is None else seconds(cuts.starts)
             return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
         tried = promising_cuts(promise.costs, promise.longest_path)
-        if candidate.stages_per_rank > 1 or candidate.n_microbatches == 1:  # paths know little of what ranks wait for, or that they share
+        if candidate.stages_per_rank > 1 or candidate.n_microbatches == 1:  # the longest path ignores most waiting, and shared ranks
             cuts = problems.solve(candidate) if seconds(tried) == math.inf else problems.unlimited(candidate)
             if cuts is not None and seconds(cuts.starts) <= seconds(tried) * (1 + _EQUAL if candidate.n_microbatches == 1 else 1 - _EQUAL):
                 tried = cuts.starts

@@ -227,7 +227,7 @@ _FEW = 4
 
 
 def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """The ways to cut axes of the model over so many ranks."""
+    """Yield the inner mesh dimensions, which shard axes of parameters, over ``count`` ranks."""
     if count == 1:
         yield ()
         return
@@ -238,7 +238,7 @@ def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tupl
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as an ordered product of so many others."""
+    """Yield the factorizations of a number into ``count`` ordered factors."""
     if count == 1:
         yield (number,)
         return

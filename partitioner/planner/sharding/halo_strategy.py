@@ -1,16 +1,15 @@
-"""Choose the halo strategy of each segment of calls, by price or as the user fixed it.
+"""Choose halo strategies for segments of calls, by cost or as the user fixed them.
 
-Layer by layer, waiting for each; layer by layer, computing interiors meanwhile; or by a wider halo once, whose overlap both neighbours
-compute.
+Three strategies: exchange before each layer and wait; exchange before each layer and compute the interior meanwhile; or one wider halo for
+the whole segment, whose overlap both neighbours recompute.
 
-A region of calls that read each other may be parted in front of every call that needs a halo; each segment fetches what it needs of
-the values before it once, and computes the rest again:
+A region of connected calls may be divided before every call that needs a halo:
 
-    conv  relu  conv  relu  conv  relu  conv          c = price of a segment: its messages, and what both neighbours compute
+    conv  relu  conv  relu  conv  relu  conv          c = cost of a segment: its messages, and the recomputed overlap
     |------ c(0, 2) -------|-------- c(2, 4) -----|    best[k] = min over j < k of best[j] + c(j, k)
 
-A segment with a single such call exchanges, as all do where it is the cheapest to part them everywhere. A shortest path; exact, but that
-segments end to be looked at where they compute more than twice what their messages cost.
+A segment with one such call exchanges before it. The division is a shortest path, exact except that segments are not extended once their
+overlap costs more than twice their messages.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from passes.spmd.propagate import Intervals, Layouts
 __all__ = ["Price", "choose_halos"]
 
 _HOPELESS = 2.0
-"""How many times what its messages cost a run may compute again and still be made longer."""
+"""A segment is not extended if its recomputed overlap costs more than this many times its messages."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What the halos of a segment of calls cost, forward and backward, for one microbatch.
+    """The cost of a segment's halos, forward and backward, for one microbatch.
 
     Attributes:
         messages: halo exchanges of its forward.
         sending: seconds of these, and of those of its backward.
-        computing: seconds of what the rank that computes most computes of its neighbours' parts.
+        computing: seconds of recomputed overlap, on the rank that has most of it.
     """
 
     messages: int
@@ -73,16 +72,16 @@ def choose_halos(
     rows: int,
     asked: Mapping[str, HaloStrategy],
 ) -> tuple[HaloSegment, ...]:
-    """The runs of a model in which there is a choice, in order of the graph.
+    """Return the chosen segments of a model, in order of the graph; regions without halo exchanges have none.
 
     Args:
-        part: of one rank, each value its own part alone.
-        assigned: mesh dimension -> the axes that it cuts.
+        part: one rank's shard of the model, without overlap.
+        assigned: mesh dimension -> the axes that it shards.
         links: along each mesh dimension.
-        device: that computes.
-        cost_model: prices what is computed.
-        rows: of one microbatch, as one rank has them.
-        asked: call -> its halo strategy, where the user fixed one.
+        device: prices the overlap, with the cost model.
+        cost_model: prices work and messages.
+        rows: samples of one rank's microbatch.
+        asked: call -> the strategy that the user fixed.
     """
     assert part.layouts is not None
     assert part.axes is not None
@@ -94,12 +93,12 @@ def choose_halos(
 
 
 class _Region:
-    """One region, parted as cheaply as it can be.
+    """Finds the cheapest division of one region into segments.
 
     Args:
         calls: in order of the graph.
-        prices: of runs of them.
-        asked: call -> its halo strategy, where the user fixed one.
+        prices: of segments.
+        asked: call -> the strategy that the user fixed.
     """
 
     def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, HaloStrategy]) -> None:
@@ -109,7 +108,7 @@ class _Region:
         self._starts = [0, *needing, len(calls)]
 
     def runs(self) -> Iterator[HaloSegment]:
-        """Yield its segments with the strategy of each; none where either way sends as much."""
+        """Yield the segments with their strategies; none if no call of the region needs a halo. Neighbours that exchange are merged."""
         if not self._prices.exchange(self._calls).messages:
             return
         found: list[tuple[HaloStrategy, list[TileCall]]] = []
@@ -139,7 +138,7 @@ class _Region:
         ](calls)
 
     def _segments(self) -> list[tuple[int, int]]:
-        """The shortest path."""
+        """Return the segments of the shortest path."""
         starts = self._starts
         best, before = [0.0] + [math.inf] * (len(starts) - 1), [0] * len(starts)
         for first, start in enumerate(starts[:-1]):
@@ -160,11 +159,11 @@ class _Region:
         return list(itertools.pairwise(places))
 
     def _must_part(self, first: int, last: int) -> bool:
-        """Whether a segment would hold a call, behind its first, that must exchange its halo."""
+        """Return whether a segment contains a call, after its first, for which the user fixed an exchange."""
         return any(self._ways[self._starts[number]] in ("exchange", "overlap") for number in range(first + 1, last))
 
     def _may_part(self, number: int) -> bool:
-        """Whether a segment may end there: calls that must be computed again stay together."""
+        """Return whether a segment may end there: calls for which the user fixed recomputation stay together."""
         place = self._starts[number]
         return place == len(self._calls) or not self._ways[place] == self._ways[place - 1] == "recompute"
 
@@ -188,7 +187,7 @@ class _Region:
 
 
 class _Prices:
-    """Prices runs of calls; see ``choose_halos``."""
+    """Prices segments of calls; see ``choose_halos``."""
 
     def __init__(
         self,
@@ -209,11 +208,11 @@ class _Prices:
         self._known: dict[tuple[fx.Node, float], float] = {}
 
     def exchange(self, calls: Sequence[TileCall]) -> Price:
-        """Halos in front of every call that needs one."""
+        """Return the cost of a halo exchange before every call that needs one."""
         return self._sent(calls, Overlaps({}, {}))
 
     def overlapped(self, calls: Sequence[TileCall]) -> Price:
-        """Halos in front of every call that needs one, which computes its interior meanwhile."""
+        """Return the cost of the same exchanges if every call computes its interior meanwhile."""
         found: dict[object, None] = {}
         sending = computing = 0.0
         for call in calls:
@@ -222,7 +221,7 @@ class _Prices:
         return Price(len(found), sending, computing)
 
     def _meanwhile(self, node: fx.Node, found: dict[object, None]) -> tuple[float, float]:
-        """Seconds that a call still waits, and that it takes longer in pieces.
+        """Return the seconds that a call waits after its interior is computed, and those that it takes longer in pieces.
 
         Args:
             found: what was exchanged for calls in front of it.
@@ -246,7 +245,7 @@ class _Prices:
         return waits, pieces
 
     def _in_pieces(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
-        """Seconds of putting three results together, and adding the gradients of what three pieces read; each piece has its kernels."""
+        """Return the seconds of computing in three pieces: more launches, concatenated results, added gradients of overlapping reads."""
         cost, sizes = self._part.cost.nodes[node.name], self._part.cost.bytes
         result, operand = (self._numbers[sizes[name]] * self._share for name in (node.name, self._axes.operands[node.name][place].name))
         works = [Work(0, 2 * result, 1 + 2 * cost.forward.launches)]
@@ -255,7 +254,7 @@ class _Prices:
         return sum(self._cost_model.operation_time(work, self._device, cost.dtype) for work in works)
 
     def once(self, calls: Sequence[TileCall]) -> Price:
-        """A wide halo in front of all of them, and the rest computed again."""
+        """Return the cost of one wide halo before the segment, with the overlap of its calls recomputed."""
         overlaps = self.regions.overlaps(calls)
         again = (self._again(call.node, overlaps.computed[call.node.name]) for call in calls if call.node.name in overlaps.computed)
         return replace(self._sent(calls, overlaps), computing=sum(again))
@@ -274,7 +273,7 @@ class _Prices:
         return find_halos(node, self._part.of.graph, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
 
     def _again(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
-        """Seconds that a call takes longer."""
+        """Return the seconds that a call takes longer with its overlap."""
         times = 1.0
         for index, intervals in enumerate(wide):
             if intervals is not None:
@@ -286,7 +285,7 @@ class _Prices:
         return self._known[node, times]
 
     def _seconds(self, node: fx.Node, times: float = 1.0) -> tuple[float, float, float]:
-        """Of so many times the work of a call."""
+        """Return the seconds of a multiple of the work of a call."""
         cost = self._part.cost.nodes[node.name]
         return call_seconds(cost, self._device, self._cost_model, self._numbers, self._share * times, measured=False)
 

@@ -1,8 +1,8 @@
-"""What one rank has of a model whose axes are cut: prices, cut points and collectives, from layouts alone.
+"""One rank's shard of a model: costs, cut points and collectives, derived from layouts without rewriting the graph.
 
-    axes that each mesh dimension cuts -> layouts -> local sizes -> prices, exchanges, sums of gradients
+    axes sharded by each mesh dimension -> layouts -> local sizes -> costs, collectives, gradient reductions
 
-Links are left out: the same part is priced on any links between the ranks of a stage.
+Links are no part of it: ``ModelPart.prices`` takes them, so that one shard serves every placement of the mesh on the cluster.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ModelPart:
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
-        """The collectives that differ in more than who waits for them, and how many of each the whole model has."""
+        """Return each distinct collective, compared without its reader, and how often the whole model runs it."""
         counts: dict[Exchange, int] = {}
         for exchange in self.exchanges:
             alike = dataclasses.replace(exchange, reader="")
@@ -146,7 +146,7 @@ class ModelPart:
 
     @property
     def _summed_at_once(self) -> tuple[float, float]:
-        """Bytes of gradients that are there twice at the end of a step, and before: what a message is on its way with, and its sums."""
+        """Return the bytes of gradients that are in memory twice, in a bucket and in its reduced copy: at the step's end, and before."""
         sizes = [each.size for each in self.sums]
         most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
         return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
@@ -237,7 +237,7 @@ class PartGraph:
         return (units,) if self.unfolding is None else self.unfolding.places(units)
 
     def reading(self, *, differentiate: bool) -> Reading:
-        """What prices of all parts have in common."""
+        """Return the facts about the graph that the costs of all its shards share."""
         return self._differentiated if differentiate else self._alone
 
     @cached_property
@@ -254,7 +254,7 @@ class PartGraph:
 
 
 def unfolded(graph: ModelGraph) -> PartGraph:
-    """A graph as it is."""
+    """Return the part graph of a graph whose repeated blocks are not folded."""
     return PartGraph(graph, find_cut_points(graph), graph)
 
 
@@ -284,7 +284,7 @@ def _with_written(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...
 
 
 def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
-    """The units of a folded graph; where copies are so many that cuts are plenty, only where least crosses inside of a copy."""
+    """Return the units of a folded graph; if there are many, only those at which the fewest bytes cross a boundary inside a copy."""
     names = frozenset(node.name for node in folded.graph.graph.nodes)
     points = find_cut_points(graph, names)
     in_block = [index for index, unit in enumerate(points.units) if unit[0] in folded.copies]

@@ -1,17 +1,17 @@
-"""Which axes the dimensions of a grid of tiles cut: space where it is worth its halos, another axis elsewhere.
+"""Choose the axes that tile dimensions shard: space where that is worth its halos, another axis elsewhere (hybrid sharding).
 
 A U-Net of three levels, three images, two devices:
 
-    level     height    cut along
-    0         256       height      large images, few channels: halos are little beside the work
+    level     height    sharded along
+    0         256       height      large images, few channels: halos cost little beside the work
     1         128       height
-    2         64        batch       two images and one: what takes longer is less than messages between thin tiles
-    1         128       height      parts of the batch are exchanged for parts of the height: all_to_all
+    2         64        batch       two images and one: the imbalance costs less than halos of thin tiles
+    1         128       height      all_to_all from shards of the batch to shards of the height
     0         256       height
 
-The first call that can is cut by space, and space comes first wherever it is cut (``passes.spmd.propagate``); what stands in for it are the
-batch, and axes of parameters. Which height is cut and which is not is chosen call by call, exactly, for the prices of ``space_prices``
-(``axis_choice``). Whether the choice is better than tiles throughout, whole plans tell.
+The first call that can be is sharded in space, and space has priority wherever it is sharded (``passes.spmd.propagate``); the alternatives
+are the batch and axes of parameters. ``axis_problem`` chooses for each call, exactly, by the costs of ``space_costs``. Whole plans are
+compared to decide between the choice and tiles in all layers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["Hardware", "SpaceProblem", "Switched", "may_switch"]
 
 
 def may_switch(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *, free: bool) -> bool:
-    """Whether tiles could cut anything but space: where the planner is free to, where somebody says so, and where space is too short.
+    """Return whether tiles may shard other axes than space: the planner is free to, the user names axes, or space is too short.
 
     Args:
-        fixed: mesh dimension -> axes that are cut because somebody says so.
-        free: whether nobody asked for tiles.
+        fixed: mesh dimension -> axes that the user assigns to it.
+        free: whether the planner chose tiles, not the user.
     """
     dimensions = [name for name in cutting.names if name in TILES]
     short = any(not _fits(axes, axis, cutting.length(name)) for name in dimensions for axis in tile_axes(axes, cutting, name))
@@ -50,7 +50,7 @@ def may_switch(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *,
 
 @dataclass(frozen=True)
 class Hardware:
-    """What tiles are for.
+    """The cluster and its cost model.
 
     Attributes:
         cluster: of all ranks.
@@ -71,33 +71,32 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Switched:
-    """What dimensions of tiles cut.
+    """The axes that tile dimensions shard.
 
     Attributes:
         chosen: mesh dimension -> its axes.
-        in_numbers: whether these are axes of the graph for one batch size alone.
+        in_numbers: whether these are axes of the graph with a fixed batch size.
     """
 
     chosen: Mapping[str, AxisChoice]
     in_numbers: bool
 
     def cuts(self, axes: Collection[int]) -> bool:
-        """Whether one of some axes is among them."""
+        """Return whether tiles shard any of these axes."""
         return any(axis in each.axes for each in self.chosen.values() for axis in axes)
 
 
 @dataclass(frozen=True)
 class SpaceProblem:
-    """What the dimensions of tiles cut.
+    """The problem of choosing axes for tile dimensions.
 
     Attributes:
         graph: the model.
         axes: of the graph.
         cost: of the graph.
-        cutting: the mesh dimensions that cut axes.
-        ranks: who computes along each.
-        fixed: mesh dimension -> axes that somebody names: of space those that are cut for sure, of others those that may stand in for it.
-        free: whether nobody asked for tiles: else all space is cut that can be, unless somebody names axes.
+        ranks: the devices and links along each.
+        fixed: mesh dimension -> axes that the user names: those of space must be sharded, others may be instead of space.
+        free: whether the planner chose tiles; if the user did, all axes of space that are long enough are sharded, or the named ones.
     """
 
     graph: ModelGraph
@@ -109,7 +108,7 @@ class SpaceProblem:
     free: bool
 
     def solve(self) -> dict[str, AxisChoice]:
-        """For each dimension of tiles, its axes."""
+        """Return the axes of each tile dimension, outermost first: an inner one divides the shards of the outer ones."""
         found: dict[str, AxisChoice] = {}
         for name in self.cutting.names:
             if name in TILES:
@@ -117,6 +116,7 @@ class SpaceProblem:
         return found
 
     def _along(self, name: str, before: Mapping[str, AxisChoice]) -> AxisChoice:
+        """Choose the axes of one tile dimension: ``cut`` must be sharded, ``alone`` may be, ``excluded`` must not."""
         count, every = self.cutting.length(name), {axis for each in space_axes(self.axes).values() for axis in each}
         space = [axis for axis in tile_axes(self.axes, self.cutting, name) if _fits(self.axes, axis, count)]
         named = [axis for axis in space if axis in self.fixed[name]]
@@ -135,7 +135,7 @@ class SpaceProblem:
         return chosen if not others else problem.with_any(count, others, chosen)
 
     def _first(self, space: Sequence[int]) -> list[int]:
-        """The axis of the first call that could be cut along one: tiles begin with space, whatever they cut later on."""
+        """Return the axis of space of the first call that has one, if any: tiles begin with space."""
         looped = (axis for factors in self.axes.factors.values() for each in factors for axis in each)
         return list(itertools.islice((axis for axis in looped if axis in space), 1))
 
@@ -144,7 +144,7 @@ class SpaceProblem:
         return {axis for name in held if name in self.axes.tensors for each in self.axes.of(name) for axis in each}
 
     def _parts(self, axis: int, before: Mapping[str, AxisChoice]) -> int:
-        """Into how many parts outer mesh dimensions cut an axis."""
+        """Return the number of shards of an axis over outer mesh dimensions."""
         rows = axis in batch_axes(self.graph, self.axes)
         outer = [name for name in self.cutting.names if (rows and name in ROWS) or (name in before and axis in before[name].axes)]
         return math.prod(self.cutting.length(name) for name in outer)

@@ -106,10 +106,12 @@ class RunTable:
         self._known: dict[int, Runs] = {}
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
-        """All runs, block by block, the last first.
+        """Yield the tables of all runs, by blocks of first units, the last block first.
+
+        A block is computed once, at twice the width asked for if that is not too large, and cached for later calls.
 
         Args:
-            longest: (N,) how many units the longest run that matters has, from each unit.
+            longest: (N,) units of the longest run that fits, from each first unit.
         """
         for start in reversed(range(0, self._n_units, _BLOCK)):
             stop = min(start + _BLOCK, self._n_units)
@@ -117,12 +119,12 @@ class RunTable:
             if start not in self._known or self._known[start].width < width:
                 wider = min(2 * width, self._n_units - start)
                 if wider * self._n_units > _MOST_KEPT_RUNS:
-                    yield self._worked_out(start, stop, width)
+                    yield self._computed(start, stop, width)
                     continue
-                self._known[start] = self._worked_out(start, stop, wider)
+                self._known[start] = self._computed(start, stop, wider)
             yield self._known[start].first(width)
 
-    def _worked_out(self, start: int, stop: int, width: int) -> Runs:
+    def _computed(self, start: int, stop: int, width: int) -> Runs:
         time, leaving, entering = (each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering))
         fixed, kept, gradients = (each.sums(start, stop, width) for each in self._of_memory)
         peaks = [working.of_block(start, stop, width) for working in self._workings]
@@ -137,7 +139,7 @@ class RunTable:
 
 @lru_cache(maxsize=32)
 def run_table(units: Units) -> RunTable:
-    """The table of some units; those asked for last are kept."""
+    """Return the table of units; the last 32 are cached."""
     return RunTable(units)
 
 
@@ -155,7 +157,11 @@ class _Additions(NamedTuple):
     amount: Floats
 
     def sums(self, start: int, stop: int, width: int) -> Floats:
-        """(A, stop - start, width) for every run that starts there."""
+        """Return (A, stop - start, width) sums of all runs that start in a block.
+
+        An addition counts for first units from ``first`` to ``last``, so it is two entries of a difference array over first units. The
+        cumulative sum of that gives the additions of each unit, and their cumulative sum along a run its sum.
+        """
         n_starts, n_units = stop - start, stop - start + width - 1
         first = np.maximum(np.maximum(self.first, self.unit - width + 1), start) - start
         last = np.minimum(self.last, stop - 1) - start
@@ -190,7 +196,7 @@ def _of_values(leaving: Uses) -> _Additions:
 
 
 def _counted(uses: Uses) -> Uses:
-    """Bytes as messages and bytes."""
+    """Return uses with the amounts (number of messages, bytes)."""
     return uses._replace(amount=np.stack([np.ones_like(uses.amount), uses.amount], axis=1))
 
 

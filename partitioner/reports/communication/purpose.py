@@ -1,4 +1,4 @@
-"""What a collective is for: which parameters, gradients or results it moves, over which mesh dimension, and why."""
+"""The purpose of a collective: which parameters, gradients or results it moves, over which mesh dimension, and why."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
 
 @dataclass(frozen=True)
 class Purpose:
-    """Why a collective is there. Those of one purpose are told in one line.
+    """The purpose of a collective; reports give one line to all collectives of one purpose.
 
     Attributes:
         subject: in front of the names: ``"gradient of "``.
         names: parameters, modules or values.
-        made: what becomes of several tensors of unlike shapes: ``"summed"``; empty where the shape tells more.
-        why: in words.
+        made: the operation on several tensors of different shapes: ``"summed"``; empty if their one shape is reported instead.
+        why: the reason, in words.
     """
 
     subject: str
@@ -46,7 +46,7 @@ MADE: Mapping[Any, str] = {
     halo_exchange: "fetched",
     halo_add: "given back",
 }
-"""What becomes of tensors of unlike shapes."""
+"""Collective -> the operation, in words."""
 
 _WHY: Mapping[Any, str] = {
     all_reduce: "each rank has a part of the sum",
@@ -56,7 +56,7 @@ _WHY: Mapping[Any, str] = {
     halo_exchange: "windows reach beyond the rank's own part",
     halo_add: "the gradient of what windows read of other ranks",
 }
-"""Of activations and their gradients."""
+"""Collective of activations or their gradients -> the reason, in words."""
 
 
 def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
 
 
 class Purposes:
-    """Of the collectives of one program.
+    """Finds the purposes of the collectives of one program.
 
     Args:
         graph: gives parameters and inputs their original names.
@@ -106,6 +106,7 @@ class Purposes:
         return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", _WHY[function])
 
     def _reduced(self, function: Any, reduces: Sequence[str]) -> Purpose:
+        """Return the purpose of an all_reduce that the emitter wrote: of gradients, of the loss, or of another sum."""
         originals = [self._names.get(name) or self._inputs.get(name) for name in reduces]
         names = tuple(short_name(original or name) for original, name in zip(originals, reduces, strict=True))
         if all(name in self._names for name in reduces):
@@ -125,7 +126,7 @@ class Purposes:
         return short_name(name) if shortened else name
 
     def _differentiated(self, gradient: fx.Node) -> str:
-        """The module whose backward gave a gradient: that of the parameter which was read last on the way."""
+        """Return the module that a gradient comes from: walk back to the nearest node that reads a parameter, and take its module."""
         seen, near = {gradient}, [gradient]
         while near:
             for node in near:
@@ -137,23 +138,26 @@ class Purposes:
         return ""
 
     def _stored(self, gradient: fx.Node, section: Any) -> str:
-        """The parameter whose gradient a value is, from its place among what is stored."""
+        """Return the name of the parameter that a value is the gradient of; empty if it is none.
+
+        Walk from the value to the call that stores gradients: its list has the order of ``StoreGradients.names``.
+        """
         store = self._stores.get(f"stage{section.stage}_store_gradients") if isinstance(section, Action) else None
-        near = [gradient]
-        while store is not None and near:
-            node = near.pop()
+        pending = [gradient]
+        while store is not None and pending:
+            node = pending.pop()
             for user in node.users:
                 lists = [argument for argument in user.args if isinstance(argument, list | tuple) and node in argument]
                 if lists and len(lists[0]) == len(store.names):
                     name = store.names[lists[0].index(node)] or ""
                     return short_name(self._names.get(name, name))
                 if user.op == "call_function" and isinstance(user.meta.get("val"), Tensor):
-                    near.append(user)
+                    pending.append(user)
         return ""
 
 
 def items_of(node: fx.Node) -> list[fx.Node | None]:
-    """What takes each result of a collective."""
+    """Return the getitem of each result of a collective; None for a result that no node reads."""
     found: dict[Any, fx.Node] = {}
     for user in node.users:
         if user.target is wait:

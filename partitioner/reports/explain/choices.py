@@ -1,4 +1,4 @@
-"""Why this plan: beside it those that came next, the price of what the user pinned, and what is proved.
+"""Why this plan: the runner-up plans, the cost of each option that the user fixed, and how far the search proved it optimal.
 
 plan                                           step    beside the chosen  fullest rank  most of the time
 data 2 x tensor 2                           1.20 ms               chosen      1.20 GiB  arithmetic
@@ -63,7 +63,7 @@ def _price(choice: Pinned, plan: Plan) -> str:
 
 
 def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
-    """``"1.20 GiB of 80.0 GiB on rank 3, the fullest"``."""
+    """Return the predicted memory of the rank that uses most of its limit: ``"1.20 GiB of 80.0 GiB on rank 3, the fullest"``."""
     if not plan.memory:
         return ""
     rank = max(range(len(plan.memory)), key=lambda each: plan.memory[each] / limits[each] if limits else plan.memory[each])

@@ -1,4 +1,4 @@
-"""A plan in words and tables: where everything runs, when, what is communicated and why, how long it takes and what bounds it."""
+"""``pm.explain()``: a plan in words and tables: stages, schedule, communication with its reasons, predicted time and its bound."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
 
 
 def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple[str, Table | Sequence[str]]]:
-    """What is told of a plan: titles, with tables or lines. What there is nothing to say of is left out."""
+    """Return the sections of the explanation, titles with tables or lines; empty ones are left out."""
     notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
     every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
         ("PLANS", contenders_section(explained.plan)),
@@ -118,7 +118,7 @@ def _idle(plan: Plan, simulation: Simulation | None) -> str:
 
 
 def _bound_by(explained: Explained) -> str:
-    """What limits the step; the planner counts the ranks of one pipeline."""
+    """Return the bottleneck of the step, in ranks of the mesh: the planner names positions in one pipeline."""
     if not explained.is_cut:
         return explained.plan.prediction.bound_by
 
@@ -178,12 +178,12 @@ def _rank_heading(explained: Explained) -> str:
 
 
 def _ranks_at(explained: Explained, places: Sequence[int]) -> tuple[int, ...]:
-    """The ranks at places along the pipeline."""
+    """Return the ranks at pipeline positions, over all pipelines."""
     return tuple(sorted(rank for place in places for rank in explained.ranks_at(place)))
 
 
 def _ranks(explained: Explained, places: Sequence[int]) -> str:
-    """The same in few letters."""
+    """Return the ranks at pipeline positions as text: ``"0-3"``, or ``"0, 2"``."""
     ranks = _ranks_at(explained, places)
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
@@ -191,7 +191,7 @@ def _ranks(explained: Explained, places: Sequence[int]) -> str:
 
 
 def _schedule(explained: Explained) -> list[str]:
-    """The schedule drawn: of a pipeline, whose places are ranks where no axis is cut."""
+    """Draw the schedule of one pipeline; its lines are "places" if several ranks share a stage, else ranks."""
     if explained.schedule is None:
         return []
     lines = timetable(explained.schedule, _WIDTH - 2)
@@ -199,7 +199,7 @@ def _schedule(explained: Explained) -> list[str]:
 
 
 def _memory(explained: Explained) -> Table:
-    """What each stage keeps for its backward: bytes from its graphs, microbatches from the schedule."""
+    """Return the table of activation memory: saved bytes by stage from the graphs, microbatches in flight from the schedule."""
     lowered, plan = explained.lowered, explained.plan
     heading = (
         "stage",

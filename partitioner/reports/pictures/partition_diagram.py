@@ -1,6 +1,7 @@
-"""The diagram of a partitioned model: the modules of every rank's stages, the values between them, what is sent and done together.
+"""The diagram of a partitioned model: a lane for each rank with its modules as boxes; values, messages and collectives as arrows.
 
-Boxes and values are read from the stages, communication from the programs that run. Sums of gradients meet in one box below each rank.
+Boxes and values are read from the stages, communication from the programs that run. All gradient reductions of a rank end in one box below
+its modules.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _LANES = 8
 
 
 def partition_diagram(explained: Explained, depth: int | None = None, ranks: Sequence[int] | None = None) -> Diagram:
-    """The drawing.
+    """Return the diagram of a partitioned model.
 
     Args:
-        depth: of the modules that are boxes; None: the deepest at which they fit a page.
-        ranks: the lanes; None: all, or the first eight of more.
+        depth: module depth of the boxes, as in ``named_modules``; None: the deepest that fits a page.
+        ranks: the ranks to draw; None: the first eight.
     """
     mesh = explained.mesh
     depth = depth or suitable_depth(explained.lowered)
@@ -54,7 +55,7 @@ def partition_diagram(explained: Explained, depth: int | None = None, ranks: Seq
 
 @dataclass
 class _Moved:
-    """What goes between two boxes in a step."""
+    """The traffic between two boxes in a step."""
 
     bytes: int = 0
     back: int = 0
@@ -170,7 +171,7 @@ class _Builder:
         moved.back += 1
 
     def _box_of(self, rank: int, node: fx.Node) -> str | None:
-        """The box whose value is communicated; that of gradients for sums of these."""
+        """Return the box of the communicated value: that of its module, or the gradient box of the rank."""
         reduces = node.meta.get("reduces")
         if reduces is not None and any(name in self.explained.graph.parameters for name in reduces):
             return self._gradients(rank, node.kwargs["group"])  # type: ignore[arg-type]
@@ -184,7 +185,7 @@ class _Builder:
         return None
 
     def _gradients(self, rank: int, group: Sequence[int]) -> str:
-        """The box below a rank in which sums of its gradients meet; the group has one each."""
+        """Return the box below a rank that stands for its reduced gradients; every rank of the group has one."""
         for member in group:
             key = f"{member}:gradients"
             if member in self.shown and all(box.key != key for box in self.boxes):

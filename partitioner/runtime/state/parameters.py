@@ -1,10 +1,10 @@
-"""The tensors that ranks hold: parameters, buffers and constants of their stages, copied from the model.
+"""The state of this process: parameters, buffers and constants of its ranks, copied from the model.
 
-Parameters whose ``requires_grad`` changes after the model was partitioned.
+``requires_grad`` may change after the model was partitioned:
 
-frozen later        its gradient is computed, which the program does for all, and left out of ``.grad``
-unfrozen later      no program computes its gradient: refused
-frozen in part      parts of one parameter that lie on several devices: refused
+frozen later        programs compute the gradient still; it is not added to ``.grad``
+unfrozen later      refused: no program computes the gradient
+frozen in part      refused: the shards of one parameter must agree
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Freezing", "State", "check_values", "materialize"]
 
 @dataclass(frozen=True)
 class State:
-    """What this process holds: whole tensors, or blocks of them.
+    """The tensors of this process's ranks, whole or sharded.
 
     Parameters are stored once, see ``partitioner.runtime.state.stored_parameters``; buffers and constants once a rank. Within a rank a
     tensor is one object however many stages use it.
@@ -139,7 +139,7 @@ class State:
                     follower.refresh(moved=moved)
 
     def finish(self) -> None:
-        """Take over what a run made: gradients that waited for hooks, and parameters that the model itself writes to."""
+        """Complete a run: write back parameters that the model itself writes to, and accumulate gradients that waited for hooks."""
         with torch.no_grad():
             for followers in self.followers.values():
                 for follower in followers:
@@ -163,7 +163,7 @@ class State:
                     held.copy_(blocks[rank].take(whole))
 
     def _make_real(self, placeholder: str, held: Tensor, values: Tensor) -> None:
-        """Give a tensor on the meta device values. It stays the same object: programs and optimizers hold it."""
+        """Give a tensor on the meta device values, in place: programs and optimizers refer to the object."""
         stored = next((each for each in self.stored.get(placeholder, ()) if each.parameter is held), None)
         if stored is None:
             torch.utils.swap_tensors(held, values)
@@ -173,7 +173,11 @@ class State:
             follower.become_real()
 
     def _set_blocks(self, name: str, given: BlockTensor) -> None:
-        """Copy blocks that lie as those here do: into the copies of ranks that none was loaded into."""
+        """Copy blocks into the shards of this process. A shard into which a checkpoint was loaded in place is its own block already.
+
+        Raises:
+            ConfigError: the tensor has not all blocks of this plan.
+        """
         found = dict(given.blocks)
         for block, copy in self.held(name):
             if block not in found:
@@ -184,14 +188,14 @@ class State:
                 copy.detach().copy_(found[block])
 
     def sharded(self) -> dict[str, BlockTensor]:
-        """What is held here, each tensor as its blocks, under the original names."""
+        """Return the shards of this process under the original names, each tensor as its blocks."""
         check_values(self)
         self.check_names()
         found = {name: {block: tensor.detach() for block, tensor in reversed(self.held(name))} for name in self.names}
         return {name: BlockTensor(list(blocks.items())) for name, blocks in found.items() if blocks}
 
     def owned(self, name: str) -> list[tuple[str, Tensor]]:
-        """The blocks of a tensor that this process speaks for, each with a key of its own: the lowest rank that holds one does."""
+        """Return the blocks of a tensor that this process owns, under unique keys; the owner is the lowest rank that holds a block."""
         placeholder = self._placeholder(name)
         tensors = self._tensors(placeholder)
         return [(_key(name, number), tensors[rank]) for number, (rank, _) in enumerate(self._owners(placeholder)) if rank in tensors]
@@ -201,7 +205,7 @@ class State:
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
 
     def whole(self, name: str, parts: Mapping[str, Tensor | None]) -> Tensor | None:
-        """A tensor of the model put together from what all processes own; None where a part is missing."""
+        """Return a tensor of the model, assembled from the blocks that all processes own; None if one is missing."""
         blocks = self._owners(self._placeholder(name))
         found = [parts.get(_key(name, number)) for number in range(len(blocks))]
         if len(found) == 1 and blocks[0][1].is_whole:
@@ -228,7 +232,7 @@ class State:
 
     @property
     def on_meta(self) -> list[str]:
-        """The names of what is on the meta device here: it has no values yet."""
+        """Return the names of this process's tensors on the meta device, which have no values yet."""
         names = {**self.graph.parameters, **self.graph.buffers}
         found = {names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta}
         return sorted(found)
@@ -246,7 +250,7 @@ def materialize(
     local_ranks: Sequence[int],
     hooks: TensorHooks,
 ) -> State:
-    """Copy to each of this process's ranks what it holds.
+    """Return the state of this process: shards of the model's tensors, copied to the devices of its ranks.
 
     Args:
         blocks: placeholder -> rank -> which block of it, for all ranks.

@@ -1,10 +1,10 @@
-"""Gradients of a process that has a part of the model: their norms are not the model's, and who takes them for that is told.
+"""Gradients in a process that has a part of the model: refuse norms over them, which are not those of the model.
 
     torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)      one norm over this process's gradients: refused
     sum(p.grad.data.pow(2).sum() for p in pm.parameters())    the same by hand: refused
     pm.clip_grad_norm_(1.0)                                   the norm over the whole model
 
-Everything else computes as with any tensor, and gives plain tensors.
+Ops on the way to a norm give ``PartGradient``, ``BlockGradient`` or ``_PartNorm``; every other op gives plain tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PartGradient(Tensor):
 
 
 class BlockGradient(PartGradient):
-    """The gradient of a block of a parameter, or several gradients in one: a norm of it is a norm of nothing in the model."""
+    """The gradient of a shard of a parameter, or several gradients in one tensor: no norm of it is meaningful."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -50,7 +50,7 @@ class BlockGradient(PartGradient):
 
 
 class _PartNorm(Tensor):
-    """The norm, or another number, of one gradient of several that processes share."""
+    """The norm, or another reduction, of one gradient: adding or stacking two of them would give a norm over this process alone."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -93,7 +93,7 @@ _NORMS = frozenset(
 _REDUCTIONS = frozenset(
     _named("sum", "mean", "std", "var", "dot", "vdot", "inner", "amax", "amin", "max", "min", "logsumexp", "prod", "median")
 )
-"""What makes fewer numbers of a gradient, norms aside. Whether any element is finite is asked of a part with good reason."""
+"""Reductions other than norms. ``isfinite`` and the like are not among them: they are meaningful for a shard."""
 _KEEPING = frozenset(
     {
         Tensor.data.__get__,  # type: ignore[attr-defined]  # a descriptor
@@ -101,7 +101,7 @@ _KEEPING = frozenset(
         *_named("abs", "square", "pow", "mul", "multiply", "__pow__", "__mul__", "__rmul__"),
     }
 )
-"""What is on the way from a gradient to a norm of it. Copies are not: optimizers keep them as their state, in plain tensors."""
+"""Ops that may come between a gradient and its norm. Copies are not among them: optimizers use them for their state."""
 _ADDITIONS = frozenset(_named("add", "__add__", "__radd__", "add_", "__iadd__"))
 _TOGETHER = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
-"""What puts several gradients, or their norms, into one tensor, to take the norm of that."""
+"""Ops that combine gradients, or their norms, in one tensor, of which the norm is taken next."""

@@ -2,11 +2,11 @@
 
 Ranks of one process whose parameters lie on one device share one whole ``nn.Parameter``; each rank's program reads its part of it:
 
-    weight            nn.Parameter, 64 x 32                    what optimizers, clipping and parameter groups see
-      rank 0 reads    rows 0 to 31        a view               in memory of its own only where a program cannot read a view: then
-      rank 1 reads    rows 32 to 63       a view               it is copied from the parameter before each run
+    weight            nn.Parameter, 64 x 32                    optimizers, clipping and parameter groups see this one
+      rank 0 reads    rows 0 to 31        a view               or, if programs cannot read a view, a copy that is refreshed from the
+      rank 1 reads    rows 32 to 63       a view               parameter before each run
 
-One rank a process, or parts on several devices: each part is a parameter of its own.
+With one rank a process, or shards on several devices, each shard is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Membership:
-    """What an optimizer, or whoever is given a parameter alone, can ask about it.
+    """Where a parameter belongs, for optimizers and others that get the parameter alone.
 
     Attributes:
         model: number of the partitioned model.
@@ -56,11 +56,11 @@ class StoredParameter:
 
     Attributes:
         name: of the model's parameter.
-        rank: the lowest rank that holds it: the gradient that this rank computes is stored.
+        rank: the lowest rank that holds it, and whose gradient is stored.
         block: which part of the model's parameter it is.
         parameter: what ``pm.parameters()`` gives.
-        membership: what others can ask about it.
-        address: where its values were when programs were last given their parts.
+        membership: the model it belongs to.
+        address: where its values were at the last refresh of the programs' tensors.
         like: its shape, dtype and device.
     """
 
@@ -94,12 +94,12 @@ class StoredParameter:
         parameter._partitioned = self.membership  # type: ignore[attr-defined]  # noqa: SLF001
 
     def become_real(self, values: Tensor) -> None:
-        """Give a parameter on the meta device values. It stays the same object: programs and optimizers hold it."""
+        """Give a parameter on the meta device values, in place: programs and optimizers refer to the object."""
         parameter, made = self.parameter, nn.Parameter(values, self.parameter.requires_grad)
         hooks, later_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
         self._mark(made)
         torch.utils.swap_tensors(parameter, made)
-        # The object has its hooks still; autograd calls those that its new tensor is told.
+        # The Python object has its hooks still, but autograd calls those of the swapped tensor, which assignment sets.
         if hooks:
             parameter._backward_hooks = hooks  # noqa: SLF001
         if later_hooks:
@@ -108,14 +108,15 @@ class StoredParameter:
 
 
 class RankTensor:
-    """What one rank's programs read of a stored parameter: a view, or a copy that follows it.
+    """One rank's shard of a stored parameter, which its programs read: a view, or a copy that is refreshed.
 
     Args:
         stored: the parameter, which contains the rank's block.
         block: of the rank, within the stored parameter.
         device: where the rank runs.
-        beside: whether that is where the parameter is.
-        writes: the rank's programs write to it, and the parameter takes over what they wrote. None: no program writes to it.
+        beside: whether that is the device of the parameter.
+        writes: True: this rank's writes are copied back to the parameter. False: those of another rank are, so this one needs a copy.
+            None: no program writes to it.
     """
 
     def __init__(self, stored: StoredParameter, block: Block, device: torch.device, *, beside: bool, writes: bool | None) -> None:
@@ -124,9 +125,10 @@ class RankTensor:
         self._device = device
         self._beside = beside
         self._writes = writes
-        self.tensor = self._made()
+        self.tensor = self._make()
 
-    def _made(self) -> Tensor:
+    def _make(self) -> Tensor:
+        """Return a view of the parameter on the same device, if the block is contiguous and not to be copied; else a copy."""
         parameter = self.stored.parameter.detach()
         part = self._block.within(parameter)
         self._is_view = self._beside and part.is_contiguous() and self._writes is not False
@@ -137,19 +139,19 @@ class RankTensor:
         return self._block.take(parameter).to(parameter.device if parameter.is_meta else self._device)
 
     def refresh(self, *, moved: bool) -> None:
-        """Read the parameter as it is now.
+        """Take over the current values of the parameter.
 
         Args:
-            moved: its values lie elsewhere than before.
+            moved: whether its storage was replaced, so that a view must be taken anew.
         """
         if moved and self._is_view:
-            # Programs hold this tensor object, which is given the new view.
-            self.tensor.data = self._made()
+            # Programs refer to the tensor object, so the object gets the new view.
+            self.tensor.data = self._make()
         elif not self._is_view:
             self._unfolded().copy_(self._block.within(self.stored.parameter.detach()))
 
     def write_back(self) -> None:
-        """Let the parameter take over what programs wrote to a copy."""
+        """Copy the values that programs wrote to a copy back to the parameter."""
         if self._writes and not self._is_view:
             self._block.within(self.stored.parameter.detach()).copy_(self._unfolded())
 
@@ -158,11 +160,11 @@ class RankTensor:
 
     def become_real(self) -> None:
         """Follow a parameter that was on the meta device."""
-        torch.utils.swap_tensors(self.tensor, self._made())
+        torch.utils.swap_tensors(self.tensor, self._make())
 
 
 def device_keys(devices: Sequence[torch.device]) -> tuple[Hashable, ...]:
-    """For each rank a key of its device, equal for ranks on one device: the CPU is one under any index."""
+    """Return a key of each rank's device, equal for ranks on one device: the CPU is one device whatever its index."""
     return tuple(device.type if device.type == "cpu" else device for device in devices)
 
 
@@ -173,7 +175,7 @@ def store_parameters(
     keys: Sequence[Hashable],
     local_ranks: Sequence[int],
 ) -> dict[str, list[StoredParameter]]:
-    """The parameters of this process.
+    """Create the parameters of this process.
 
     Args:
         originals: placeholder -> name and tensor of the model.
@@ -209,7 +211,7 @@ def store_parameters(
 
 
 def _together(holders: Mapping[int, Block], keys: Sequence[Hashable]) -> dict[int, Block]:
-    """Rank -> what it stores, where all ranks are in this process: one whole parameter unless its parts lie on several devices."""
+    """Return rank -> stored block if all ranks are in this process: one whole parameter, unless its shards lie on several devices."""
     owners: dict[Block, int] = {}
     for rank in sorted(holders):
         owners.setdefault(holders[rank], rank)
@@ -219,7 +221,7 @@ def _together(holders: Mapping[int, Block], keys: Sequence[Hashable]) -> dict[in
 
 
 def copy_of(tensor: Tensor, block: Block, device: torch.device) -> Tensor:
-    """A block of a tensor in memory of its own on a device; on the meta device if the tensor is."""
+    """Return a copy of a block of a tensor on a device; on the meta device if the tensor is."""
     part = block.take(tensor.detach())
     return part if tensor.is_meta else part.to(device, copy=block.is_whole)
 

@@ -1,17 +1,10 @@
-"""What a trace assumed about the batch size.
+"""Assumptions of a trace: about the batch size, about a batch of one, and about random numbers.
 
-A trace that may assume something keeps it in the shape environment of its symbolic sizes, which is no public API:
-this file alone reads it.
-
-Notice where a model asks whether its batch is of one row.
-
-A trace takes for granted that an open size is two or more. Where the model's own code compares such a size and one row would have given
-another answer, the graph computes one row as it does several, and the user is told.
-
-Decide comparisons with random numbers that can only come out one way.
-
-Encoders of transformers drop layers in training: ``if torch.rand([]) < self.layerdrop``. A trace cannot follow a value, but with
-``layerdrop = 0.0`` there is nothing to follow. The number is drawn all the same, so that random numbers behind it stay what they are.
+- Guards: torch.export records assumptions about symbolic sizes in their shape environment, which is private: this file alone reads it.
+- A batch of one: torch.export assumes that a symbolic size is at least two. If the model's own code compares such a size, and the result
+  would differ for one, the graph computes one row as it does several, and a note tells the user.
+- Random numbers: encoders of transformers drop layers in training, ``if torch.rand([]) < self.layerdrop``. A trace cannot branch on a
+  value, but ``layerdrop = 0.0`` decides the comparison. The number is drawn still, so that later draws do not change.
 """
 
 from __future__ import annotations
@@ -36,19 +29,19 @@ __all__ = ["DecidedRandomChoices", "assumptions_always_hold", "questions_about_o
 
 
 _TRIED = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
-"""Batch sizes that assumptions are tried with. A trace takes for granted that a size is no 0 or 1."""
+"""Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
 
 
 def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symbol | None:
-    """The symbol of one size of an input; None when it was made static."""
+    """Return the symbol of one size of an input; None if the trace made it static."""
     size = size_of(_size(program, leaf, dimension))
     return size if isinstance(size, sympy.Symbol) else None
 
 
 def assumptions_always_hold(program: ExportedProgram, layout: BatchLayout) -> bool:
-    """Whether everything that a trace assumed is true for every batch size tried, up to a million.
+    """Return whether all assumptions of a trace hold for every tested batch size, up to a million.
 
-    PyTorch cannot prove all that is: ``min(6, 6 * batch) == 6`` counts as an assumption, though a batch is never empty.
+    PyTorch cannot prove all that is true: ``min(6, 6 * batch) == 6`` is an assumption, though a batch is never empty.
     """
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
@@ -71,7 +64,7 @@ def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.Sy
     return size
 
 
-# -- notice where a model asks whether its batch is of one row ---------------------------------------------------------------------
+# -- comparisons that a batch of one would decide otherwise ------------------------------------------------------------------------
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -88,18 +81,20 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextlib.contextmanager
 def questions_about_one_row() -> Iterator[list[str]]:
-    """Watch comparisons of open sizes while active.
+    """While active, record comparisons of symbolic sizes whose results would differ for a batch of one.
 
     Yields:
-        A list that grows by the source lines, ``file.py:12``, whose answers for one row would differ.
+        A list that grows by their source lines, ``file.py:12``.
     """
     found: list[str] = []
     originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
 
     def watch(name: str) -> Callable[[Any, Any], Any]:
+        """Return a comparison operator that records lines of the model's code, not of torch, and then compares as the original."""
+
         def compare(self: torch.SymInt, other: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001  the line that compares; inspect.stack() would read source files
-            if not frame.f_code.co_filename.startswith(_TORCH) and _tells_one_from_two(self, other, _COMPARISONS[name]):
+            if not frame.f_code.co_filename.startswith(_TORCH) and _differs_for_one(self, other, _COMPARISONS[name]):
                 line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 if line not in found:
                     found.append(line)
@@ -116,7 +111,8 @@ def questions_about_one_row() -> Iterator[list[str]]:
             setattr(torch.SymInt, name, original)
 
 
-def _tells_one_from_two(size: torch.SymInt, other: Any, compare: Callable[[Any, Any], Any]) -> bool:
+def _differs_for_one(size: torch.SymInt, other: Any, compare: Callable[[Any, Any], Any]) -> bool:
+    """Return whether comparing a symbolic size with an integer gives another result for a batch of one than for a batch of two."""
     expression = size.node.expr
     if not isinstance(other, int) or len(expression.free_symbols) != 1:
         return False
@@ -125,7 +121,7 @@ def _tells_one_from_two(size: torch.SymInt, other: Any, compare: Callable[[Any, 
     return bool(one) != bool(two)
 
 
-# -- decide comparisons with random numbers that can only come out one way ---------------------------------------------------------
+# -- comparisons of random numbers that are certain --------------------------------------------------------------------------------
 
 
 _RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
@@ -144,11 +140,11 @@ _RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
 }
 
 _LEAST, _LARGEST = 0.0, 1.0 - 2.0**-24
-"""What ``torch.rand`` draws lies in [0, 1)."""
+"""The least and the largest number that ``torch.rand`` draws."""
 
 
 class DecidedRandomChoices(TorchFunctionMode):
-    """While active, comparing one uniform random number with a constant gives a bool where every number gives the same."""
+    """While active, comparing a scalar of ``torch.rand`` with a constant gives a bool if the result is the same for all draws."""
 
     def __init__(self) -> None:
         super().__init__()

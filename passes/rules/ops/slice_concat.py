@@ -1,4 +1,4 @@
-"""Operations that move dimensions, cut pieces from them, and join pieces."""
+"""Rules of ops that permute dimensions, slice them, and concatenate along them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEAR = "linear self"
 
 
 def with_localize(text: str, call: Call, localize: Callable[[LocalCall], Mapping[str, Any]]) -> Loops:
-    """A written line with its own way to give sizes to a part."""
+    """Bind a line, with a function that computes the size arguments of a part's call."""
     return dataclasses.replace(bind(parse(text), call), localize=localize)
 
 
@@ -299,7 +299,7 @@ def _repeat_unevenly(call: Call, source: Operand) -> str:
 
 
 def unfold(call: Call) -> str | Loops:
-    """Windows along a dimension."""
+    """Sliding windows along a dimension; sharded with a halo where its sizes are integers."""
     rank = len(call.operand("self").shape)
     chosen = dimension(rank, call["dimension"])
     name, source = f"dim{chosen}", call.operand("self").shape[chosen]

@@ -8,12 +8,11 @@ Two convolutions, kernel 3, padding 1, of a height of 16 over two ranks; rank 0:
     a_halo = halo_exchange(a)   _1 0:9           a_halo = take_runs(a)       _1 0:9      padding, as the whole model pads
     b = conv2d(a_halo)          0 .. 7           b = conv2d(a_halo)          0 .. 7
 
-What a call needs is composed from the last calls of a run backwards (``passes.spmd.halo.demand.demand``), in intervals of the whole value:
-nothing outside of the image is ever computed, and every layer pads there as it does in one piece. Rows are recomputed, not owned: a
-value is read outside of the run, summed over space or normalised, by each rank's own part alone. The gradient needs no other rule. What
-a rank computes is a function of what it fetched, and only its own rows leave the run; so what flows into a recomputed row comes from the
-rank's own rows alone, every path from a parameter or an input to a result exists on exactly one rank, and sums over ranks
-(``all_reduce`` of parameters, ``halo_add`` of what was fetched) count each once.
+The elements that calls need follow backwards from the last calls of a segment (``passes.spmd.halo.demand.demand``), as intervals of the
+whole value: nothing outside the image is computed, and every layer pads at the image's ends only. Recomputed rows are not owned: readers
+outside the segment, reductions over space and normalizations use each rank's own rows alone. So gradients are right too: only own rows
+leave the segment, hence every path from a parameter or an input to a result exists on exactly one rank, and sums over ranks
+(``all_reduce`` of parameters, ``halo_add`` of halos) count each path once.
 
 Fused layers by tiles: Alwani et al., "Fused-layer CNN accelerators", MICRO 2016; the wide halo is the ghost zone of Kjolstad and Snir,
 "Ghost cell pattern", 2010.
@@ -43,11 +42,11 @@ __all__ = ["Overlaps", "TileRegions", "with_halos"]
 
 @dataclass(frozen=True)
 class Overlaps:
-    """What ranks have beyond their own parts, as ``Layouts`` has it.
+    """The intervals that ranks have of values beyond their own parts, in the form of ``Layouts``.
 
     Attributes:
-        computed: of the calls of a run.
-        fetched: of values from outside that several of them read, each another part.
+        computed: of the calls of a segment.
+        fetched: of values from outside the segment of which its calls read different intervals: their union.
     """
 
     computed: Mapping[str, tuple[Intervals | None, ...]]
@@ -56,7 +55,7 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class TileRegions:
-    """The calls of a graph that ranks may compute beyond their own parts, where they are joined.
+    """The calls of a graph that ranks may compute beyond their own parts, in connected regions.
 
     Attributes:
         axes: of the graph.
@@ -76,10 +75,10 @@ class TileRegions:
 
     @staticmethod
     def of(graph: ModelGraph, axes: Axes, layouts: Layouts, assigned: Mapping[str, Sequence[int]]) -> TileRegions:
-        """Find them.
+        """Find the regions of a graph.
 
         Args:
-            assigned: mesh dimension -> the axes that it cuts.
+            assigned: mesh dimension -> the axes that it shards.
         """
         indices = tuple(index for index, (name, _) in enumerate(layouts.mesh) if name in TILES)
         counts = tuple(layouts.mesh[index][1] for index in indices)
@@ -94,7 +93,7 @@ class TileRegions:
         return replace(found, regions=_joined(calls, axes))
 
     def _may_overlap(self, call: TileCall) -> bool:
-        """Whether a call gives the same rows whoever computes them, and from some of an operand's: nothing in it runs over all of them."""
+        """Return whether any rank can compute any rows of a call from a window of its operands: no reduction over the sharded axis."""
         name = call.node.name
         if call.kind != "tiles" or any(isinstance(place, Partial) for place in self.layouts.results[name][0]):
             return False
@@ -130,6 +129,7 @@ class TileRegions:
                 )
 
     def _run(self, first: str, last: str) -> tuple[TileCall, ...]:
+        """Return the calls of a region from one to another; empty if no region has both in this order."""
         for region in self.regions:
             names = [call.node.name for call in region]
             if first in names and last in names and names.index(first) <= names.index(last):
@@ -137,7 +137,7 @@ class TileRegions:
         return ()
 
     def overlaps(self, calls: Sequence[TileCall]) -> Overlaps:
-        """What each rank has beyond its own parts in a run that is left with every rank's own part alone."""
+        """Return the overlap of a segment: start from each rank's own part of its last calls, and add the windows of all calls before."""
         members = {call.node: call for call in calls}
         ends = [call for call in calls if not call.node.users or any(user not in members for user in call.node.users)]
         boxes = []
@@ -153,7 +153,7 @@ class TileRegions:
         return Overlaps(_that_differ(computed), _that_differ(fetched))
 
     def _read_from_outside(self, calls: Sequence[TileCall], boxes: Sequence[Mapping[fx.Node, Box]]) -> dict[fx.Node, list[tuple[Box, ...]]]:
-        """Values that lie in parts and that calls of a run read of others -> what ranks read of it, each way of reading it once."""
+        """Return sharded value from outside the segment -> the intervals that ranks read of it, one entry for each kind of window."""
         found: dict[fx.Node, dict[object, tuple[Box, ...]]] = {}
         members = {call.node for call in calls}
         for call in calls:
@@ -175,7 +175,7 @@ class TileRegions:
         )
 
     def own(self, node: fx.Node, index: int) -> Intervals:
-        """Every rank's own part of a value along a mesh dimension."""
+        """Return every rank's own interval of a value along a mesh dimension."""
         position = self.indices.index(index)
         span = self._span(node, position)
         assert span is not None
@@ -186,7 +186,7 @@ class TileRegions:
         return None if spans is None else spans[position]
 
     def _intervals(self, value: fx.Node, boxes: Sequence[Box | None]) -> tuple[Intervals | None, ...]:
-        """Along each mesh dimension, what ranks have of a value; None where that is their own part."""
+        """Return the intervals that ranks have of a value along each mesh dimension; None if these are their own parts."""
         found: list[Intervals | None] = [None] * len(self.layouts.mesh)
         for position, (index, count) in enumerate(zip(self.indices, self.grid.counts, strict=True)):
             if self._span(value, position) is not None:
@@ -200,7 +200,7 @@ def _that_differ(found: Mapping[str, tuple[Intervals | None, ...]]) -> dict[str,
 
 
 def _joined(calls: Mapping[fx.Node, TileCall], axes: Axes) -> tuple[tuple[TileCall, ...], ...]:
-    """Calls that read each other, directly or through others."""
+    """Return the connected components of calls that read each other."""
     region_of: dict[fx.Node, list[fx.Node]] = {}
     for node in calls:
         region = [node]
@@ -224,16 +224,17 @@ def with_halos(
     *,
     may_lack: bool = False,
 ) -> Layouts:
-    """Layouts in which segments of calls, each by the names of its first and its last, do otherwise than exchange each halo and wait.
+    """Return layouts with halo strategies for segments of calls, each given by the names of its first and last call.
 
     Args:
-        assigned: mesh dimension -> the axes that it cuts.
-        wide: runs that fetch a wide halo once.
-        overlapped: runs that compute while halos are on their way.
-        may_lack: let calls that are no such segment in these layouts exchange nothing, or wait.
+        layouts: with a halo exchange before each call.
+        assigned: mesh dimension -> the axes that it shards.
+        wide: segments with one wide halo.
+        overlapped: segments that compute during their halo exchanges.
+        may_lack: skip segments that these layouts do not have.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such segment.
     """
     wide, overlapped = tuple(wide), tuple(overlapped)
     if not wide and not overlapped:

@@ -1,4 +1,4 @@
-"""How many steps the optimizers of a model have made: ranks that differ in it have weights of different steps."""
+"""Count the steps of a model's optimizers, to find ranks whose weights are of different steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 class OptimizerSteps:
-    """Counts the steps of whatever optimizers have parameters of one model, from the first time it is asked for them on.
+    """Counts the steps of all optimizers with parameters of one model, from the first call of ``counts`` on.
 
     Args:
         named_parameters: of the model, in this process.
@@ -28,7 +28,7 @@ class OptimizerSteps:
         self._known: frozenset[int] = frozenset()
 
     def counts(self) -> tuple[int, ...]:
-        """The steps of each optimizer that has made some, each number once."""
+        """Return the distinct step counts of the model's optimizers."""
         _count_steps()
         return tuple(sorted({steps for optimizer, steps in list(_steps.items()) if self._has(optimizer)}))
 
@@ -44,7 +44,7 @@ class OptimizerSteps:
 
 @functools.cache
 def _count_steps() -> None:
-    """Have torch tell of every step of every optimizer."""
+    """Register a hook, once, that counts the steps of every optimizer of the process."""
 
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
