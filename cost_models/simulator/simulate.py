@@ -122,7 +122,7 @@ def _simulated(
 
 
 def _traffic(traffic: Mapping[Group, Mapping[Pair, float]], everybody: Representatives) -> dict[Pair, int]:
-    """The bytes of all ranks from those of the representatives: what goes between some goes between those that they stand for."""
+    """Return the bytes between all pairs of ranks: those of each representative's group, shifted to the groups that it stands for."""
     mesh = everybody.mesh
     coordinates = {rank: mesh.coordinate(rank) for rank in everybody.of}
     totals: dict[Pair, float] = {}

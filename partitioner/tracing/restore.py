@@ -1,4 +1,4 @@
-"""Leave a model as it was, whatever its forward does to it while it is traced."""
+"""Restore a model's attributes after tracing, since its forward may change them."""
 
 from __future__ import annotations
 

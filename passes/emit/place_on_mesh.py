@@ -1,20 +1,20 @@
-"""Give the programs of one pipeline their places on a mesh of several.
+"""Place the programs of one pipeline on a mesh of several.
 
-The programs of a pipeline count its ranks from 0 and know nothing of the pipelines beside it. Here
+The programs of a pipeline number its ranks from 0, and do not communicate with other pipelines. Here
 
-- sends, receives and sums of tied weights are addressed to the ranks of the mesh;
-- stages that communicate are written out, their mesh dimensions made groups of ranks (``passes.emit.inline_stages``);
-- gradients of parameters that every pipeline uses on its own rows, or on its own part of the work, are summed over the mesh;
-- the loss of a rank's rows is summed over the ranks that hold the others;
-- results that lie by rows are put together.
+- sends, receives and all_reduces of tied weights are addressed to the ranks of the mesh;
+- stages that communicate are inlined, their mesh dimensions replaced by groups of ranks (``passes.emit.inline_stages``);
+- gradients of parameters are reduced over pipelines that use them on their own rows, or for their own part of the work;
+- the loss of a rank's rows is reduced over the ranks of the other rows;
+- results that are sharded by rows are gathered.
 
                  tensor 0          tensor 1
     stage 0      rank 0   ══════   rank 1        ══ collectives
                    │                 │            │ send, receive
     stage 1      rank 2   ══════   rank 3
 
-Where stages are of unlike width, what crosses is whole on the ranks of both: one of a wider stage sends it to a narrower one, which sends
-gradients back to all of them.
+Between per-stage submeshes of different shape, values are replicated: one rank of the larger submesh sends to the smaller one, which sends
+gradients back to all ranks of the larger.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Writer:
     # -- gradients of parameters ---------------------------------------------------------------------------------------------------
 
     def sum_gradients(self, mode: Gradients) -> None:
-        """In front of every store: sums of what each pipeline adds to the gradient."""
+        """Write the reductions of gradients over pipelines, before each call that stores them."""
         for node in list(self.nodes.nodes):
             if node.op != "call_module":
                 continue
@@ -169,7 +169,7 @@ class _Writer:
                 self._sum(node, store)
 
     def _add_unsummed(self, node: fx.Node, store: StoreGradients) -> None:
-        """In front of the sums: what earlier steps kept."""
+        """Add the gradients kept by earlier steps, before they are reduced."""
         name = f"{node.target}_unsummed"
         self.program.module.add_module(name, AddUnsummed([each if self.part.reduced.get(each or "") else None for each in store.names]))
         with self.nodes.inserting_before(node):
@@ -213,7 +213,7 @@ class _Writer:
     # -- loss and results ----------------------------------------------------------------------------------------------------------
 
     def sum_totals(self) -> None:
-        """What is counted over a rank's rows (``passes.spmd.mean_to_sum``) -> over the batch."""
+        """Reduce counts over a rank's rows (``passes.spmd.mean_to_sum``) to counts over the batch."""
         if self.part.n_row_parts == 1:
             return
         names = {total.placeholder for total in self.graph.totals}
@@ -222,7 +222,7 @@ class _Writer:
                 self._sum_value(node, f"all_reduce_{node.name}", f"{node.name}_of_all_rows")
 
     def _sum_value(self, node: fx.Node, start: str, name: str) -> None:
-        """Put the sum over the ranks that hold other rows in a value's place."""
+        """Replace a value by its all_reduce over the ranks that shard the batch."""
         users = list(node.users)
         with self.nodes.inserting_after(node):
             started = self._call(node, all_reduce, ([node],), start, group=self.mesh.group(self.rank, self.part.rows))
@@ -241,7 +241,7 @@ class _Writer:
         return int(dtype.itemsize)
 
     def sum_loss(self) -> None:
-        """The loss of a rank's rows -> that of the batch."""
+        """Reduce the loss of a rank's rows to that of the batch."""
         if self.part.n_row_parts == 1 or self.program.kind != "train_step" or self.part.results != "loss":
             return
         for node in list(self.nodes.nodes):
@@ -249,7 +249,7 @@ class _Writer:
                 self._sum_value(node, "all_reduce_loss", "loss_of_all_rows")
 
     def gather_rows(self) -> None:
-        """Results of a forward, and gradients of inputs: every rank gets those of all rows."""
+        """Gather the results of a forward, and gradients of inputs, which are sharded by rows, on every rank."""
         if self.part.n_row_parts == 1:
             return
         by_rows = self.part.results != "whole"
@@ -269,7 +269,7 @@ class _Writer:
             output.args = ((results[0], gathered) if self.program.kind == "train_step" else gathered,)
 
     def _gather(self, output: fx.Node, values: Sequence[Any], names: Sequence[str], dims: Sequence[int | None]) -> tuple[Any, ...]:
-        """Put rows together.
+        """Gather values by rows.
 
         Args:
             names: of the values in the model's graph.

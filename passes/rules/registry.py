@@ -1,4 +1,4 @@
-"""Which rule an operation follows, and the loops of a call.
+"""Look up the rule of an op, and bind it to a call.
 
 Rules of operators that this package does not know: the user's own.
 
@@ -66,7 +66,7 @@ def _rule_of_the_table(target: OpOverload) -> Rule | None:
 
 
 def loops_of(node: fx.Node) -> Loops | None:
-    """What a rule says of a call; None when there is no rule, or the call is not as its operation's rule knows it.
+    """Return the loops of a call; None if its op has no rule, or the call does not match it.
 
     Args:
         node: a call of an operator whose operands have ``meta["val"]``.

@@ -1,10 +1,10 @@
-"""Shard a model as a plan says: once for all stages, or, where they have submeshes of unlike shape, once for each shape.
+"""Shard a model by a plan: once for all stages, or once for each shape of per-stage submeshes.
 
 plan                                    of_places
 pipeline 2 x tensor 2                   one cut over tensor 2, for both stages
 pipeline 2 x tensor 2 + 1               a cut over tensor 2, for stage 0; the whole model, for stage 1
 
-Every cut is of the whole model; each stage is taken from the cut that is for it.
+Each cut is of the whole model; a stage is taken from the cut for its submesh.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class StagedCut:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks compute parts."""
+        """Return whether the mesh shards any axes."""
         return self.mesh.cutting.size > 1
 
     @cached_property
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
-        """For each pipeline (``passes.ir.mesh.pipelines``) the graph of its part of the model, for each place along it."""
+        """Return for each pipeline (``passes.ir.mesh.pipelines``) the sharded graphs of its ranks, by pipeline position."""
         return tuple(
             tuple(cut.parts[self._number(place, rank)] for place, (cut, rank) in enumerate(zip(self.of_places, ranks, strict=True)))
             for ranks in pipelines(self.mesh)
         )
 
     def blocks(self, place: int, rank: int) -> Mapping[str, Block]:
-        """For each parameter, buffer and constant, the block that a rank holds which stands at a place along the pipeline."""
+        """Return the block of each parameter, buffer and constant that a rank at a pipeline position stores."""
         return self.of_places[place].blocks[self._number(place, rank)]
 
     def _number(self, place: int, rank: int) -> int:
-        """Which of the parts of a place a rank has."""
+        """Return the number of a rank within the submesh of its stage."""
         return self.mesh.cutting_at(place).rank(self.mesh.coordinate(rank))
 
 
@@ -69,9 +69,9 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
     """Shard a model for the stages of a plan.
 
     Args:
-        results: what ranks return.
-        rows: False leaves the batch whole, for one that the mesh does not divide: every rank then computes all of it.
-        like: a cut by the same plan, as which ranks hold parameters, buffers and constants; None: as the plan's cut wants them.
+        results: whether ranks return whole results or those of their own rows.
+        rows: False replicates the batch, if the mesh does not divide it.
+        like: another cut by the same plan, whose stored layouts of parameters, buffers and constants are used; None: chosen anew.
     """
     mesh = plan.grid
     axes = find_axes_to_cut(graph, mesh)

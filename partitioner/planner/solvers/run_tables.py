@@ -255,7 +255,7 @@ class RunCosts:
         return slice(self._stages(starts.start, bound).start, self._stages(starts.stop - 1, bound).stop)
 
     def _stages(self, start: int, bound: float) -> slice:
-        """The stages that can start at a unit."""
+        """Return the stages that may start at a unit: enough units are left, and no stage would have to take longer than ``bound``."""
         n, n_stages = self.problem.n_units, self.problem.n_stages
         low, high = max(0, n_stages - (n - start)), min(n_stages - 1, start)
         bound *= int(self._turns.max())

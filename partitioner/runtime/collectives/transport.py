@@ -137,7 +137,7 @@ def _transpose_exchanges(
     split_sizes: Sizes | None,
     concat_sizes: Sizes | None,
 ) -> list[Exchange]:
-    """Of an all_to_all. ``position``: of this rank in the group."""
+    """Return the exchanges of an all_to_all, one for each tensor; ``position``: of this rank in the group."""
     exchanges = []
     for index, (tensor, split_dim, concat_dim) in enumerate(zip(tensors, split_dims, concat_dims, strict=True)):
         split = _split_sizes("all_to_all", tensor, split_dim, _sizes_of(split_sizes, index, n_ranks), n_ranks)

@@ -1,4 +1,4 @@
-"""A schedule as rows of numbers, for a clock that is asked often: which action waits for which, found once for all times.
+"""A schedule compiled to rows of numbers, to be simulated for many stage times: the dependences of its actions, resolved once.
 
     row    action   waits for, of its own rank   waits for, of another stage
     0      0F0      -                            -
@@ -6,8 +6,7 @@
     2      1B0      row 1                        -
     3      0B0      row 0                        row 2, the gradient that stage 1 sends
 
-Rows stand in an order in which all that a row waits for comes before it. ``clock.run_on_clock`` says when every action starts; this
-says when the last one ends.
+Rows are in topological order. ``clock.run_on_clock`` gives the start of every action; this gives the end of the last one.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class StepClock:
         entering: Sequence[float] = (),
         leaving: Sequence[float] = (),
     ) -> tuple[float, ...]:
-        """For each rank, the most that all its stages together hold at once, but for what they hold all the time.
+        """Return for each rank the peak bytes of all its stages, beside the memory that is allocated all the time.
 
         Args:
-            kept: for each stage, bytes of one microbatch.
-            gradients: that a stage holds behind its first whole backward, or weight half.
-            working: that a stage holds while it acts.
-            summed: bytes of gradients that are there twice at the end, at most.
-            entering, leaving: what a stage receives of others for a forward, and sends to others: it receives as much for a backward.
+            kept: for each stage, saved activations of one microbatch.
+            gradients: for each stage, gradients of parameters, from its first whole backward or weight half on.
+            working: for each stage, transient memory during its actions.
+            summed: limit of gradients that are in memory twice, in buckets, at the end.
+            entering, leaving: for each stage, bytes received for a forward, and sent; a backward receives as many as were sent.
                 Receives are posted one action ahead.
         """
         sizes = np.array([kept, gradients, working, *(each or [0.0] * len(kept) for each in (entering, leaving))], dtype=float)
@@ -84,7 +83,7 @@ class StepClock:
         send_gradient: Sequence[float],
         shares: Sequence[float] = (),
     ) -> float:
-        """Seconds until the last action has ended; all arguments but the last in seconds, one for each stage.
+        """Return the seconds until the last action has ended; all arguments but the last are seconds, one for each stage.
 
         Args:
             send: until what a stage sends forward has arrived.
@@ -117,7 +116,7 @@ class StepClock:
 
 @lru_cache(maxsize=64)
 def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int, replicas: tuple[int, ...] = ()) -> StepClock:
-    """The clock of a schedule by name; those asked for last are kept. Raises as ``make_schedule`` does."""
+    """Return the clock of a schedule by name, from a cache of recent ones. Raises as ``make_schedule`` does."""
     return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas))
 
 

@@ -90,7 +90,7 @@ def _rows(write: InsideWriter) -> tuple[fx.Node, object]:
 
 
 def _statistics(write: InsideWriter, x: fx.Node, dims: Sequence[int], count: object) -> tuple[fx.Node, fx.Node]:
-    """The mean and the variance, of the whole: constants. The variance is the mean of squared distances from the whole mean."""
+    """Write the mean and variance over all ranks, without gradients; the variance takes a second pass, with the mean of all ranks."""
     x = write.call(aten.detach.default, x)
     mean = write.call(aten.div.Tensor, write.total(write.call(aten.sum.dim_IntList, x, dims)), count)
     spread = mean
