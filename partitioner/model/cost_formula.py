@@ -57,7 +57,7 @@ def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
         optimizer: whose state is held.
 
     Raises:
-        ConfigError: ranks take turns at a stage: how long the step is depends on which microbatches meet, and no formula says it.
+        ConfigError: a stage is replicated round-robin: how long the step is depends on which microbatches meet, and no formula says it.
     """
     if model.plan.replicas:
         raise ConfigError(

@@ -399,7 +399,7 @@ class PartitionedModel(nn.Module):
 
         What is held in parts (``"fsdp"``, ``"zero1"``, ``"zero2"``) is summed in every step: no rank has room for the whole. So are
         gradients of weights that stages share (tied embeddings), over these stages: each has a part of every row's; and those of stages
-        that several ranks take turns at (``{"pipeline": (2, 1)}``).
+        that several ranks share round-robin (``{"pipeline": (2, 1)}``).
         """
         return self._accumulation.no_sync()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partitioner.options.limits import check_shared_stages, check_unlike_widths
+from partitioner.options.limits import check_shared_stages, check_stage_degrees
 from partitioner.schedules.catalog import find_schedule
 from passes.graph.fingerprint import weights_digest
 from passes.ir.errors import ConfigError
@@ -52,7 +52,7 @@ def check_fits(plan: Plan, graph: ModelGraph) -> None:
     for entry, name in entries.items():
         if name not in names:
             raise ConfigError(f"plan.{entry}: the model has no operation {name!r}", remedy=_AGAIN)
-    check_unlike_widths(graph, plan)
+    check_stage_degrees(graph, plan)
     check_shared_stages(graph, plan)
 
 

@@ -11,7 +11,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["check_shared_stages", "check_unlike_widths", "shared_by_unlike_stages", "written_buffers"]
+__all__ = ["check_shared_stages", "check_stage_degrees", "shared_by_unlike_stages", "written_buffers"]
 
 
 def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
@@ -24,7 +24,7 @@ def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
 
 
 def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
-    """Each rank sees the microbatches that are dealt to it, so what a stage keeps of all of them would be another thing on each.
+    """Each replica of a stage sees its own microbatches, so what a stage keeps of all of them would be another thing on each.
 
     Args:
         graph: the model.
@@ -47,18 +47,18 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
             )
 
 
-# -- stages of unlike width --------------------------------------------------------------------------------------------------------
+# -- stages of unequal degrees -----------------------------------------------------------------------------------------------------
 
 
-def check_unlike_widths(graph: ModelGraph, plan: Plan) -> None:
-    """Each rank sums its part of a gradient with the other ranks that hold the same part: of stages of unlike width none does.
+def check_stage_degrees(graph: ModelGraph, plan: Plan) -> None:
+    """Each rank sums its part of a gradient with the other ranks that hold the same part: of stages of unequal degrees none does.
 
     Args:
         graph: the model.
         plan: of it.
 
     Raises:
-        ConfigError: stages of unlike width read one parameter.
+        ConfigError: stages of unequal tensor-parallel degrees read one parameter.
     """
     if not plan.widths:
         return
@@ -71,7 +71,7 @@ def check_unlike_widths(graph: ModelGraph, plan: Plan) -> None:
 
 
 def shared_by_unlike_stages(name: str, one: int, other: int) -> ConfigError:
-    """The error of a parameter that stages of unlike width read."""
+    """The error of a parameter that stages of unequal tensor-parallel degrees read."""
     return ConfigError(
         f"{name} is shared by stages with tensor-parallel degree {one} and {other}; degrees must match",
         remedy="give these stages as many ranks, or cut so that one stage reads it (Constraints.split_spec)",

@@ -194,7 +194,7 @@ def mode_text(mode: str | Mapping[str, Any]) -> str:
 def parse_mode(text: str) -> str | dict[str, Any]:
     """``"tensor"`` as it is; ``"data=2,tensor=2"`` as a mesh, ``"tile=2x2"`` with a grid, ``"data=-1,tensor=2"`` with the rest.
 
-    ``"pipeline=2+1"`` has stages on unlike numbers of ranks, ``"pipeline=2,tensor=2+1"`` stages of unlike width.
+    ``"pipeline=2+1"`` has a replicated stage, ``"pipeline=2,tensor=2+1"`` a tensor-parallel degree for each stage.
 
     Raises:
         ConfigError: the mesh cannot be read.

@@ -28,7 +28,7 @@ class PlanRequest:
         n_microbatches: microbatches a step.
         schedule: name of the schedule.
         stages_per_rank: stages that each rank runs.
-        replicas: for each stage, how many ranks its microbatches are dealt to; empty: each rank has stages of its own.
+        replicas: for each stage, how many ranks run it round-robin; empty: each rank has stages of its own.
         recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the cheapest policy that fits in memory.
         memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
         optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
@@ -117,6 +117,6 @@ class PlanRequest:
         if count < most:
             statistics = " (BatchNorm then takes its statistics over each microbatch)" if graph.mixing.normalizations else ""
             raise ConfigError(
-                f"{most} ranks take turns at a stage, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
+                f"a stage has {most} replicas, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
                 remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut{statistics}, or give the stage fewer ranks",
             )

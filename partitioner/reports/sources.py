@@ -57,7 +57,7 @@ class Explained:
 
     @property
     def cut(self) -> CutModel:
-        """Its axes, and how they are cut; where stages are of unlike width, for the widest."""
+        """Its axes, and how they are cut; where stages have degrees of their own, for the widest."""
         return self.staged.widest
 
     @property

@@ -38,9 +38,9 @@ class LoweredStages:
     """The stages of a plan, ready to be scheduled.
 
     Attributes:
-        graph: the model; where stages are of unlike width, as the last is cut from it.
+        graph: the model; where stages have degrees of their own, as the last is cut from it.
         stages: their forward graphs (without autograd).
-        stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
+        stage_ranks: for each stage, the ranks that run it: microbatches are distributed to these round-robin.
         training: for each stage, its training graphs; empty when nothing is differentiated.
         differentiation: what the training graphs differentiate; None when there are none.
         requiring: the values between stages, and those returned, that autograd would track.
@@ -119,7 +119,7 @@ def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.
         devices: for each stage, where it runs.
 
     Raises:
-        ConfigError: a stage reads what no stage sends: those of unlike width disagree on what each computes for itself.
+        ConfigError: a stage reads what no stage sends: those of unequal degrees disagree on what each computes for itself.
     """
     split = {id(part): split_stages(part, plan.first_nodes, devices) for part in {id(part): part for part in parts}.values()}
     stages = tuple(split[id(parts[stage.ranks[0]])][index] for index, stage in enumerate(plan.stages))

@@ -7,7 +7,7 @@ mesh = Mesh((("data", 2), ("tensor", 2)))          outermost dimension first, ra
     data  0   0   1           mesh.group(3, ("tensor",)) == (2, 3)
           1   2   3           mesh.group(3, ("data",))   == (1, 3)
 
-Stages may be of unlike width: ``Mesh((("pipeline", 2), ("tensor", 2)), widths=(2, 1))``
+Stages may have tensor-parallel degrees of their own: ``Mesh((("pipeline", 2), ("tensor", 2)), widths=(2, 1))``
 
                  tensor
                  0   1

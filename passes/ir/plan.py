@@ -28,7 +28,7 @@ BATCHNORM = ("sync", "local")
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive nodes of the model's graph, computed by one rank, or by several that microbatches are dealt to in turn.
+    """A run of consecutive nodes of the model's graph, computed by one rank, or by several round-robin.
 
     Attributes:
         ranks: who computes it; on a mesh of several dimensions, places along the pipeline.
@@ -188,7 +188,7 @@ class Plan:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """For each stage, how many ranks microbatches are dealt to; empty where every stage has one."""
+        """For each stage, how many replicas it has; empty where every stage has one."""
         counts = tuple(len(stage.ranks) for stage in self.stages)
         return counts if max(counts, default=1) > 1 else ()
 

@@ -63,7 +63,7 @@ class Schedule:
     Attributes:
         name: ``"1F1B"``, ``"ZBV"``, ...
         n_microbatches: how many microbatches a step has.
-        stage_ranks: for each stage, the ranks that run it: microbatches are dealt to these in turn.
+        stage_ranks: for each stage, the ranks that run it: microbatches are distributed to these round-robin.
         actions: for each rank, what it does, in order. Communication is not listed: it follows from the graph.
     """
 

@@ -41,7 +41,7 @@ class LinkTable:
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
         """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once.
 
-        Where stages are of unlike width, of the widest.
+        Where stages have degrees of their own, of the widest.
         """
         if mesh.widths:
             return self.at(mesh, mesh.widths.index(max(mesh.widths)))
@@ -92,7 +92,7 @@ def _shares_ports(cluster: Cluster) -> bool:
 def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluster:
     """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places.
 
-    Where stages are of unlike width, devices are told apart by how many share a stage: its work is another for each.
+    Where stages have degrees of their own, devices are told apart by how many share a stage: its work is another for each.
 
     Args:
         mesh: all dimensions.

@@ -24,7 +24,7 @@ class Candidate:
         schedule: its name.
         stages_per_rank: stages on each rank.
         n_microbatches: microbatches a step.
-        replicas: for each stage, how many ranks its microbatches are dealt to; empty: one rank each.
+        replicas: for each stage, how many ranks run it round-robin; empty: one rank each.
     """
 
     schedule: str

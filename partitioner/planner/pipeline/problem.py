@@ -95,7 +95,7 @@ class PipelineProblems:
         )
 
     def units(self, candidate: Candidate) -> Units:
-        """The candidate's units: ranks that take turns at a stage have its gradients twice while they sum them, a message at a time."""
+        """The candidate's units: replicas of a stage have its gradients twice while they sum them, a message at a time."""
         rows = self.rows(candidate)
         units = self.prices.at(rows).units
         if not candidate.replicas:
@@ -106,7 +106,7 @@ class PipelineProblems:
         return self._summing[rows]
 
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
-        """Until the ranks that take turns at a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
+        """Until the replicas of a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
         uses, stages, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
         shares = uses._replace(amount=shares_of_bucket(uses.amount))

@@ -25,7 +25,7 @@ def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0)
 
 
 def _slowest(staged: StagedModel) -> tuple[int, float]:
-    """The stage that takes longest, of ranks that take turns each its part, and its seconds a microbatch."""
+    """The stage that takes longest, of replicas each its part, and its seconds a microbatch."""
     seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
     slowest = max(range(len(seconds)), key=lambda stage: seconds[stage] / len(staged.schedule.stage_ranks[stage]))
     return slowest, seconds[slowest]

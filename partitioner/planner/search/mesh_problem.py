@@ -81,7 +81,7 @@ class MeshProblem:
         request: what was asked for, its mode that of the stages.
         cost_model: prices work and messages.
         links: of the cluster, where they are known already.
-        unlike: what ranks have of a model whose stages are of unlike width; ``part`` is then that of the widest.
+        unlike: what ranks have of a model whose stages have tensor-parallel degrees of their own; ``part`` is then that of the widest.
     """
 
     def __init__(
@@ -303,18 +303,18 @@ class MeshProblem:
         return Solution(problems, staged, self._sum_seconds(problems, staged))
 
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
-        taking_turns = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
+        of_replicas = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
         if not self.part.sums:
-            return taking_turns
+            return of_replicas
         if self.unlike is not None:
             starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
-            return taking_turns + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
+            return of_replicas + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
         ranks = self._stage_sums.of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
         each = {tuple(sizes) for sizes in zip(*(map(tuple, sizes.tolist()) for sizes in ranks.values()), strict=True)}
-        return taking_turns + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+        return of_replicas + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
 
     def _torn(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> ConfigError | None:
-        """Why stages of unlike width cannot begin there: they would share a parameter."""
+        """Why stages of unequal degrees cannot begin there: they would share a parameter."""
         assert self.unlike is not None
         return self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
 
@@ -331,7 +331,7 @@ class MeshProblem:
     def _least_sums(self) -> float:
         """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes.
 
-        Of stages of unlike width nothing is said: how much is summed depends on which stage has which parameter.
+        Of stages of unequal degrees nothing is said: how much is summed depends on which stage has which parameter.
         """
         if self.unlike is not None:
             return 0.0

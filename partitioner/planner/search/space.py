@@ -108,7 +108,7 @@ def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh:
 
 
 def allowed_widths(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """The meshes of unlike width that the places of a mesh's pipeline could make, alone or beside replicas, on few devices.
+    """The meshes with a degree for each stage that the places of a mesh's pipeline could make, alone or beside replicas, on few devices.
 
     Returns:
         Each with the turns of its stages, empty where there are none.
@@ -193,7 +193,7 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
 
 
 def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """The ways to give the places of a pipeline to fewer stages of unlike width: each stage on some ranks together, or some in turn.
+    """Yield the ways to give the places of a pipeline to fewer stages: each stage on some ranks together, or replicated on some.
 
     {"pipeline": 4}      2 | 1 | 1 together;  3 | 1 together;  2 in turn | 2 together;  ...
 
@@ -203,7 +203,7 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
         mesh: rows and a pipeline, no dimension of ``WIDTH``.
 
     Returns:
-        Meshes, and how many ranks microbatches of each stage are dealt to; empty where one.
+        Meshes, and how many replicas each stage has; empty where one.
     """
     n_places = mesh.length(_PIPELINE)
     few = n_places <= _FEW

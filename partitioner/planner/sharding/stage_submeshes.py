@@ -1,4 +1,4 @@
-"""What ranks have of a model whose stages are of unlike width: a part for each width, and prices that know which stage has which.
+"""The parts of a model whose stages have tensor-parallel degrees of their own: one for each degree, and prices that know them.
 
 mesh pipeline 2 x tensor 2 + 1
 
@@ -52,7 +52,7 @@ _WHOLE = _AtBorder(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class SubmeshParts:
-    """The parts of a model for stages of unlike width.
+    """The parts of a model for stages with degrees of their own.
 
     Attributes:
         mesh: of all ranks.
@@ -145,7 +145,7 @@ class SubmeshParts:
         }
 
     def torn(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
-        """The first parameter that stages of unlike width would share: no rank could sum its part of the gradient with the others."""
+        """The first parameter that stages of unequal degrees would share: no rank could sum its part of the gradient with the others."""
         for placeholder, name in self._shared_parameters.items():
             widths = self._widths_of(prices.users[placeholder], starts, stage_ranks)
             if len(widths) > 1:
@@ -157,7 +157,7 @@ class SubmeshParts:
         return {self.mesh.widths[stage_ranks[stage][0]] for stage in stages}
 
     def check(self, prices: UnitCosts) -> None:
-        """Raise ConfigError where the first and the last stage are of unlike width and share a parameter, wherever stages are cut."""
+        """Raise ConfigError where the first and the last stage have unequal degrees and share a parameter, wherever stages are cut."""
         if self.mesh.widths[0] == self.mesh.widths[-1]:
             return
         last = len(self.by_width[1].points.units) - 1
@@ -168,7 +168,7 @@ class SubmeshParts:
 
 
 def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *, differentiate: bool) -> SubmeshParts:
-    """The parts for a mesh whose stages are of unlike width.
+    """The parts for a mesh whose stages have degrees of their own.
 
     Args:
         cut: of the widest.

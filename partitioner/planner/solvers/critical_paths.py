@@ -13,7 +13,7 @@ The stage is never more than K microbatches ahead: ``n = M - K`` forwards come a
 its last forward; ``q = ceil(M / K)`` may go to the end and back one after the other, which leaves ``r = M - 1 - (q - 1) K``. Where all
 forwards come in front of all backwards, and the last stage is on one rank, one path has them all: ``in + M (f + b) + behind + out``. Where
 backwards are split, only their input halves go on to other stages, and a path may end with the stage's last weight half instead of ``out``.
-Of ranks that take turns at a stage the first is looked at: M is what is dealt to it.
+Of a replicated stage the first rank counts: M is the number of its own microbatches.
 
 No step is shorter than the longest of these over its stages. That is a maximum over runs, each with what lies in front of it and behind,
 so the dynamic programmes of ``stage_tables`` find the cuts for which it is least. For 1F1B whose stages take t each it is the step itself:
@@ -45,7 +45,7 @@ class PathCosts(RunCosts):
     def __init__(self, problem: StageProblem, halves: Floats, order: Order) -> None:
         super().__init__(problem)
         self._order = order
-        self._counts = -(-order.n_microbatches // problem.taking_turns)[:, None, None]
+        self._counts = -(-order.n_microbatches // problem.n_replicas)[:, None, None]
         self._ahead = np.array(order.ahead)[:, None, None]
         self._held = np.array(order.in_flight)[:, None, None]
         self._sums = np.cumsum(np.pad(halves[1:], ((0, 0), (1, 0), (0, 0))), axis=1).transpose(0, 2, 1)
@@ -76,7 +76,7 @@ class PathCosts(RunCosts):
         rest = self._there[-1] - self._there[np.minimum(places + 1, len(self._there) - 1)] + self._here[-1] - self._here[places]
         behind = turn + rest + self.sending(runs, stages)
         count = self._counts[stages]
-        if order.fills and self._turns[-1] == 1:
+        if order.fills and self._n_replicas[-1] == 1:
             return np.asarray(enter + count * time + behind + leave)
         after = np.maximum(count - self._ahead[stages], 0)
         if not order.splits:
@@ -125,9 +125,9 @@ class PathCosts(RunCosts):
     def _trips(self, stages: slice, time: Floats, last: Floats, behind: Floats, after: Integers) -> Floats:
         """Paths D and Z; ``last``: what of the stage's own time is sure to be on the path of the last microbatch."""
         ahead = self._held[stages] if self._order.splits else self._ahead[stages]
-        dealt = self._counts[stages]
-        count = -(-dealt // ahead)
-        rest = dealt - 1 - (count - 1) * ahead
+        own = self._counts[stages]
+        count = -(-own // ahead)
+        rest = own - 1 - (count - 1) * ahead
         both = 2 * behind + after * time + last
         every = count * behind + (count - 1 + rest) * time + last
         return np.where(after > 0, np.maximum(both, every), 0.0)

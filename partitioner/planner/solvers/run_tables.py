@@ -233,9 +233,11 @@ class RunCosts:
         self.stage_limit = np.array([problem.limit[rank] for rank in problem.rank]) if stage_limit is None else stage_limit
         self._reach = _reach(problem)
         fastest = problem.units.time.min(axis=1)
-        self._turns = problem.taking_turns
+        self._n_replicas = problem.n_replicas
         self._elapsed = np.concatenate([[0.0], np.cumsum(fastest)])
-        self.least_bottleneck = max(float(self._elapsed[-1]) / int(self._turns.sum()), float(fastest.max()) / int(self._turns.max()))
+        self.least_bottleneck = max(
+            float(self._elapsed[-1]) / int(self._n_replicas.sum()), float(fastest.max()) / int(self._n_replicas.max())
+        )
         self.most = float(problem.units.time.max(axis=1).sum())
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -244,7 +246,7 @@ class RunCosts:
 
     def longest(self, bound: float) -> Integers:
         """For each unit, how many units a run from there can have if it computes for no longer than the bound."""
-        n, bound = self.problem.n_units, bound * int(self._turns.max())
+        n, bound = self.problem.n_units, bound * int(self._n_replicas.max())
         ends = np.searchsorted(self._elapsed, self._elapsed[:-1] + bound * (1 + _ROUNDING), side="right") - 1
         lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._reach.max(axis=1)), 0)
         return lengths
@@ -258,7 +260,7 @@ class RunCosts:
         """Return the stages that may start at a unit: enough units are left, and no stage would have to take longer than ``bound``."""
         n, n_stages = self.problem.n_units, self.problem.n_stages
         low, high = max(0, n_stages - (n - start)), min(n_stages - 1, start)
-        bound *= int(self._turns.max())
+        bound *= int(self._n_replicas.max())
         if np.isfinite(bound) and bound > 0:
             before, after = self._elapsed[start], self._elapsed[-1] - self._elapsed[start]
             low = max(low, int(np.ceil(before / bound - n_stages * _ROUNDING)))
@@ -279,9 +281,9 @@ class RunCosts:
         return int(fits.sum(axis=1).max(initial=0))
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds of a run with what it sends, of which ranks that take turns have a part each."""
+        """(stages, C, width) seconds of a run with what it sends, of which each replica has a part."""
         seconds: Floats = runs.time[self._kind[stages]] + self.sending(runs, stages) + self.sending_back(runs, stages)
-        return seconds / self._turns[stages, None, None] if self.problem.replicas else seconds
+        return seconds / self._n_replicas[stages, None, None] if self.problem.replicas else seconds
 
     def sending(self, runs: Runs, stages: slice) -> Floats:
         """(stages, C, width) seconds that what leaves a run is on its way to the next stage."""

@@ -356,7 +356,7 @@ class StageProblem:
         limit: (R,) bytes of each rank; the stages of a rank share them.
         forced: boundaries that must be cuts: b is the boundary in front of unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.
-        replicas: (S,) how many ranks take turns at each stage; empty: one.
+        replicas: (S,) how many replicas each stage has; empty: one.
     """
 
     units: Units
@@ -381,8 +381,8 @@ class StageProblem:
         return len(self.kind)
 
     @property
-    def taking_turns(self) -> Integers:
-        """(S,) how many ranks take turns at each stage."""
+    def n_replicas(self) -> Integers:
+        """(S,) how many replicas each stage has."""
         return np.array(self.replicas or (1,) * self.n_stages, dtype=np.int64)
 
 

@@ -57,13 +57,13 @@ def _messages(nodes: Sequence[fx.Node]) -> Iterator[Message]:
 
 
 def _what(lowered: LoweredStages, message: Message) -> Message:
-    """The message without its microbatch; what every rank is told, without its destination. Ranks that take turns are as the first."""
+    """The message without its microbatch; what every rank is told, without its destination. Replicas of a stage are as the first."""
     source, destination = (_sharing(lowered, place)[0] for place in (message.source, message.destination))
     return Message(message.kind, message.value, None, message.consumer, source, -1 if message.kind in ("loss", "output") else destination)
 
 
 def _sharing(lowered: LoweredStages, place: int) -> tuple[int, ...]:
-    """The places along the pipeline that take turns with one."""
+    """The places along the pipeline that are replicas of one."""
     return next(places for places in lowered.stage_ranks if place in places)
 
 
@@ -101,7 +101,7 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
 
 
 def _ranks(lowered: LoweredStages, place: int, ranks_at: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks that stand at a place, and at those that take turns with it."""
+    """The ranks that stand at a place, and at its replicas."""
     return tuple(sorted(rank for each in _sharing(lowered, place) for rank in ranks_at[each]))
 
 

@@ -43,7 +43,7 @@ def axes_section(explained: Explained) -> Table:
 
 
 def _has(sizes: Sequence[object], count: int, n_widths: int) -> str:
-    """How much of axes a rank has; of stages of unlike width, on how many ranks the stage is."""
+    """How much of axes a rank has; of stages with degrees of their own, on how many ranks the stage is."""
     parts = _any_of(_part(size, count) for size in sizes)
     return parts if n_widths == 1 else f"{parts} of a stage on {count}"
 

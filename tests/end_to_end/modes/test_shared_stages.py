@@ -248,7 +248,7 @@ def test_stages_of_one_rank_each_are_a_pipeline_as_ever() -> None:
         ({"model": (2, 1)}, {}, r"only stages have unlike numbers of ranks"),
         ({"pipeline": (2, 1)}, {"schedule": "ZBV"}, "GPipe, 1F1B or ZB1P"),
         ({"pipeline": (2, 1)}, {"stages_per_device": 2}, "cannot be combined with replicated stages"),
-        ({"pipeline": (2, 1)}, {"n_microbatches": 1}, "2 ranks take turns at a stage, and there is 1 microbatch"),
+        ({"pipeline": (2, 1)}, {"n_microbatches": 1}, "a stage has 2 replicas, and there is 1 microbatch"),
     ],
 )
 def test_what_does_not_fit_is_refused(given: Any, arguments: Any, message: str) -> None:
