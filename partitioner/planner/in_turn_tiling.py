@@ -98,10 +98,8 @@ def _check_schedule(request: PlanRequest) -> None:
         return
     kind = find_schedule(request.schedule)
     if kind.splits_backward or not kind.has_one_stage:
-        raise ConfigError(
-            f"schedule {request.schedule!r} cuts a backward in two, and that of tiles in turn is one",
-            remedy="leave schedule=None",
-        )
+        reason = "cuts a backward in two" if kind.splits_backward else "has several stages on a device"
+        raise ConfigError(f"schedule {request.schedule!r} {reason}, and sequential tiling has one of each", remedy="leave schedule=None")
 
 
 def _held_throughout(graph: ModelGraph, optimizer: str) -> int:
