@@ -9,6 +9,7 @@ import torch
 
 from partitioner.options.limits import check_shared_stages, check_stage_degrees
 from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.kind import check_forwards
 from passes.graph.fingerprint import weights_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -57,7 +58,7 @@ def check_fits(plan: Plan, graph: ModelGraph) -> None:
 
 
 def _check_schedule(plan: Plan) -> None:
-    """Raise ConfigError where the schedule is none, or has its stages on other ranks."""
+    """Raise ConfigError where the schedule is none, has its stages on other ranks, or more forwards than it may have."""
     try:
         kind = find_schedule(plan.schedule)
         n_places = 1 + max(map(max, plan.stage_ranks))
@@ -65,6 +66,10 @@ def _check_schedule(plan: Plan) -> None:
         ranks = kind.stage_ranks(n_places, None if plan.replicas else per_rank, plan.replicas)
     except ConfigError as error:
         raise ConfigError(f"plan.schedule: {error.problem}", remedy=_AGAIN) from error
+    try:
+        check_forwards(len(plan.stages) * plan.n_microbatches)
+    except ConfigError as error:
+        raise ConfigError(f"plan.n_microbatches: {error.problem}", remedy=error.remedy) from error
     if ranks != plan.stage_ranks or (left and not plan.replicas):
         index = next((index for index, pair in enumerate(zip(ranks, plan.stage_ranks, strict=False)) if pair[0] != pair[1]), len(ranks))
         raise ConfigError(f"plan.stages[{index}].ranks: schedule {plan.schedule} runs stages on ranks {ranks}", remedy=_AGAIN)

@@ -17,7 +17,7 @@ from partitioner.schedules.placement import v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "peak_activation", "peak_in_flight"]
+__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "check_forwards", "peak_activation", "peak_in_flight"]
 
 
 class InFlight(NamedTuple):
@@ -97,7 +97,7 @@ class ScheduleKind:
                 f"schedule {self.name} cannot run {stages_per_rank} stages on each device: it runs {wanted}",
                 remedy=f"pass stages_per_device={self.default_stages_per_rank}, leave it out, or choose another schedule",
             )
-        _check_count(n_ranks * stages_per_rank)
+        check_forwards(n_ranks * stages_per_rank)
         return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
     def _shared(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -128,7 +128,7 @@ class ScheduleKind:
         """
         _check_positive("microbatches", n_microbatches)
         stage_ranks = self.stage_ranks(n_ranks, stages_per_rank, replicas)
-        _check_count(len(stage_ranks) * n_microbatches)
+        check_forwards(len(stage_ranks) * n_microbatches)
         stages: list[list[int]] = [[] for _ in range(n_ranks)]
         for stage, ranks in enumerate(stage_ranks):
             for rank in ranks:
@@ -176,7 +176,8 @@ MOST_FORWARDS = 2**18
 """Of a step: stages times microbatches. Programs and clocks have an action for each, and would take minutes, and all memory, for more."""
 
 
-def _check_count(n_forwards: int) -> None:
+def check_forwards(n_forwards: int) -> None:
+    """Raise ConfigError for a step of more forwards than ``MOST_FORWARDS``."""
     if n_forwards > MOST_FORWARDS:
         raise ConfigError(
             f"a step of {n_forwards} forwards (stages times microbatches): there may be {MOST_FORWARDS} at most",
