@@ -19,7 +19,7 @@ from tests.fuzz.reduction import reduce_case, reproduction
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Random programs are warned of; the comparison decides."""
 
-SLICE = range(12)
+SLICE = range(9)
 """Seeds of every run of the tests; ``make fuzz SEEDS=0:5000`` runs more."""
 
 REFUSED: dict[int, str] = {}

@@ -120,6 +120,7 @@ def test_it_ends_everything_where_nobody_looks_on() -> None:
         planned(Interrupts(count - 1), None)
 
 
+@pytest.mark.slow
 def test_partition_takes_what_its_display_tells_of() -> None:
     instance = case_named("gpt").build()
     model = instance.model.to("meta")
