@@ -232,7 +232,7 @@ class _Microbatch:
         forward = dict(zip(of.distinct, self._operations[:, :, 0].tolist(), strict=True))
         replicated = ((tuple(forward[of.cost.nodes[name]]), units) for name, units in of.points.replicated.items() if units)
         kept, alone = of.kept(self.rows, share), self.rows >= self.batch_size
-        # Stages that communicate are written out in their programs, and so are the last backwards of those whose gradients are summed.
+        # Stages that communicate are inlined in their programs, and so are the last backwards of those whose gradients are summed.
         called = not of.is_cut or not (alone or self.exchanges)
         summed, summed_meanwhile = of.summed
         return MicrobatchCosts(
