@@ -42,7 +42,7 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.shard_stages import StagedCut, cut_by_plan
 from passes.stages.boundary_layouts import mark_boundaries

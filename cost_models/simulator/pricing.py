@@ -31,7 +31,7 @@ from passes.ir.comm import microbatch
 from passes.ir.comm.microbatch import take_part
 from passes.ir.comm.primitives import draw_alike
 from passes.ir.torch_private import OpOverload
-from passes.normalize.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
+from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 
 __all__ = ["NodePrices", "is_mask", "is_part_of_mask", "share_taken"]
 

@@ -18,7 +18,7 @@ from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
 from passes.ir.torch_private import pytree
-from passes.normalize.draw_order import memory_order
+from passes.normalize.randomness.draw_order import memory_order
 
 __all__ = [
     "BoundInputs",

@@ -19,8 +19,8 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.graph import Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
-from passes.normalize.draw_order import draws, memory_order
 from passes.normalize.order import ExportedGraph, normalize
+from passes.normalize.randomness.draw_order import draws, memory_order
 
 __all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 

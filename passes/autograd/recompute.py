@@ -34,7 +34,7 @@ from passes.graph.aliasing import OWN_MEMORY, memory_keys
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
-from passes.normalize.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
+from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 
 __all__ = ["Recompute", "kept_values"]
 

@@ -45,7 +45,7 @@ from passes.graph.schemas import (
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import OpOverload
-from passes.normalize.draw_order import FILLED
+from passes.normalize.randomness.draw_order import FILLED
 from passes.normalize.view_inverses import View, inverse
 
 __all__ = ["functionalize"]

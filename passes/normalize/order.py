@@ -15,10 +15,10 @@ from passes.ir.graph import Autocast
 from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
 from passes.normalize.autocast.operation_lists import traced_in
-from passes.normalize.draw_order import draw_in_memory_order
 from passes.normalize.functionalize import functionalize
 from passes.normalize.inline_subgraphs import inline_subgraphs
 from passes.normalize.inline_vmap import inline_vmap
+from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters

@@ -15,7 +15,7 @@ from cost_models.graph_cost import GraphCost
 from passes.autograd.recompute import ENOUGH, Recompute
 from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
-from passes.normalize.functional_rng import dropout_mask
+from passes.normalize.randomness.functional_rng import dropout_mask
 
 __all__ = ["CheckpointSelection"]
 

@@ -28,7 +28,7 @@ from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.normalize.specialize_batch import fix_batch
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.propagate import Layouts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import TreeSpec, is_view, tree_flatten, tree_unflatten
-from passes.normalize.draw_order import memory_order
+from passes.normalize.randomness.draw_order import memory_order
 
 __all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "leaf_paths", "output_names"]
 

@@ -24,7 +24,7 @@ from passes.analysis.axis_names import axes_named, axis_names, batch_axes, short
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.local_shapes import Extents
 from passes.spmd.shards import block_of
 

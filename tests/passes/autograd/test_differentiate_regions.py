@@ -19,7 +19,7 @@ from passes.graph.aliasing import aliasing
 from passes.graph.provenance import module_path
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.pipeline import values_requiring_gradient
 from passes.stages.split import StageGraph
 from tests.support.models.attention.gpt import Block, Gpt

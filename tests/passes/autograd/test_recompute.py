@@ -15,7 +15,7 @@ from partitioner.tracing.trace import trace
 from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
-from passes.normalize.functional_rng import dropout_mask_again
+from passes.normalize.randomness.functional_rng import dropout_mask_again
 from passes.pipeline import differentiate_stages
 from tests.support.models.zoo import case_named
 

@@ -11,7 +11,7 @@ from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.analysis.axis_names import batch_axes
 from passes.analysis.merge_axes import merge_short_axes
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
 from passes.spmd.propagate import Layouts, assign_layouts
 from tests.support.models.case import Case

@@ -23,7 +23,7 @@ from passes.analysis.axes import find_axes
 from passes.graph.repeated_subgraphs import fold_repeats
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
-from passes.normalize.functional_rng import split_randomness
+from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.enumerate_layouts import layout_choices
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
