@@ -19,9 +19,10 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from passes.graph.schemas import bound_arguments, node_leaves, packet, viewed_arguments, written_arguments
+from passes.graph.schemas import bound_arguments, node_leaves, packet, viewed_arguments, views_its_arguments, written_arguments
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.torch_private import tree_leaves
+from passes.ir.comm.primitives import draw_alike
+from passes.ir.torch_private import OpOverload, tree_leaves
 
 __all__ = [
     "OWN_MEMORY",
@@ -243,7 +244,11 @@ def _memory_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory this node's value may lie in."""
     if node.op != "call_function" or node.target is operator.getitem:
         return []  # an item keeps its own storage: joining it with its list would join all items
-    if packet(node.target) in _UNANNOTATED_VIEWS:
-        first = next(nodes for argument in node.args if (nodes := node_leaves(argument)))
-        return [] if packet(node.target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
+    is_draw = node.target is draw_alike
+    target, arguments = (node.args[0], node.args[2:]) if is_draw else (node.target, node.args)
+    if packet(target) in _UNANNOTATED_VIEWS:
+        first = next(nodes for argument in arguments if (nodes := node_leaves(argument)))
+        return [] if packet(target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
+    if is_draw and isinstance(target, OpOverload) and not views_its_arguments(target):
+        return []
     return viewed_arguments(node)

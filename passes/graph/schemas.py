@@ -175,11 +175,16 @@ def draws_random_numbers(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+_DROPPED_SHARES = ("dropout_p", "dropout")
+"""What attention and recurrent networks call the share of elements that they set to zero."""
+
+
 def draws(node: fx.Node) -> bool:
-    """Whether this call reads the random number generator: an attention without dropout does not, though its operator may."""
+    """Whether this call reads the random number generator: attention or an LSTM without dropout does not, though its operator may."""
     if not draws_random_numbers(node.target):
         return False
-    return bool(bound_arguments(node).get("dropout_p", 1.0) != 0.0)
+    given = bound_arguments(node)
+    return given.get("train") is not False and not any(given.get(name, 1.0) == 0.0 for name in _DROPPED_SHARES)
 
 
 def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:

@@ -134,9 +134,10 @@ def _steps(graph: fx.Graph) -> Iterator[Step]:
 
 
 def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
+    if node.target is not aten.slice.Tensor or len(node.args) != 4:  # with a step, it is a slice of the model
+        return False
     source = node.args[0]
-    outside = isinstance(source, fx.Node) and (source in pieces or source.meta.get(TILE) != node.meta[TILE])
-    return node.target is aten.slice.Tensor and outside
+    return isinstance(source, fx.Node) and (source in pieces or source.meta.get(TILE) != node.meta[TILE])
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from partitioner import PartitionedModel, PartitionError, partition
+from partitioner import PartitionedModel, PartitionError, VerificationError, partition
 from tests.fuzz.generator import Case
 from tests.fuzz.program import Program, build, loss_of, make_inputs
 
@@ -126,6 +126,8 @@ def _run(case: Case, on_reference: Callable[[], None]) -> Outcome:
         observed = _observations(Reference(pm, is_partitioned=True), case, pm)
         for (what, wanted), (_, noisy), (_, got) in zip(expected, allowed, observed, strict=True):
             compare(what, wanted, got, noisy)
+    except VerificationError as error:
+        return Outcome("raw", f"VerificationError: {refusal_class(str(error))}", str(error))  # a proof that fails is a defect of a pass
     except PartitionError as error:
         return Outcome("refused", f"{type(error).__name__}: {refusal_class(str(error))}", str(error))
     except DifferenceError as error:

@@ -11,6 +11,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from passes.graph.aliasing import aliasing, mutated_arguments
+from passes.ir.comm.primitives import draw_alike
+from passes.ir.torch_private import OpOverload
+
+aten = torch.ops.aten
 
 
 class Views(nn.Module):
@@ -124,3 +128,17 @@ def test_an_einsum_of_two_operands_is_no_view(equation: str) -> None:
     storages = aliasing(graph).storages
     found = [storages[node.name] for node in graph.nodes if node.name in {"x", "y", "einsum"}]
     assert len(found) == len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("operator", "is_shared"), [(aten.bernoulli.p, False), (aten.rrelu_with_noise_functional.default, False), (aten.dropout.default, True)]
+)
+def test_numbers_that_ranks_draw_alike_lie_where_the_operator_puts_them(operator: OpOverload, *, is_shared: bool) -> None:
+    """A dropout may return its argument; other draws are new memory, though ``draw_alike`` has no schema that says so."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    drawn = graph.call_function(draw_alike, (operator, (0, 1), x, 0.5, True))
+    graph.output(drawn)
+    x.meta["val"], drawn.meta["val"] = torch.ones(3), torch.ones(3)
+    memory = aliasing(graph)
+    assert bool(memory.storages[x.name] & memory.storages[drawn.name]) == is_shared

@@ -67,6 +67,20 @@ class Block(nn.Module):
         return torch.as_tensor(self.last(x * gate[:, :, None, None]))
 
 
+class StridedAttention(nn.Module):
+    """Every second position of the input attends to all of these; then an LSTM that drops states, over all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        every_second = x[:, ::2]
+        value = every_second[:, None]
+        attended = F.scaled_dot_product_attention(self.query(every_second)[:, None], value, value)[:, 0]
+        return torch.as_tensor(self.lstm(attended)[0])
+
+
 def resampled() -> nn.Module:
     """Interpolation by factors that are whole and that are not, averages that count, instances."""
     return nn.Sequential(
@@ -188,6 +202,15 @@ def test_trains(training: bool) -> None:
     pm = partition(model, devices=1, mode={"tile": (2, 1)}, example_inputs=(IMAGE,), progress=False)
     trained_alike(model, pm, IMAGE)
     assert re.search(r"tiles +2 x 1 in turn", pm.explain())
+
+
+def test_slices_of_the_model_that_have_steps() -> None:
+    """A slice of the model is computed in its tile; only slices that tiles are cut by are pieces of a whole value."""
+    model = made(StridedAttention).train()
+    x = torch.randn(3, 11, 4, dtype=torch.float64)
+    pm = partition(model, devices=1, mode={"tile": 2}, example_inputs=(x,), progress=False)
+    pm.verify()
+    trained_alike(model, pm, x)
 
 
 @pytest.mark.slow
