@@ -26,6 +26,7 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import simplify
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import traced_lazily
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
 from passes.ir.torch_private import make_fx, pytree
 from passes.normalize.functionalize import functionalize
@@ -103,6 +104,7 @@ def differentiate_from(
     """
     names = stage.bound + stage.arguments
     found: list[str] = []
+    open_sizes = [size for value in inputs for size in _sizes(value) if not isinstance(size_of(size), int)]
 
     def joint(inputs: Sequence[Any], gradients: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         with torch.enable_grad():
@@ -127,11 +129,27 @@ def differentiate_from(
     except Exception as error:
         raise TraceError(
             f"stage {stage.index} cannot be differentiated: {error}",
-            place=Place(module=", ".join(sorted(_modules(stage) - {""})[:4])),
+            place=_place(stage),
             remedy="check that the model trains on its own with these inputs; for a forward pass alone use training=False",
         ) from error
+    if fixed := [size for size in open_sizes if isinstance(size_of(size), int)]:
+        raise TraceError(
+            f"stage {stage.index} cannot be differentiated: PyTorch derives a backward of one of its operations for {fixed[0]} rows alone",
+            place=_place(stage),
+            remedy="compute the same with other operations; for a forward pass alone use training=False",
+        )
     request_layouts(module.graph)
     return _named(stage, module.graph, tuple(given), found)
+
+
+def _sizes(value: object) -> tuple[int | torch.SymInt, ...]:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return (value,) if isinstance(value, torch.SymInt) else ()
+
+
+def _place(stage: StageGraph) -> Place:
+    return Place(module=", ".join(sorted(_modules(stage) - {""})[:4]))
 
 
 class _Differentiable(fx.Interpreter):

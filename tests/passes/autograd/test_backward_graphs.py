@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from partitioner import TraceError, partition
 from partitioner.tracing.trace import trace
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.recompute import Recompute
@@ -209,3 +210,10 @@ def test_random_masks_are_saved_whatever_the_policy() -> None:
     # Recomputation would draw another mask; the equality above would fail, this says why.
     arguments_and_mask = 4 * 8 * 8 * 2
     assert saved_bytes("dropout", "full") >= arguments_and_mask
+
+
+def test_a_backward_of_one_batch_size_is_refused() -> None:
+    """PyTorch reads the sizes of a fractional pool as numbers where it is differentiated: every later size would be fixed with it."""
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 1), nn.FractionalMaxPool2d(2, output_size=4)), torch.randn(6, 3, 8, 8)
+    with pytest.raises(TraceError, match=r"stage 0 cannot be differentiated: .* for 6 rows alone\n  where: module 0, 1"):
+        partition(model, devices=1, mode="model", example_inputs=(x,))(x)
