@@ -19,6 +19,7 @@ from passes.normalize.functionalize import functionalize
 from passes.normalize.inline_subgraphs import inline_subgraphs
 from passes.normalize.inline_vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
+from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
 from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters
@@ -104,6 +105,7 @@ def _remove_noise(exported: ExportedGraph, _: None) -> ExportedGraph:
 
 def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
     place_getitems(exported.graph)
+    call_layer_by_layer(exported.graph)
     draw_in_memory_order(exported.graph)
     return replace(exported)
 

@@ -151,6 +151,59 @@ def test_numbers_lie_as_the_memory_of_a_channels_last_input_does(shape: tuple[in
     assert torch.equal(pm(x), expected)
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers that drop what one gives to the next, behind a layer."""
+
+    def __init__(self, layers: nn.RNNBase, width: int) -> None:
+        super().__init__()
+        self.first, self.layers, self.last = nn.Linear(8, 8), layers, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        sequence, state = self.layers(self.first(x))
+        return self.last(sequence), state[0].sin() if isinstance(state, tuple) else state.sin()
+
+
+RECURRENT: dict[str, Callable[[], tuple[nn.RNNBase, int]]] = {
+    "LSTM": lambda: (nn.LSTM(8, 6, num_layers=2, dropout=0.4, batch_first=True), 6),
+    "LSTM of both directions, projected": lambda: (nn.LSTM(8, 6, 3, dropout=0.4, batch_first=True, bidirectional=True, proj_size=4), 8),
+    "GRU without biases": lambda: (nn.GRU(8, 6, num_layers=3, dropout=0.4, batch_first=True, bias=False), 6),
+    "RNN, time first": lambda: (nn.RNN(8, 6, num_layers=2, dropout=0.4, bidirectional=True), 12),
+}
+
+
+@pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor"])
+@pytest.mark.parametrize("kind", [kind for kind in RECURRENT if "time first" not in kind])
+def test_recurrent_layers_drop_what_they_drop_in_the_model(kind: str, mode: str) -> None:
+    """The draws are inside of one operator, which autograd decomposes into others that draw other numbers."""
+    trained_with_the_same_draws(kind, mode)
+
+
+@pytest.mark.parametrize("mode", ["model", "tensor"])  # the batch is the second dimension
+def test_recurrent_layers_that_take_time_first(mode: str) -> None:
+    trained_with_the_same_draws("RNN, time first", mode)
+
+
+def trained_with_the_same_draws(kind: str, mode: str) -> None:
+    """Outputs, states and gradients on two devices are those of the model, for two seeds."""
+    torch.manual_seed(1)
+    layers, width = RECURRENT[kind]()
+    model, x = Recurrent(layers, width).double(), torch.randn(4, 5, 8, dtype=torch.float64)
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected, state = model(x)
+        gradients = torch.autograd.grad(expected.square().mean() + state.mean(), list(model.parameters()))
+        torch.manual_seed(seed)
+        found, found_state = pm(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found_state, state, rtol=1e-12, atol=1e-12)
+        pm.zero_grad()
+        (found.square().mean() + found_state.mean()).backward()
+        full = pm.full_gradients()
+        for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+            torch.testing.assert_close(full[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
 def test_an_input_in_another_memory_format_than_the_traced_is_reported() -> None:
     pm = partition(Dropped(), devices=2, mode="data", example_inputs=(torch.randn(4, 3, 8, 5, dtype=torch.float64),))
     with pytest.warns(PartitionWarning, match=r"x has its dimensions in the order \(0, 2, 3, 1\) in memory, and was traced with") as found:
