@@ -21,13 +21,13 @@ class Configuration:
     """The arguments of ``partition``; None leaves one out."""
 
     devices: int
-    mode: str | tuple[tuple[str, int], ...]
+    mode: str | tuple[tuple[str, int | tuple[int, int]], ...]
     n_microbatches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
 
     @property
-    def mesh(self) -> Mapping[str, int]:
+    def mesh(self) -> Mapping[str, int | tuple[int, int]]:
         return {self.mode: self.devices} if isinstance(self.mode, str) else dict(self.mode)
 
     def arguments(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def choose_configuration(rng: random.Random, program: Program) -> Configuration:
         return mesh
     if "pipeline" not in mesh:
         devices = math.prod(mesh.values())
-        mode: str | tuple[tuple[str, int], ...] = tuple(mesh.items())
+        mode: Any = tuple(mesh.items())
         if len(mesh) == 1 and rng.random() < 0.7:
             mode = next(iter(mesh))
         return Configuration(devices, mode, recompute=recompute)
@@ -59,12 +59,10 @@ def choose_configuration(rng: random.Random, program: Program) -> Configuration:
 
 
 def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuration:
-    """One or more dimensions; a whole configuration for tiles in turn and for ``"auto"``."""
+    """One or more dimensions; a whole configuration for tiles in turn, for grids of tiles and for ``"auto"``."""
     features = program.features
-    if rng.random() < 0.05:
-        return Configuration(2, "auto")
-    if "space" in features and rng.random() < 0.06:
-        return Configuration(1, (("tile", rng.choice((2, 3, 4))),), recompute=rng.choice((None, "none", "full")))
+    if (alone := _alone(rng, features)) is not None:
+        return alone
     names = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["data"]
     if "mixes" not in features:
         names += ["data", "fsdp", "zero1", "zero2"]
@@ -90,6 +88,20 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
     return mesh
 
 
+def _alone(rng: random.Random, features: frozenset[str]) -> Configuration | None:
+    """A mode that takes no other beside it."""
+    if rng.random() < 0.05:
+        return Configuration(2, "auto")
+    recompute = rng.choice((None, "none", "full"))
+    if "space" in features and rng.random() < 0.06:
+        tiles = rng.choice((2, 3, 4, (2, 2)) if "image" in features else (2, 3, 4))
+        return Configuration(1, (("tile", tiles),), recompute=recompute)
+    if {"image", "space"} <= features and rng.random() < 0.04:
+        height, width = rng.choice(((2, 1), (1, 2), (2, 2), (3, 1)))
+        return Configuration(height * width, (("tile", (height, width)),), recompute=recompute)
+    return None
+
+
 def _pipeline(rng: random.Random, program: Program, mesh: dict[str, int], recompute: str | None) -> Configuration:
     rows = program.rows // math.prod(size for name, size in mesh.items() if name in ROWS)
     whole = program.features & {"mixes", "unbatched", "batchnorm", "dropout"}
@@ -101,7 +113,7 @@ def _pipeline(rng: random.Random, program: Program, mesh: dict[str, int], recomp
         schedule = "ZBV"
     if schedule == "Interleaved1F1B" and count % mesh["pipeline"]:
         schedule = "1F1B"
-    mode: str | tuple[tuple[str, int], ...] = tuple(mesh.items())
+    mode: Any = tuple(mesh.items())
     devices = math.prod(mesh.values())
     if len(mesh) == 1 and rng.random() < 0.7:
         mode = "pipeline"

@@ -207,20 +207,21 @@ IMAGE: tuple[Template, ...] = (
 )
 
 
-def attention(writer: Writer, value: Variable) -> str | None:
+def attention(writer: Writer, value: Variable) -> str | Draft | None:
     """Attention over dimension 1, written out or as a module."""
     if not value.is_float or not value.is_batched or value.dim != 3 or not 4 <= value.shape[1] <= 16:
         return None
-    size = value.shape[2]
+    size, dropout = value.shape[2], dropped_share(writer)
     heads = writer.rng.choice([each for each in (1, 2, 3, 4) if size % each == 0])
     form = writer.rng.random()
     if form < 0.25:
-        module = writer.layer("attention", f"nn.MultiheadAttention({size}, {heads}, batch_first=True)")
-        return f"{module}({value.name}, {value.name}, {value.name}, need_weights={writer.rng.choice((True, False))})[0]"
+        module = writer.layer("attention", f"nn.MultiheadAttention({size}, {heads}, dropout={dropout}, batch_first=True)")
+        called = f"{module}({value.name}, {value.name}, {value.name}, need_weights={writer.rng.choice((True, False))})[0]"
+        return Draft(called, features=("dropout",) if dropout else ())
     if form < 0.4:
         first = writer.rng.random() < 0.5
-        feed = f"nn.TransformerEncoderLayer({size}, {heads}, {2 * size}, dropout=0.0, batch_first=True, norm_first={first})"
-        return f"{writer.layer('encoder', feed)}({value.name})"
+        feed = f"nn.TransformerEncoderLayer({size}, {heads}, {2 * size}, dropout={dropout}, batch_first=True, norm_first={first})"
+        return Draft(f"{writer.layer('encoder', feed)}({value.name})", features=("dropout",) if dropout else ())
     split = f".unflatten(-1, ({heads}, {size // heads})).transpose(1, 2)"
     mask = writer.rng.choice(
         (
@@ -239,12 +240,22 @@ def attention(writer: Writer, value: Variable) -> str | None:
     return f"{call}.transpose(1, 2).flatten(2)"
 
 
-def recurrent(writer: Writer, value: Variable) -> str | None:
+def dropped_share(writer: Writer) -> float:
+    """How much a layer drops: mostly nothing, since what is dropped is not cut into microbatches."""
+    return 0.3 if writer.training and writer.rng.random() < 0.2 else 0.0
+
+
+def recurrent(writer: Writer, value: Variable) -> str | Draft | None:
     if not value.is_float or not value.is_batched or value.dim != 3 or value.shape[1] > 9 or writer.rng.random() < 0.6:
         return None
     size, hidden = value.shape[2], writer.rng.choice((3, 4, 6))
     kind = writer.rng.choice(("nn.GRU", "nn.LSTM", "nn.RNN"))
-    return f"{writer.layer('recurrent', f'{kind}({size}, {hidden}, batch_first=True)')}({value.name})[0]"
+    if writer.rng.random() < 0.6:
+        return f"{writer.layer('recurrent', f'{kind}({size}, {hidden}, batch_first=True)')}({value.name})[0]"
+    dropout = dropped_share(writer)
+    options = f"2, dropout={dropout}, bidirectional={writer.rng.random() < 0.5}, batch_first=True"
+    called = f"{writer.layer('recurrent', f'{kind}({size}, {hidden}, {options})')}({value.name})[0]"
+    return Draft(called, features=("dropout",) if dropout else ())
 
 
 def pooled_sequence(writer: Writer, value: Variable) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -172,6 +173,9 @@ def _configurations(configuration: Configuration) -> Iterator[Configuration]:
     if len(mesh) > 1:
         for name, size in mesh.items():
             microbatches = configuration.n_microbatches if name == "pipeline" else None
-            yield Configuration(size, name, microbatches, configuration.schedule if name == "pipeline" else None, configuration.recompute)
+            devices = math.prod(size) if isinstance(size, tuple) else size
+            yield Configuration(
+                devices, name, microbatches, configuration.schedule if name == "pipeline" else None, configuration.recompute
+            )
     elif configuration.devices > 2:
         yield replace(configuration, devices=2, mode=next(iter(mesh)))

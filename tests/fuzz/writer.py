@@ -116,7 +116,7 @@ class Writer:
     def _run(self, code: str) -> None:
         with torch.random.fork_rng(devices=[]):
             for scope in self._scopes:
-                torch.manual_seed(self._start.seed)
+                torch.default_generator.manual_seed(self._start.seed)  # torch.manual_seed notes its caller for every accelerator
                 exec(code, scope)  # noqa: S102  text of our own
                 scope["self"].train(self.training)
 
