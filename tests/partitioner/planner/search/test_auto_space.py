@@ -71,7 +71,7 @@ _QUICK = {*range(8), 13, 18}
 """Instances of every run: in the last two, stages on several ranks each are bounded beside parameters that ranks hold in parts."""
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in _QUICK else pytest.mark.slow) for seed in range(200)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in _QUICK else pytest.mark.slow) for seed in range(80)])
 def test_the_plan_is_the_best_of_all_plans(seed: int) -> None:
     given = instance(seed)
     best = best_by_brute_force(given)

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.samples.tile_operations import OPERATIONS, drawn
 
-DRAWS = 12
+DRAWS = 5
 """Random calls of each operation; the first always runs."""
 
 LONG = ("average_pool", "patches")
