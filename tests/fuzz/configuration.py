@@ -82,10 +82,16 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
     mesh = dict.fromkeys(chosen, largest)
     for name in chosen:
         if name in ROWS:
-            mesh[name] = rng.choice([each for each in range(2, largest + 1) if program.rows % each == 0] or [2])
+            mesh[name] = rng.choice([each for each in range(2, largest + 1) if program.rows % each == 0] or [_that_divides(rng, program)])
         if name in {"pipeline", "model"} and len(program.live()) < 3 * mesh[name]:
             mesh[name] = 2
     return mesh
+
+
+def _that_divides(rng: random.Random, program: Program) -> int:
+    """A number of ranks for a batch that few numbers divide: mostly one that does, sometimes two, that compute the whole batch."""
+    divisors = [each for each in range(2, 8) if program.rows % each == 0]
+    return min(divisors) if divisors and rng.random() < 0.7 else 2
 
 
 def _alone(rng: random.Random, features: frozenset[str]) -> Configuration | None:

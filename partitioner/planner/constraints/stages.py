@@ -122,7 +122,7 @@ class _Names:
                 f"split_spec cuts {where} {name!r}, which computes nothing", place=Place(module=name), remedy="cut at another module"
             )
         edge = self._points.units[units[-1] if at_end else units[0]]
-        outside = edge[-1] if at_end else edge[0]
+        outside = edge[-1] if at_end else self._points.starts[units[0]]
         boundary = units[-1] + 1 if at_end else units[0]
         if not _is_inside(self.module_of[outside], name) and outside != name:
             raise ConfigError(

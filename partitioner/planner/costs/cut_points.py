@@ -58,12 +58,14 @@ class CutPoints:
 
     Attributes:
         units: the nodes of each.
+        starts: for each unit, the name that a plan has for a cut in front of it: its first node, of those that it may begin with.
         values: what crosses between them.
         replicated: replicable node -> the units that need it.
         depth: for each unit, through how many modules a cut in front of it goes.
     """
 
     units: tuple[tuple[str, ...], ...]
+    starts: tuple[str, ...]
     values: tuple[CrossingValue, ...]
     replicated: Mapping[str, tuple[int, ...]]
     depth: tuple[int, ...]
@@ -91,15 +93,18 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
     if at is not None:
         blocked = [is_blocked or node.name not in at for node, is_blocked in zip(nodes, blocked, strict=True)]
     units: list[list[str]] = []
+    has_begun = False  # what is written in front of the first node that a unit may begin with belongs to its unit
     for node, is_blocked in zip(nodes, blocked, strict=True):
-        if not is_blocked or not units:
+        if not units or (has_begun and not is_blocked):
             units.append([])
+        has_begun = has_begun or not is_blocked
         units[-1].append(node.name)
     unit_of = {name: index for index, unit in enumerate(units) for name in unit}
     stacks = {node.name: _module_stack(node) for node in nodes}
     depth = [0, *(_common(stacks[before[-1]], stacks[after[0]]) for before, after in itertools.pairwise(units))]
     return CutPoints(
         units=tuple(tuple(unit) for unit in units),
+        starts=tuple(next((name for name in unit if at is None or name in at), unit[0]) for unit in units),
         values=tuple(_values(graph, nodes, unit_of)),
         replicated=_replicated(graph, replicable, unit_of),
         depth=tuple(depth[: len(units)]),
@@ -276,13 +281,13 @@ def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], follo
         copies, following: see ``passes.graph.repeated_subgraphs``.
     """
     first, last = next(iter(copies), None), next(iter(following), None)
-    starts = {unit[0]: index for index, unit in enumerate(points.units)}
-    if first not in starts or last not in starts:
+    unit_of = {name: index for index, name in enumerate(points.starts)}
+    if first not in unit_of or last not in unit_of:
         return None
-    start, stop, count = starts[first], starts[last], len(copies[first])
+    start, stop, count = unit_of[first], unit_of[last], len(copies[first])
     length = stop - start
-    counterparts = [following.get(unit[0]) for unit in points.units[stop : stop + length]]
-    if counterparts != [unit[0] for unit in points.units[start:stop]]:
+    counterparts = [following.get(name) for name in points.starts[stop : stop + length]]
+    if counterparts != list(points.starts[start:stop]):
         return None
     source = np.array([*range(stop), *(list(range(start, stop)) * (count - 1)), *range(stop, len(points.units))], dtype=np.int64)
     numbers = [0] * start + [copy for copy in range(count) for _ in range(length)] + [0] * (len(points.units) - stop)
@@ -290,5 +295,7 @@ def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], follo
         tuple(copies[name][copy] if name in copies else name for name in points.units[index])
         for index, copy in zip(source, numbers, strict=True)
     )
-    whole = CutPoints(units, (), {}, tuple(points.depth[index] for index in source))
+    named = [points.starts[index] for index in source]
+    starts = tuple(copies[name][copy] if name in copies else name for name, copy in zip(named, numbers, strict=True))
+    whole = CutPoints(units, starts, (), {}, tuple(points.depth[index] for index in source))
     return Expansion(start, stop, count, copies, whole, source)

@@ -109,7 +109,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     return tuple(
         Stage(
             ranks=staged.schedule.stage_ranks[stage],
-            first_node=problems.points.units[run.start][0],
+            first_node=problems.points.starts[run.start],
             modules=modules,
             parameter_count=count,
             parameter_bytes=size,

@@ -287,7 +287,7 @@ def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
     """Return the units of a folded graph; if there are many, only those at which the fewest bytes cross a boundary inside a copy."""
     names = frozenset(node.name for node in folded.graph.graph.nodes)
     points = find_cut_points(graph, names)
-    in_block = [index for index, unit in enumerate(points.units) if unit[0] in folded.copies]
+    in_block = [index for index, name in enumerate(points.starts) if name in folded.copies]
     if len(in_block) * folded.n_copies < _PLENTY:
         return points
     crossing = np.zeros(len(points.units))
@@ -296,7 +296,7 @@ def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
         size = bytes_of(nodes[value.node].meta["val"], graph.batch, graph.batch_size)
         crossing[value.producer + 1 : value.readers[-1] + 1] += size
     least = crossing[in_block].min()
-    return find_cut_points(graph, frozenset(unit[0] for unit, size in zip(points.units, crossing, strict=True) if size <= least * 1.01))
+    return find_cut_points(graph, frozenset(name for name, size in zip(points.starts, crossing, strict=True) if size <= least * 1.01))
 
 
 _PLENTY = 60

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import PartitionWarning, partition
+from partitioner import PartitionWarning, Plan, partition
 
 X = torch.randn(6, 8, dtype=torch.float64)
 
@@ -84,6 +84,19 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
     gradients = pm.full_gradients()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"fsdp": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_a_model_that_begins_with_dropout(mesh: dict[str, int]) -> None:
+    """The mask is written in front of all that a plan knows by name."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Dropout(0.3), *network().children())
+    pm = partition(model, devices=math.prod(mesh.values()), mode=mesh, example_inputs=(X,), n_microbatches=1)
+    assert Plan.from_json(pm.plan.to_json()) == pm.plan
+    torch.manual_seed(5)
+    expected = model(X)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm(X), expected, rtol=1e-12, atol=1e-12)
 
 
 def some_columns(x: Tensor) -> Tensor:
