@@ -14,8 +14,8 @@ from torch import fx
 
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import aliasing, mutated_arguments
-from passes.graph.schemas import draws
-from passes.ir.comm.functional import all_gather, replicate, take, vary
+from passes.graph.schemas import bound_arguments, draws
+from passes.ir.comm.functional import COLLECTIVES, all_gather, replicate, take, vary
 
 __all__ = ["JointNodes", "computed_by", "is_item"]
 
@@ -41,6 +41,7 @@ class JointNodes:
         backward: computing nodes of the backward.
         bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
             What is gathered of a buffer that is written later is none: gathered again, it would have the new value.
+        uneven_dimensions: mesh dimensions whose ranks have parts of unlike sizes of a value.
     """
 
     def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:
@@ -57,6 +58,14 @@ class JointNodes:
         self.forward = {node: None for node in computing if self.position[node] < start}
         self.backward = {node: None for node in computing if self.position[node] >= start}
         self.bound_views = self._bound_views()
+        self.uneven_dimensions = frozenset(filter(None, map(self._uneven_dimension, computing)))
+
+    def _uneven_dimension(self, node: fx.Node) -> str | None:
+        if node.target not in COLLECTIVES or node in self.bound_views:
+            return None
+        given = bound_arguments(node)
+        lists = (given.get(name) for name in ("sizes", "owned", "split_sizes", "concat_sizes"))
+        return given["over"] if any(sizes and any(size != sizes[0] for size in sizes) for sizes in lists) else None
 
     def needed(self, results: Iterable[fx.Node], stop: Callable[[fx.Node], bool], *, in_backward: bool = False) -> set[fx.Node]:
         """The nodes that must run to get the results, in-place writers included.

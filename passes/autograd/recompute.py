@@ -83,7 +83,15 @@ def _where(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.N
 
 
 def _is_dear(node: fx.Node, nodes: JointNodes) -> bool:
-    return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node)
+    return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node) or _is_uneven(node, nodes)
+
+
+def _is_uneven(node: fx.Node, nodes: JointNodes) -> bool:
+    """Whether a gather is along a mesh dimension whose ranks have parts of unlike sizes.
+
+    Every rank saves by its own sizes. One that gathers a value again while another has saved it waits for a message that nobody sends.
+    """
+    return computed_by(node).target in GATHERS and node not in nodes.bound_views and node.args[2] in nodes.uneven_dimensions
 
 
 def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.schemas import bound_arguments, packet
-from passes.graph.symbolic_sizes import size_at
+from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
 __all__ = ["FILLED", "draw_in_memory_order", "draws", "memory_order", "normal_in_turn"]
 
@@ -37,12 +37,14 @@ _FILLING = _NORMAL | {
 
 def draw_in_memory_order(graph: fx.Graph) -> None:
     """Rewrite in place the draws whose results are not row-major."""
+    lie_otherwise = kernel_values(graph) if draws(graph) else {}
     for node in list(graph.nodes):
         filled = node.meta.pop(FILLED, node.meta.get("val"))
         if packet(node.target) not in _FILLING:
             continue
+        filled = lie_otherwise.get(node, filled)
         order = memory_order(filled)
-        if order != sorted(order) or (packet(node.target) in _NORMAL and not _of_numbers(filled).is_contiguous()):
+        if order != sorted(order) or (packet(node.target) in _NORMAL and not of_numbers(filled, "meta").is_contiguous()):
             _permute(graph, node, order)
 
 
@@ -51,15 +53,9 @@ def draws(graph: fx.Graph) -> bool:
     return any(node.target == normal_in_turn or packet(node.target) in _FILLING for node in graph.nodes)
 
 
-def _of_numbers(value: Tensor) -> Tensor:
-    """A tensor with its strides, of sizes that are numbers."""
-    sizes, strides = ([size_at(each, None, 2) for each in every] for every in (value.shape, value.stride()))
-    return torch.empty_strided(sizes, strides, device="meta")
-
-
 def memory_order(value: Tensor) -> list[int]:
     """The dimensions of a value, outermost in memory first, as memory that is allocated like it has them."""
-    like = torch.empty_like(_of_numbers(value))
+    like = torch.empty_like(of_numbers(value, "meta"))
     if like.is_contiguous():  # dimensions of size one have any stride
         return list(range(value.dim()))
     return sorted(range(value.dim()), key=like.stride().__getitem__, reverse=True)

@@ -144,6 +144,44 @@ def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: s
     torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
 
 
+class Permuted(nn.Module):
+    """A view of its input, with dimensions in another order."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.order)
+
+
+class Rolled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll((1, -2), (1, 3))
+
+
+KERNELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    "batch norm, width before height": lambda: (Permuted(0, 1, 3, 2), nn.BatchNorm2d(8)),
+    "batch norm, channels last": lambda: (Permuted(0, 3, 1, 2), nn.BatchNorm2d(7)),
+    "batch norm of a sequence": lambda: (nn.Sequential(nn.Flatten(2), Permuted(0, 2, 1)), nn.BatchNorm1d(42)),
+    "roll, channels last": lambda: (Permuted(0, 3, 1, 2), Rolled()),
+}
+
+
+@pytest.mark.parametrize("mode", ["model", "data"])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_numbers_lie_as_kernels_lay_values_out(kind: str, mode: str) -> None:
+    """These lay results out otherwise than their fake results say, and what follows keeps the order."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*KERNELS[kind](), nn.Tanh(), nn.Dropout(0.4)).double()
+    x = torch.randn(4, 8, 6, 7, dtype=torch.float64)
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
+    torch.manual_seed(5)
+    expected = model(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
+
+
 class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x.transpose(-1, -2), 0.4)

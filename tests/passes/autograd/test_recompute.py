@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -177,3 +178,34 @@ def test_repeated_blocks_with_dropout_are_planned_cut() -> None:
     layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8)) for _ in range(6)]
     pm = partition(nn.Sequential(*layers), 2, {"tensor": 2}, example_inputs=(torch.rand(4, 8),), recompute="none")
     assert pm.plan.stages[0].modules == tuple(str(index) for index in range(6))
+
+
+class GatheredMeans(nn.Module):
+    """Three rows in two tiles, and a sum over their columns that a gather reads; rank 1 has one row, rank 0 two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first = nn.GroupNorm(1, 4), nn.Conv2d(4, 2, 2, stride=2, groups=2, padding=2, padding_mode="replicate")
+        self.second, self.last = nn.Conv2d(2, 2, 1, stride=2), nn.Linear(3, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = self.second(self.first(self.norm(x))).mean(1)
+        largest = torch.zeros_like(means).scatter_(1, means.argmax(1, keepdim=True), 1.0)
+        return torch.as_tensor(self.last(largest + means))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("mesh", [{"tile": 2}, {"zero2": 2, "tile": 2}], ids=str)
+def test_ranks_with_parts_of_unlike_sizes_gather_alike(mesh: dict[str, int], recompute: str) -> None:
+    """What a rank saves depends on its sizes; what it gathers again must not: the others would wait."""
+    torch.manual_seed(0)
+    model, x = GatheredMeans().double(), torch.randn(4, 4, 7, 7, dtype=torch.float64).transpose(-1, -2)
+    target = torch.randn(4, 3, 12, dtype=torch.float64)
+    pm = partition(model, math.prod(mesh.values()), mesh, example_inputs=(x,), recompute=recompute, progress=False)
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    expected = nn.functional.mse_loss(model(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    gradients = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)

@@ -1,0 +1,119 @@
+"""Find how kernels lay values out in memory, where their fake results say otherwise.
+
+    x       (4, 3, 7, 13), strides of a transpose
+    y = batch_norm(x)       fake: the strides of x;  the kernel for CPU: row-major, or channels-last
+    z = y + 1               fake: the strides of y
+
+The order of memory decides which element gets which random number (``draw_order``). So the calls behind such a kernel are looked at anew,
+on fake tensors of numbers with the strides that it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.aliasing import tensors_of
+from passes.graph.schemas import bound_arguments, packet
+from passes.graph.symbolic_sizes import size_at
+from passes.ir.torch_private import FakeTensorMode, tree_map_only
+
+__all__ = ["kernel_values", "of_numbers"]
+
+aten = torch.ops.aten
+
+
+def _suggested(bound: Mapping[str, Any]) -> torch.memory_format:
+    """Channels-last where the input is, else row-major: what ``Tensor::suggest_memory_format`` says."""
+    given: Tensor = bound["input"]
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.dim())
+    if channels_last is None or given.is_contiguous() or not given.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last
+
+
+def _normalized(value: Any, bound: Mapping[str, Any]) -> Any:
+    first, *others = value if isinstance(value, tuple | list) else (value,)
+    made = first.clone(memory_format=_suggested(bound))
+    return (made, *others) if others else made
+
+
+def _rolled(value: Tensor, bound: Mapping[str, Any]) -> Tensor:
+    """One roll is the concatenation of two slices; several are one after the other."""
+    for dim in bound["dims"] or ():
+        first, second = bound["self"].tensor_split(2, dim)
+        value = torch.cat((second, first), dim)
+    return value
+
+
+def _counted(value: Tensor, bound: Mapping[str, Any]) -> Tensor:  # noqa: ARG001  as for the others
+    return value.contiguous()
+
+
+_KERNELS: Mapping[Any, Callable[[Any, Mapping[str, Any]], Any]] = {
+    aten._batch_norm_with_update: _normalized,  # noqa: SLF001
+    aten._native_batch_norm_legit: _normalized,  # noqa: SLF001
+    aten._native_batch_norm_legit_no_training: _normalized,  # noqa: SLF001
+    aten.batch_norm: _normalized,
+    aten.native_batch_norm: _normalized,
+    aten.one_hot: _counted,
+    aten.roll: _rolled,
+}
+"""Operator -> its fake result as its kernel for CPU lays it out. ``tests/passes/graph/test_kernel_order.py`` looks for others."""
+
+
+def kernel_values(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """The nodes whose values lie otherwise in memory than ``meta["val"]`` says; for each, its value as a fake tensor of numbers."""
+    found: dict[fx.Node, Any] = {}
+    if not any(packet(node.target) in _KERNELS for node in graph.nodes):
+        return found
+    with FakeTensorMode():
+        known: dict[fx.Node, Any] = {}
+
+        def value_of(node: fx.Node) -> Any:
+            if node in found:
+                return found[node]
+            if node not in known:
+                known[node] = _of_numbers(node.meta["val"])
+            return known[node]
+
+        for node in graph.nodes:
+            correct = _KERNELS.get(packet(node.target)) if _is_on_cpu(node) else None
+            if node.op == "call_function" and (correct is not None or any(source in found for source in node.all_input_nodes)):
+                value = _result(node, value_of, correct)
+                if _strides(value) != _strides(value_of(node)):
+                    found[node] = value
+    return found
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in tensors_of(node))
+
+
+def _result(node: fx.Node, value_of: Callable[[fx.Node], Any], correct: Callable[[Any, Mapping[str, Any]], Any] | None) -> Any:
+    assert callable(node.target)
+    value = node.target(*fx.map_arg(node.args, value_of), **fx.map_arg(node.kwargs, value_of))
+    if correct is None:
+        return value
+    return correct(value, {name: fx.map_arg(each, value_of) for name, each in bound_arguments(node).items()})
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    strides: list[tuple[int, ...]] = []
+    tree_map_only(Tensor, lambda each: strides.append(each.stride()), value)
+    return strides
+
+
+def _of_numbers(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return size_at(value, None, 2)
+    return tree_map_only(Tensor, lambda each: of_numbers(each, each.device), value)
+
+
+def of_numbers(value: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor with the strides of another, of sizes that are numbers."""
+    sizes, strides = ([size_at(each, None, 2) for each in every] for every in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device)
