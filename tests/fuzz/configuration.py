@@ -63,8 +63,8 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
     features = program.features
     if (alone := _alone(rng, features)) is not None:
         return alone
-    names = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["data"]
-    if "mixes" not in features:
+    names = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["model" if "time_first" in features else "data"]
+    if "mixes" not in features and ("time_first" not in features or rng.random() < 0.2):
         names += ["data", "fsdp", "zero1", "zero2"]
     if "weights" in features:
         names += ["tensor", "tensor"]

@@ -166,6 +166,8 @@ def _features(program: Program, writer: Writer, family: str) -> set[str]:
         found.add("weights")
     if program.training and any("BatchNorm" in each.code for each in program.layers):
         found.add("batchnorm")
+    if any(".transpose(0, 1).contiguous()" in each.code for each in program.inputs):
+        found.add("time_first")
     known = {each.name: each for each in writer.variables()}
     if any(known[name].open[:1] != (0,) for name in leaves(program.returned)):
         found.add("unbatched")

@@ -72,7 +72,7 @@ class Program:
         returned: the variables that it returns.
         training: the mode of the modules.
         features: what decides which partitionings apply: ``"batchnorm"``, ``"mixes"``, ``"sequence"``, ``"space"``, ``"single"``,
-            ``"buffer"``, ``"unbatched"``, ``"dropout"``.
+            ``"buffer"``, ``"unbatched"``, ``"dropout"``, ``"time_first"``.
     """
 
     seed: int
