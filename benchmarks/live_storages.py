@@ -18,6 +18,8 @@ __all__ = ["LiveStorages", "peak_of"]
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of what operators make, from when a storage is made to when nothing holds it; what was there before is not counted.
 
+    Tensors on the meta device have no memory.
+
     Attributes:
         rank: who runs now, where several ranks take turns in one process.
         peaks: rank -> the most bytes that it held.
@@ -35,7 +37,7 @@ class LiveStorages(TorchDispatchMode):
         before = {_key(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._count(leaf.untyped_storage(), before)
         return result
 

@@ -336,6 +336,7 @@ class CuttableModel:
                 raise ConfigError(
                     f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
                 )
+            _check_groups_of_rows(graph, axes, found, cutting)
             return AxisChoice((*found, *(axis for axis in fixed[dimension] if axis not in found)))
         if dimension in TILES:
             return AxisChoice(tile_axes(axes, cutting, dimension))
@@ -377,6 +378,18 @@ def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mappi
 def _kind(mesh: Mesh) -> tuple[bool, bool]:
     """Whether rows are cut, and whether space is."""
     return any(name in ROWS for name in mesh.names), any(name in (TILE, *TILES) for name in mesh.names)
+
+
+def _check_groups_of_rows(graph: ModelGraph, axes: Axes, batch: tuple[int, ...], cutting: Mesh) -> None:
+    """Raise ConfigError where the model keeps rows together, ``x.reshape(3, 4, -1)`` of 12 rows, in groups that the ranks do not divide."""
+    parts = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
+    rows = graph.batch_size
+    for size in (axes.sizes[axis] for axis in batch):
+        if isinstance(size, int) and size % parts:
+            raise ConfigError(
+                f"the model keeps the {rows} rows of the batch together in {size} groups, which {parts} ranks cannot share equally",
+                remedy="use as many replicas as divide the groups; pass inputs whose first dimension is the batch",
+            )
 
 
 def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:

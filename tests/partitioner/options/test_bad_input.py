@@ -220,3 +220,17 @@ def test_every_error_is_a_partition_error() -> None:
 def test_cluster_of_too_few_devices() -> None:
     with pytest.raises(ConfigError, match="devices"):
         made(devices=4, cluster=Cluster.preset("h100", devices_per_node=2))
+
+
+class GroupsOfRows(nn.Module):
+    """Takes time first, and folds it: for a caller whose batch is the first dimension, rows in groups of four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_first = x.transpose(0, 1)
+        return batch_first.reshape(batch_first.shape[0], 3, 4)
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp", "zero1"])
+def test_rows_that_a_model_keeps_together_are_no_replicas_batch(mode: str) -> None:
+    with pytest.raises(ConfigError, match="keeps the 12 rows of the batch together in 3 groups, which 2 ranks cannot share equally"):
+        partition(GroupsOfRows(), 2, mode, example_inputs=(torch.randn(12, 4),))
