@@ -1,4 +1,4 @@
-"""Our tiles beside a halo exchange written by hand, and beside one process with as many threads; memory of tiles in turn beside others.
+"""Our tiles beside a halo exchange written by hand, and beside one process with as many threads; memory of sequential tiles beside others.
 
     python -m benchmarks.tile            # this process, then two with one thread each, gloo
 

@@ -1,7 +1,7 @@
-"""Memory of tiles in turn on one device: what is predicted beside what is measured, and beside the tiles that diffusers has.
+"""Memory of sequential tiles on one device: what is predicted beside what is measured, and beside the tiles that diffusers has.
 
 The decoder of ``examples/streamed_decoder.py``, an `AutoencoderKL`: latents of 64 x 64 to an image of 512 x 512. In one piece; the same as
-our program; our tiles in turn, which are to take an eighth, parameters counted; and diffusers' ``enable_tiling()``, whose tiles know
+our program; our sequential tiles, which are to take an eighth, parameters counted; and diffusers' ``enable_tiling()``, whose tiles know
 nothing of each other and are blended. Memory is that of every storage that a decode makes, for as long as it is there.
 """
 
@@ -47,10 +47,10 @@ def decoders(rounds: int) -> None:
     calls: dict[str, Callable[[], Tensor]] = {
         "in one piece": lambda: decoder(latents),
         "in one piece, our program": lambda: program(latents),
-        f"{TILES} tiles in turn": lambda: tiles(latents),
+        f"{TILES} sequential tiles": lambda: tiles(latents),
         "tiles of diffusers": blended,
     }
-    predicted = {"in one piece, our program": whole - given, f"{TILES} tiles in turn": tiles.plan.memory[0] - given}
+    predicted = {"in one piece, our program": whole - given, f"{TILES} sequential tiles": tiles.plan.memory[0] - given}
     with torch.no_grad():
         found = {name: call() for name, call in calls.items()}  # warms up, too
         peaks = {name: peak_of(call) for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""Decode an image on one device in a fraction of the memory: tiles in turn, exactly, beside the tiles of diffusers, which are blended.
+"""Decode an image on one device in a fraction of the memory: sequential tiles, exactly, beside the tiles of diffusers, which are blended.
 
     python examples/streamed_decoder.py --tiles 36 --memory 0.125
 
@@ -54,7 +54,7 @@ def error(found: Tensor, expected: Tensor) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiles", type=int, default=36, help="tiles in turn (default 36)")
+    parser.add_argument("--tiles", type=int, default=36, help="sequential tiles (default 36)")
     parser.add_argument(
         "--memory", type=float, default=0.125, help="part of the memory of the whole decoder that is allowed (default an eighth)"
     )
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         blended = decoder(latents)
     print("decoder               memory  largest error")
     print(f"whole             {format_bytes(whole):>10}")
-    print(f"tiles in turn     {format_bytes(pm.plan.memory[0]):>10}      {error(found, expected)}")
+    print(f"sequential tiles  {format_bytes(pm.plan.memory[0]):>10}      {error(found, expected)}")
     print(f"diffusers' tiles                  {error(blended, expected)}")
     print()
     print(pm.plan.notes[-1])

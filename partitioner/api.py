@@ -25,7 +25,7 @@ from partitioner.options.batch_statistics import check_values_per_channel, warn_
 from partitioner.options.constraints import Constraints
 from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
-from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, tiles_in_turn
+from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.options.progress import Progress
 from partitioner.planner.plan import PlanProblem
@@ -83,8 +83,9 @@ def partition(
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
-            pipeline as a number of ranks or, for each stage, how many take its microbatches in turn, ``{"pipeline": (2, 1)}``;
-            with ``devices=1`` the tiles are computed in turn, for less memory; or ``"auto"``: the fastest of all, by predicted step time.
+            pipeline as a number of ranks or, for each stage, how many share its microbatches round-robin, ``{"pipeline": (2, 1)}``;
+            with ``devices=1`` the tiles are computed one after the other, for less memory; or ``"auto"``: the fastest of all, by
+            predicted step time.
         example_inputs: positional inputs of one call, the whole batch; a tensor is the only one. None: taken from the model where it
             tells them.
         example_kwargs: keyword inputs of one call.
@@ -118,18 +119,12 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    world_size, local_world_size = _joined()  # before anything that takes time: who dies from here on is missed
-    placement = resolve_devices(devices, world_size, local_world_size)
-    hardware = _hardware(cluster, placement, plan)
-    plan = plan and plan_on(plan, placement.devices)
-    in_turn, mesh = _mesh_of(mode, len(placement.devices)) if plan is None else (None, plan.grid)
-    local, cost_model, dtype = _inputs(inputs, world_size), checked_costs(cost_model), true_dtype(precision)
-    model, hooks = converted_model(model, dtype), tensor_hooks(model)  # a converted copy has no hooks of parameters
+    target = _resolve_target(devices, mode, cluster, inputs, plan)
     request = None
     if plan is None:
         request = PlanRequest(
-            mode="auto" if mesh is None else stages_mode(mesh, n_microbatches),
-            devices=tuple(map(str, placement.devices)),
+            mode="auto" if target.mesh is None else stages_mode(target.mesh, n_microbatches),
+            devices=tuple(map(str, target.devices)),
             n_microbatches=n_microbatches,
             schedule=schedule,
             stages_per_rank=stages_per_device,
@@ -141,20 +136,71 @@ def partition(
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
         ).checked()
-    steps = Progress("partition", 2 if plan is not None else 3, progress)
-    with steps.step("tracing"):
-        example_inputs, example_kwargs = _converted_example(model, positional(example_inputs), example_kwargs, dtype)
-        graph = _traced(model, example_inputs, example_kwargs, training, autocast_of(precision, model, hardware))
-    runtime = _runtime_for(model, graph, placement, world_size)
-    problem = None if request is None else PlanProblem(graph, hardware, request, cost_model, mesh, in_turn)
-    if problem is not None:
-        with steps.step("planning"):
-            plan = problem.solve(steps.tell if steps.is_shown and world_size is None else None)  # interrupted, processes would differ
-    plan = _agreed(plan, graph, runtime, measured=problem is not None and isinstance(cost_model, MeasuredCosts))
-    _check_numbers(graph, plan, runtime, precision, world_size)
+    cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
+    source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
+    graph = _trace_source(source, training, autocast_of(precision, source.model, target.hardware), steps)
+    runtime = _start_runtime(source, graph, target)
+    problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
+    plan = _make_plan(problem, runtime, steps) if problem is not None else target.plan
+    plan = _agree_on_plan(plan, graph, runtime)
+    _check_numbers(graph, plan, runtime, precision)
     with steps.step("lowering"):
-        given, assumed = (example_inputs, example_kwargs), Assumptions(hardware, cost_model, optimizer, problem)
-        return _lower(model, graph, plan, runtime, local, dtype, given, assumed, hooks)
+        return _lower(source, graph, plan, runtime, target.inputs, Assumptions(target.hardware, cost_model, optimizer, problem))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """Where the model will run.
+
+    Attributes:
+        devices: for each rank, where it runs.
+        world_size: how many processes; None where this is the only one.
+        hardware: what is planned for.
+        mesh: the ranks; None where the planner chooses it.
+        sequential_tiles: the tiles that one device computes one after the other, if that is the mode.
+        inputs: what each process passes.
+        plan: the plan that was given, on these devices.
+    """
+
+    devices: tuple[torch.device, ...]
+    world_size: int | None
+    hardware: Cluster
+    mesh: Mesh | None
+    sequential_tiles: int | tuple[int, ...] | None
+    inputs: Inputs
+    plan: Plan | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What is partitioned, in the precision that it will have.
+
+    Attributes:
+        model: the caller's, or a converted copy of it.
+        hooks: of its parameters.
+        dtype: what inputs are converted to; None: nothing is converted.
+        args, kwargs: the example of a call; None: taken from the model.
+    """
+
+    model: nn.Module
+    hooks: TensorHooks
+    dtype: torch.dtype | None
+    args: tuple[Any, ...] | None
+    kwargs: Mapping[str, Any] | None
+
+
+def _resolve_target(
+    devices: DevicesArgument, mode: str | Mapping[str, int | Sequence[int]], cluster: Cluster | str | None, inputs: str, plan: Plan | None
+) -> _Target:
+    """Find the ranks and their mesh; a given plan says both."""
+    world_size, local_world_size = _joined()  # before anything that takes time: who dies from here on is missed
+    placement = resolve_devices(devices, world_size, local_world_size)
+    hardware = _hardware(cluster, placement, plan)
+    n_ranks = len(placement.devices)
+    plan = plan and plan_on(plan, placement.devices)
+    tiles = sequential_tiles(mode, n_ranks) if plan is None else None
+    mesh = resolve_mode("model" if tiles is not None else mode, n_ranks) if plan is None else plan.grid
+    return _Target(placement.devices, world_size, hardware, mesh, tiles, _checked_inputs(inputs, world_size), plan)
 
 
 def _joined() -> tuple[int | None, int | None]:
@@ -163,85 +209,6 @@ def _joined() -> tuple[int | None, int | None]:
         return None, None
     torchrun.arrive()
     return torchrun.world_size(), torchrun.local_world_size()
-
-
-def _mesh_of(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> tuple[int | tuple[int, ...] | None, Mesh | None]:
-    """The tiles that one device computes in turn, if that is the mode; and the mesh, None where the planner chooses it."""
-    in_turn = tiles_in_turn(mode, n_devices)
-    return in_turn, resolve_mode("model" if in_turn is not None else mode, n_devices)
-
-
-def _traced(
-    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, training: bool | None, autocast: Autocast | None
-) -> ModelGraph:
-    """The graph of the model, with a note and a warning of what its hooks do besides."""
-    graph = trace(model, args, kwargs, training, autocast=autocast)
-    note = side_effect_note(model)
-    if note is None:
-        return graph
-    warnings.warn(note, stacklevel=4)  # where partition() was called
-    return dataclasses.replace(graph, notes=(*graph.notes, note))
-
-
-def _runtime_for(model: nn.Module, graph: ModelGraph, placement: Placement, world_size: int | None) -> Runtime:
-    """The runtime of the placement; raises ConfigError in all processes where one has traced another model, or another batch."""
-    runtime: Runtime = (EmbeddedRuntime if world_size is None else torchrun.TorchrunRuntime)(placement.devices)
-    if len(runtime.local_ranks) < runtime.n_ranks:
-        runtime.agree("model", f"{type(model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
-    return runtime
-
-
-def _agreed(plan: Plan | None, graph: ModelGraph, runtime: Runtime, *, measured: bool) -> Plan:
-    """The plan of all processes: by times that each of them measures, plans differ, and that of the first rank is taken."""
-    assert plan is not None
-    if measured:
-        is_first = 0 in runtime.local_ranks
-        text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
-        plan = plan if is_first or text is None else Plan.from_json(text)
-    runtime.agree("plan", plan.hash)
-    # Of one model and one plan, so that either every process raises or none: nobody is left waiting for one that did.
-    check_fits(plan, graph)
-    return plan
-
-
-def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None, world_size: int | None) -> None:
-    """Refuse a scaler whose processes would disagree and statistics of one value; warn where microbatches change the model's numbers."""
-    check_scaler(precision, plan.grid, world_size)
-    rows = RowParts(plan.grid)
-    check_values_per_channel(graph, plan, rows, plan.batch_size, variant_for(graph, plan, rows, plan.batch_size)[0])
-    if 0 in runtime.local_ranks:
-        warn_of_microbatches(graph, plan)
-
-
-@gc_paused()
-def _lower(
-    model: nn.Module,
-    graph: ModelGraph,
-    plan: Plan,
-    runtime: Runtime,
-    inputs: Inputs,
-    dtype: torch.dtype | None,
-    example: tuple[tuple[Any, ...] | None, Mapping[str, Any] | None],
-    assumed: Assumptions,
-    hooks: TensorHooks,
-) -> PartitionedModel:
-    graph = fixed_for(graph, plan)
-
-    def trace_again(rows: int | None) -> ModelGraph:
-        found = trace(model, *example, graph.training, rows, graph.autocast)
-        return fixed_for(found, plan) if rows is None else found
-
-    cuts = PlanCuts(graph, plan, trace_again)
-
-    def lower_at(variant: Variant) -> Lowering:
-        held = state.by_rank, state.slots
-        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
-
-    blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
-    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks)
-    broadcast_values(model, state, runtime)
-    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
-    return PartitionedModel(model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, trace_again, inputs), assumed, dtype)
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:
@@ -254,21 +221,93 @@ def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | 
     return found
 
 
-def _converted_example(
-    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, dtype: torch.dtype | None
-) -> tuple[tuple[Any, ...] | None, Mapping[str, Any] | None]:
-    """The example of a call in the precision that everything is converted to."""
-    if dtype is None:
-        return args, kwargs
-    given = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
-    found: tuple[tuple[Any, ...], Mapping[str, Any]] = converted_inputs(given, dtype)
-    return found
-
-
-def _inputs(inputs: str, world_size: int | None) -> Inputs:
+def _checked_inputs(inputs: str, world_size: int | None) -> Inputs:
     if inputs == "local" and world_size is None:
         raise ConfigError(
             'inputs="local" is for processes that each have their rows, and here all ranks are in one process',
             remedy='start the script with torchrun, or pass the whole batch: inputs="global"',
         )
     return cast(Inputs, inputs)
+
+
+def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, precision: str | None) -> _Source:
+    """Convert the model and the example of a call, where the precision says so. A converted copy has no hooks of parameters."""
+    dtype, hooks = true_dtype(precision), tensor_hooks(model)
+    if dtype is None:
+        return _Source(model, hooks, None, args, kwargs)
+    model = converted_model(model, dtype)
+    given = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
+    return _Source(model, hooks, dtype, *converted_inputs(given, dtype))
+
+
+def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
+    """Trace the model; a note and a warning say what its hooks do besides."""
+    with steps.step("tracing"):
+        graph = trace(source.model, source.args, source.kwargs, training, autocast=autocast)
+    note = side_effect_note(source.model)
+    if note is None:
+        return graph
+    warnings.warn(note, stacklevel=4)  # where partition() was called
+    return dataclasses.replace(graph, notes=(*graph.notes, note))
+
+
+def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runtime:
+    """The runtime of the target; raises ConfigError in all processes where one has traced another model, or another batch."""
+    runtime: Runtime = (EmbeddedRuntime if target.world_size is None else torchrun.TorchrunRuntime)(target.devices)
+    if len(runtime.local_ranks) < runtime.n_ranks:
+        runtime.agree("model", f"{type(source.model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
+    return runtime
+
+
+def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
+    """Solve the planning problem. By times that each process measures, plans differ: that of the first rank is taken."""
+    is_alone = len(runtime.local_ranks) == runtime.n_ranks
+    with steps.step("planning"):
+        plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)  # interrupted, processes would differ
+    if not isinstance(problem.cost_model, MeasuredCosts):
+        return plan
+    is_first = 0 in runtime.local_ranks
+    text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
+    return plan if is_first or text is None else Plan.from_json(text)
+
+
+def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime) -> Plan:
+    """The plan, which all processes have and which is of this model; else each of them raises ConfigError, and none waits for another."""
+    assert plan is not None
+    runtime.agree("plan", plan.hash)
+    check_fits(plan, graph)
+    return plan
+
+
+def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None) -> None:
+    """Refuse a scaler whose processes would disagree and statistics of one value; warn where microbatches change the model's numbers."""
+    is_alone = len(runtime.local_ranks) == runtime.n_ranks
+    check_scaler(precision, plan.grid, None if is_alone else runtime.n_ranks)
+    rows = RowParts(plan.grid)
+    check_values_per_channel(graph, plan, rows, plan.batch_size, variant_for(graph, plan, rows, plan.batch_size)[0])
+    if 0 in runtime.local_ranks:
+        warn_of_microbatches(graph, plan)
+
+
+@gc_paused()
+def _lower(source: _Source, graph: ModelGraph, plan: Plan, runtime: Runtime, inputs: Inputs, assumed: Assumptions) -> PartitionedModel:
+    """Materialize the parameters of this process's ranks; programs are lowered from the plan when they are first read or run."""
+    model, graph = source.model, fixed_for(graph, plan)
+
+    def trace_again(rows: int | None) -> ModelGraph:
+        found = trace(model, source.args, source.kwargs, graph.training, rows, graph.autocast)
+        return fixed_for(found, plan) if rows is None else found
+
+    cuts = PlanCuts(graph, plan, trace_again)
+
+    def lower_at(variant: Variant) -> Lowering:
+        held = state.by_rank, state.slots
+        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
+
+    blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
+    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks)
+    broadcast_values(model, state, runtime)
+    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
+    return PartitionedModel(
+        model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, trace_again, inputs), assumed, source.dtype
+    )

@@ -61,7 +61,7 @@ def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
     """
     if model.plan.replicas:
         raise ConfigError(
-            f"there is no formula for stages on {' + '.join(map(str, model.plan.replicas))} ranks, which take microbatches in turn",
+            f"there is no formula for stages on {' + '.join(map(str, model.plan.replicas))} ranks, which share microbatches round-robin",
             remedy="pm.simulate() gives the numbers of this plan",
         )
     if model.plan.widths:

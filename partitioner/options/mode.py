@@ -27,7 +27,7 @@ __all__ = [
     "ranks_of_mesh",
     "ranks_of_stages",
     "resolve_mode",
-    "tiles_in_turn",
+    "sequential_tiles",
     "without_rest",
 ]
 
@@ -115,8 +115,8 @@ def ranks_of_stages(mode: str | Mapping[str, int | Sequence[int]]) -> tuple[int,
     return each if len(each) > 1 and max(each) > 1 else ()
 
 
-def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> int | tuple[int, ...] | None:
-    """How many tiles, or which grid, one device computes in turn; None where a mode means anything else.
+def sequential_tiles(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> int | tuple[int, ...] | None:
+    """How many tiles, or which grid, one device computes one after the other; None where a mode means anything else.
 
     Raises:
         ConfigError: other modes stand beside the tiles.
@@ -125,7 +125,9 @@ def tiles_in_turn(mode: str | Mapping[str, int | Sequence[int]], n_devices: int)
         return None
     lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
     if any(_ranks(name, each) > 1 for name, each in lengths.items() if name != TILE):
-        raise ConfigError(f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles in turn, and nothing else")
+        raise ConfigError(
+            f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles one after the other, and nothing else"
+        )
     tiles = lengths[TILE]
     return None if math.prod(tiles) == 1 else tiles[0] if len(tiles) == 1 else tiles
 

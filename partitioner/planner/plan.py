@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.planner.constraints.halos import check_halos
-from partitioner.planner.in_turn_tiling import plan_stream
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.planner.sequential_tiling import plan_stream
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -29,7 +29,7 @@ class PlanProblem:
         request: what the user said.
         cost_model: prices work and messages; None: an analytic roofline.
         mesh: its dimensions; None: to be chosen.
-        in_turn: the tiles that one device computes in turn, a number or a grid; None: nothing is computed in turn.
+        sequential_tiles: the tiles that one device computes one after the other, a number or a grid; None: there are none.
     """
 
     graph: ModelGraph
@@ -37,10 +37,10 @@ class PlanProblem:
     request: PlanRequest
     cost_model: CostModel | None
     mesh: Mesh | None
-    in_turn: int | tuple[int, ...] | None = None
+    sequential_tiles: int | tuple[int, ...] | None = None
 
     def solve(self, tell: Callable[[str], None] | None = None) -> Plan:
-        """The plan: of tiles in turn on one device, of a mesh, or the fastest of all.
+        """The plan: of sequential tiles on one device, of a mesh, or the fastest of all.
 
         Args:
             tell: called with what a search knows so far, which an interrupt then takes; None: an interrupt ends everything.
@@ -49,8 +49,8 @@ class PlanProblem:
             ConfigError: the request does not fit the model, the cluster or itself.
             InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
         """
-        check_halos(self.request.constraints, self.mesh if self.in_turn is None else None)
+        check_halos(self.request.constraints, self.mesh if self.sequential_tiles is None else None)
         problem = (self.graph, self.cluster, self.request, self.cost_model)
-        if self.in_turn is not None:
-            return plan_stream(self.graph, self.in_turn, *problem[1:])
+        if self.sequential_tiles is not None:
+            return plan_stream(self.graph, self.sequential_tiles, *problem[1:])
         return plan_auto(*problem, tell) if self.mesh is None else plan_mesh(*problem, self.mesh)

@@ -77,9 +77,9 @@ def _priced(choice: str, free: PlanProblem, plan: Plan) -> Pinned:
 def pinned_choices(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
     """Everything that is pinned, as it was said, with the problem that is left without it."""
     request, constraints = problem.request, problem.request.constraints
-    if problem.in_turn is not None or (problem.mesh is not None and problem.mesh.size > 1):
+    if problem.sequential_tiles is not None or (problem.mesh is not None and problem.mesh.size > 1):
         free = dataclasses.replace(request, mode="auto", replicas=())
-        yield f"mode={_mode(problem)}", dataclasses.replace(problem, mesh=None, in_turn=None, request=free)
+        yield f"mode={_mode(problem)}", dataclasses.replace(problem, mesh=None, sequential_tiles=None, request=free)
     for argument, field in _ARGUMENTS.items():
         value = getattr(request, field)
         change: dict[str, Any] = {field: None}
@@ -98,8 +98,8 @@ def pinned_choices(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
 
 
 def _mode(problem: PlanProblem) -> str:
-    if problem.in_turn is not None:
-        return _said({"tile": problem.in_turn})
+    if problem.sequential_tiles is not None:
+        return _said({"tile": problem.sequential_tiles})
     mesh: Mesh | None = problem.mesh
     assert mesh is not None
     stages = {name: problem.request.replicas for name in mesh.names if name in STAGES and problem.request.replicas}

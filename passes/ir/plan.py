@@ -84,7 +84,7 @@ class Prediction:
         notes: what the user should know, one sentence each.
         gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
             asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
-            None where one device computes tiles in turn. Where the mesh was given, of all plans of that mesh.
+            None where one device computes sequential tiles. Where the mesh was given, of all plans of that mesh.
         axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
             proved to be the best; None where no such axes were to be chosen.
         searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
@@ -121,7 +121,7 @@ class Plan:
         axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
         batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
         weights: digest of the model's weights (``passes.graph.fingerprint``): a plan is for one model; empty: for any that it fits.
-        tiles: where one device computes tiles in turn, how many along each dimension of space; empty: none.
+        tiles: where one device computes sequential tiles, how many along each dimension of space; empty: none.
         tile_budget: bytes up to which values are computed whole there.
         halos: where tiles lie over devices, the halo strategy of each segment of calls.
         widths: for each place along the pipeline, how many ranks stand along the mesh dimension ``tensor``; empty where all have as many.

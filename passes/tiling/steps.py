@@ -98,7 +98,7 @@ Step: TypeAlias = Piece | Put | Size | Region
 
 
 def is_streamed(graph: fx.Graph) -> bool:
-    """Whether tiles are computed in turn."""
+    """Whether tiles are computed one after the other."""
     return any(node.meta.get(TILE) for node in graph.nodes)
 
 

@@ -423,5 +423,5 @@ def _circle(waiting: Mapping[int, tuple[fx.Node, fx.Node]], rank_of: Mapping[fx.
     ]
     return VerificationError(
         "the ranks wait for each other in a circle\n" + "\n".join(lines),
-        remedy="order each rank's actions so that what it sends never stands behind what it waits for in turn",
+        remedy="order each rank's actions so that what it sends never stands behind what it waits for",
     )

@@ -59,7 +59,7 @@ def choose_configuration(rng: random.Random, program: Program) -> Configuration:
 
 
 def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuration:
-    """One or more dimensions; a whole configuration for tiles in turn, for grids of tiles and for ``"auto"``."""
+    """One or more dimensions; a whole configuration for sequential tiles, for grids of tiles and for ``"auto"``."""
     features = program.features
     if (alone := _alone(rng, features)) is not None:
         return alone

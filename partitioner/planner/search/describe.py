@@ -20,7 +20,7 @@ def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0)
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     slowest, seconds = _slowest(staged)
     ranks, spent = staged.schedule.stage_ranks[slowest], _spent_on(problems, staged)
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))} in turn"
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))} round-robin"
     return f"stage {slowest} on {where} is the slowest: {format_seconds(seconds)} a microbatch, most of it {spent}"
 
 

@@ -195,7 +195,7 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
 def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
     """Yield the ways to give the places of a pipeline to fewer stages: each stage on some ranks together, or replicated on some.
 
-    {"pipeline": 4}      2 | 1 | 1 together;  3 | 1 together;  2 in turn | 2 together;  ...
+    {"pipeline": 4}      2 | 1 | 1 together;  3 | 1 together;  2 round-robin | 2 together;  ...
 
     Of more than four places two stages are made, on powers of two.
 

@@ -81,7 +81,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
     stages = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
     each = f"{stages} stage{'s' if stages > 1 else ''} on each device"
     if plan.replicas:
-        each = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which take microbatches in turn"
+        each = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which share microbatches round-robin"
     schedule = "none: a forward alone, stages one after the other"
     if explained.schedule is not None:
         source = find_schedule(plan.schedule).source.partition(",")[0]
@@ -96,7 +96,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
             "batch",
             f"{plan.batch_size} rows in " + (f"{plan.n_microbatches} microbatches{cut}" if plan.n_microbatches > 1 else "1 microbatch"),
         ),
-        ("tiles", f"{' x '.join(map(str, plan.tiles))} in turn" if plan.tiles else ""),
+        ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
         ("recompute", kept if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),

@@ -1,4 +1,4 @@
-"""Stages on unlike numbers of ranks, to which microbatches are dealt in turn: exactly the model, in every schedule that has them."""
+"""Stages on unlike numbers of ranks, to which microbatches are dealt round-robin: exactly the model, in every schedule that has them."""
 
 from __future__ import annotations
 

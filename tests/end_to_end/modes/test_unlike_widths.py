@@ -78,7 +78,7 @@ TRAININGS = [
     ("returns_loss", mode((1, 2)), "1F1B", 7),
     pytest.param("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8, marks=pytest.mark.slow),
-    ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches in turn, then one on both
+    ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches round-robin, then one on both
     ("perceptron", {"pipeline": (1, 2), "tensor": (2, 1)}, "ZB1P", 9),  # two ranks have parts of the loss
     # The stages that read its embedding are as wide.
     pytest.param("gpt", mode((2, 1, 2)), "1F1B", 8, marks=pytest.mark.slow),

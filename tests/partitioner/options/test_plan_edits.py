@@ -43,7 +43,7 @@ PLANS: dict[str, tuple[Any, tuple[int, ...], int, Any, dict[str, Any]]] = {
     "unlike widths": (Perceptron, ROWS, 3, {"pipeline": 2, "tensor": (2, 1)}, {}),
     "interleaved": (Perceptron, ROWS, 2, "pipeline", {"schedule": "Interleaved1F1B"}),
     "tiles": (convolutions, IMAGES, 2, "tile", {}),
-    "tiles in turn": (convolutions, IMAGES, 1, {"tile": 4}, {}),
+    "sequential tiles": (convolutions, IMAGES, 1, {"tile": 4}, {}),
 }
 
 NUMBERS = (-1, 0, 1, 2, 10**6, 10**30, 1.5, 1e300, math.nan, math.inf, True)

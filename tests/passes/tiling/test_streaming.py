@@ -1,4 +1,4 @@
-"""Tiles in turn on one device: the numbers of the whole model, less memory, and what was predicted of it."""
+"""Sequential tiles on one device: the numbers of the whole model, less memory, and what was predicted of it."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_trains(training: bool) -> None:
     model = made(Block).train(training)
     pm = partition(model, devices=1, mode={"tile": (2, 1)}, example_inputs=(IMAGE,), progress=False)
     trained_alike(model, pm, IMAGE)
-    assert re.search(r"tiles +2 x 1 in turn", pm.explain())
+    assert re.search(r"tiles +2 x 1, sequential", pm.explain())
 
 
 def test_slices_of_the_model_that_have_steps() -> None:

@@ -44,7 +44,7 @@ __all__ = ["plan_stream"]
 def plan_stream(
     graph: ModelGraph, tiles: int | Sequence[int], cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None
 ) -> Plan:
-    """Plan tiles in turn.
+    """Plan sequential tiles.
 
     Args:
         graph: the model.
@@ -75,7 +75,7 @@ def plan_stream(
             break
     if limit is not None and peak > limit:
         raise InfeasiblePlanError(
-            f"{n_tiles} tiles in turn hold {format_bytes(peak)} at least, {format_bytes(peak - limit)} more than the limit",
+            f"{n_tiles} sequential tiles hold {format_bytes(peak)} at least, {format_bytes(peak - limit)} more than the limit",
             remedy="use more tiles, or a larger limit",
         )
     by_tiles = streamed(graph, counts, budget)
@@ -84,7 +84,7 @@ def plan_stream(
     stage = dataclasses.replace(base.stages[0], first_node=first, flops=base.stages[0].flops * times)
     what = "in a training step " if graph.training else ""
     note = (
-        f"{' x '.join(map(str, counts))} tiles in turn hold {format_bytes(peak)} {what}instead of {format_bytes(whole)}, and compute "
+        f"{' x '.join(map(str, counts))} sequential tiles hold {format_bytes(peak)} {what}instead of {format_bytes(whole)}, and compute "
         f"{times:.2g} times as much; values of up to {format_bytes(budget)} are computed whole."
     )
     # A backward computes every tile again: of a step's forward and backward, 1 and 2, it makes 2 and 2.
