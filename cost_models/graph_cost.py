@@ -15,17 +15,17 @@ import sympy
 from torch import fx
 
 from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
-from cost_models.ops.sizes import Size, TensorShape
 from passes.graph.aliasing import Allocations, allocations, mutated_arguments
 from passes.graph.dependencies import may_require_gradient, parameter_values
 from passes.graph.schemas import bound_arguments, node_leaves
 from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.graph import ModelGraph
+from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
 __all__ = ["Fetched", "GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
 
-Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorShape, ...]]
+Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorSpec, ...]]
 """Of the tensors of nodes."""
 
 
@@ -40,7 +40,7 @@ class Fetched:
         is_beside: whether the call reads what it was made from, too: the copy has the borders alone.
     """
 
-    shape: TensorShape
+    shape: TensorSpec
     runs: str
     is_sent: bool
     is_beside: bool = False
@@ -49,7 +49,7 @@ class Fetched:
 class Parts(Protocol):
     """The shapes that one rank has of a graph whose axes are cut, in its own rows."""
 
-    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+    def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """The part of what a node gives."""
 
     def operands(self, call: fx.Node) -> Shapes:
@@ -282,7 +282,7 @@ class _Kept:
             self.copies[found[-1]] = copy.is_sent or self.copies.get(origin, False)
         return tuple(found)
 
-    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorShape, ...], runs: str = "") -> int:
+    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorSpec, ...], runs: str = "") -> int:
         """The allocation of a value in the shape that somebody reads it in."""
         key = (allocation, shapes, runs)
         if key not in self._moved:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 
 from cost_models.hardware.clusters import Link
-from cost_models.ops.sizes import Size
+from passes.ir.tensor_spec import Size
 
 __all__ = [
     "all_gather",

@@ -21,11 +21,11 @@ from torch import fx
 from cost_models.formulas.symbols import readable
 from cost_models.graph_cost import Fetched, GraphCost, graph_cost
 from cost_models.ops.cost import OperationCost, tensor_shapes
-from cost_models.ops.sizes import TensorShape, numel
 from passes.analysis.axes import Axes, TensorAxes
 from passes.analysis.axis_names import axis_names
 from passes.graph.provenance import module_path
 from passes.ir.graph import ModelGraph
+from passes.ir.tensor_spec import TensorSpec, numel
 
 __all__ = ["BATCH", "SEQUENCE", "ModelFormula", "OperationFormula", "model_formula"]
 
@@ -147,7 +147,7 @@ class _SymbolicSizes:
     def __init__(self, axes: Axes, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._axes, self._symbols = axes, symbols
 
-    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+    def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """What a node gives."""
         shapes = tensor_shapes(node.meta.get("val"))
         tensors = self._axes.tensors.get(node.name, ())
@@ -155,7 +155,7 @@ class _SymbolicSizes:
             return shapes
         return tuple(self._symbolic(shape, dimensions) for shape, dimensions in zip(shapes, tensors, strict=True))
 
-    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorSpec, ...]]:
         """Calls read what is given."""
         return {}
 
@@ -163,12 +163,12 @@ class _SymbolicSizes:
         """There are no other ranks."""
         return {}
 
-    def _symbolic(self, shape: TensorShape, dimensions: TensorAxes) -> TensorShape:
+    def _symbolic(self, shape: TensorSpec, dimensions: TensorAxes) -> TensorSpec:
         sizes = (
             numel(self._symbols.get(axis, self._axes.sizes[axis]) for axis in axes) if any(axis in self._symbols for axis in axes) else size
             for size, axes in zip(shape.shape, dimensions, strict=True)
         )
-        return TensorShape(tuple(sizes), shape.dtype)
+        return TensorSpec(tuple(sizes), shape.dtype)
 
 
 def _does_anything(cost: OperationCost) -> bool:

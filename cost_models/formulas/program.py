@@ -20,13 +20,12 @@ import torch
 from torch import fx
 
 from cost_models.ops.cost import node_work, tensor_shapes
-from cost_models.ops.sizes import Size, TensorShape
 from cost_models.ops.work import Work
 from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
-from passes.ir.tensor_spec import TensorSpec
+from passes.ir.tensor_spec import Size, TensorSpec
 from passes.verify.abstract_interpreter import describe_values
 
 __all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
@@ -195,7 +194,7 @@ _KINDS: Mapping[Callable[..., Any], str] = {
 }
 
 
-def _program_shapes(program: Program) -> dict[fx.Node, tuple[TensorShape, ...]]:
+def _program_shapes(program: Program) -> dict[fx.Node, tuple[TensorSpec, ...]]:
     """Return the shapes of the tensors that each node of a program gives, in ``ROWS``.
 
     Operators carry theirs from tracing. Inputs of a microbatch, received values and gradients of a loss follow from what they are made of.
@@ -203,12 +202,12 @@ def _program_shapes(program: Program) -> dict[fx.Node, tuple[TensorShape, ...]]:
     """
     specs = describe_values(program).of
     shapes = {node: tensor_shapes(node.meta.get("val")) or _spec_shapes(specs[node]) for node in program.module.graph.nodes}
-    return {node: tuple(TensorShape(tuple(map(_rows_for, each.shape)), each.dtype) for each in tensors) for node, tensors in shapes.items()}
+    return {node: tuple(TensorSpec(tuple(map(_rows_for, each.shape)), each.dtype) for each in tensors) for node, tensors in shapes.items()}
 
 
-def _spec_shapes(value: Any) -> tuple[TensorShape, ...]:
+def _spec_shapes(value: Any) -> tuple[TensorSpec, ...]:
     if isinstance(value, TensorSpec):
-        return (TensorShape(value.shape, value.dtype or torch.get_default_dtype()),)
+        return (TensorSpec(value.shape, value.dtype or torch.get_default_dtype()),)
     if isinstance(value, list | tuple):
         return tuple(shape for item in value for shape in _spec_shapes(item))
     return ()
@@ -238,7 +237,7 @@ def _storages(nodes: list[fx.Node]) -> dict[Any, Size]:
     """Bytes of the memory of tensors, each piece once."""
     found: dict[Any, Size] = {}
     for tensor, key in (pair for node in nodes for pair in memory_keys(node)):
-        shape: TensorShape = tensor_shapes(tensor)[0]
+        shape: TensorSpec = tensor_shapes(tensor)[0]
         known = found.get(key, 0)
         found[key] = known if _larger(known, shape.bytes) else shape.bytes
     return found

@@ -26,7 +26,7 @@ from cost_models.formulas.model import BATCH, ModelFormula
 from cost_models.formulas.program import ROWS, Amount, Message, ProgramWork
 from cost_models.formulas.symbols import readable
 from cost_models.hardware.clusters import Link
-from cost_models.ops.sizes import Size
+from passes.ir.tensor_spec import Size
 
 __all__ = ["StepFormula", "StepShape", "step_formula"]
 

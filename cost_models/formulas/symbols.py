@@ -10,8 +10,8 @@ from typing import Any
 
 import sympy
 
-from cost_models.ops.sizes import Size
 from passes.ir.errors import TraceError
+from passes.ir.tensor_spec import Size
 
 __all__ = ["Numbers", "readable"]
 
@@ -64,7 +64,7 @@ class Numbers:
             TraceError: the formula holds a function that is not known.
         """
         if not isinstance(size, sympy.Basic):
-            return size  # type: ignore[no-any-return]
+            return size
         known = self._known.get(size)
         if known is None:
             known = self._known[size] = self._evaluate(size)

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from cost_models.ops.sizes import Size, TensorShape
+from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 from passes.rules import call as rules
 from passes.rules.loops import Loops
@@ -31,7 +31,7 @@ class Call:
 
     operator: OpOverload
     values: tuple[tuple[str, Any], ...]
-    results: tuple[TensorShape, ...]
+    results: tuple[TensorSpec, ...]
 
     @cached_property
     def _hash(self) -> int:
@@ -51,7 +51,7 @@ class Call:
         return shape
 
     @property
-    def result(self) -> TensorShape:
+    def result(self) -> TensorSpec:
         """The first result."""
         return self.results[0]
 
@@ -60,7 +60,7 @@ class Call:
         """Return the loops of the call by the operator's rule; None if there is no rule, or it does not fit."""
         counter = iter(range(1_000_000))
         values = tuple((name, _for_rules(value, counter)) for name, value in self.values)
-        shapes, dtypes = tuple(each.shape for each in self.results), tuple(each.dtype for each in self.results)
+        shapes, dtypes = tuple(each.shape for each in self.results), tuple(each.known_dtype for each in self.results)
         return loops_of_call(rules.Call(self.operator, values, shapes, dtypes))
 
     def operand_indices(self, name: str) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Call:
             before += count
         return ()
 
-    def filled(self, tensor: Callable[[str, TensorShape], Any], device: torch.device) -> dict[str, Any]:
+    def filled(self, tensor: Callable[[str, TensorSpec], Any], device: torch.device) -> dict[str, Any]:
         """Return parameter -> argument with tensors and devices replaced, to run the call.
 
         Args:
@@ -90,32 +90,32 @@ class Call:
         )
 
 
-def tensors_in(value: Any) -> Iterator[TensorShape]:
+def tensors_in(value: Any) -> Iterator[TensorSpec]:
     """Yield the tensors of an argument."""
-    if isinstance(value, TensorShape):
+    if isinstance(value, TensorSpec):
         yield value
     elif isinstance(value, tuple):
         for item in value:
             yield from tensors_in(item)
 
 
-def _filled(value: Any, tensor: Callable[[TensorShape], Any], device: torch.device) -> Any:
+def _filled(value: Any, tensor: Callable[[TensorSpec], Any], device: torch.device) -> Any:
     if isinstance(value, tuple):
         return [_filled(item, tensor, device) for item in value]
     if isinstance(value, torch.device):
         return device
-    return tensor(value) if isinstance(value, TensorShape) else value
+    return tensor(value) if isinstance(value, TensorSpec) else value
 
 
 def _for_rules(value: Any, counter: Iterator[int]) -> Any:
-    if isinstance(value, TensorShape):
-        return rules.Operand(next(counter), value.shape, value.dtype)
+    if isinstance(value, TensorSpec):
+        return rules.Operand(next(counter), value.shape, value.known_dtype)
     return tuple(_for_rules(each, counter) for each in value) if isinstance(value, tuple) else value
 
 
 def _at(value: Any, values: Any) -> Any:
-    if isinstance(value, TensorShape):
-        return TensorShape(tuple(int(values[size]) for size in value.shape), value.dtype)
+    if isinstance(value, TensorSpec):
+        return TensorSpec(tuple(int(values[size]) for size in value.shape), value.dtype)
     if isinstance(value, tuple):
         return tuple(_at(each, values) for each in value)
     return int(values[value]) if isinstance(value, sympy.Basic) else value

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from cost_models.ops.call import Call
-from cost_models.ops.sizes import Size, numel
 from cost_models.ops.work import Product
+from passes.ir.tensor_spec import Size, numel
 from passes.rules.loops import Dimension, Loops
 
 __all__ = [

@@ -23,12 +23,12 @@ from torch import fx
 
 from cost_models.ops.call import Call, tensors_in
 from cost_models.ops.contractions import Products, attention, attention_gradients, operand_gradients
-from cost_models.ops.sizes import Size, TensorShape
 from cost_models.ops.table import OPERATIONS, Operation
 from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
 from passes.graph.aliasing import shares_memory
 from passes.graph.schemas import bound_arguments, packet, viewed_arguments, written_arguments
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
 __all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
@@ -62,10 +62,10 @@ class OperationCost:
     known: bool
 
 
-def tensor_shapes(value: Any) -> tuple[TensorShape, ...]:
+def tensor_shapes(value: Any) -> tuple[TensorSpec, ...]:
     """The tensors of a node's value as shapes, sizes as sympy expressions where they are symbolic."""
     if isinstance(value, torch.Tensor):
-        return (TensorShape(tuple(size_of(size) for size in value.shape), value.dtype),)
+        return (TensorSpec(tuple(size_of(size) for size in value.shape), value.dtype),)
     if isinstance(value, list | tuple):
         return tuple(shape for item in value for shape in tensor_shapes(item))
     return ()
@@ -73,7 +73,7 @@ def tensor_shapes(value: Any) -> tuple[TensorShape, ...]:
 
 def operation_cost(
     node: fx.Node,
-    results: tuple[TensorShape, ...],
+    results: tuple[TensorSpec, ...],
     arguments: Mapping[str, Any],
     gradients: Mapping[str, str],
     *,
@@ -90,7 +90,7 @@ def operation_cost(
         is_view: whether its results lie in the memory of its arguments.
         weights: the arguments that are parameters.
     """
-    dtype = results[0].dtype if results else torch.float32
+    dtype = results[0].known_dtype if results else torch.float32
     if node.target is operator.getitem or not results or not isinstance(node.target, OpOverload):
         return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, known=True)
     line = line_of(node.target)
@@ -175,18 +175,18 @@ def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
     return Work(0, viewed + written, 1, "movement", call=call, half="backward_input", gradients=whole)
 
 
-def _bytes(tensors: tuple[TensorShape, ...]) -> Size:
+def _bytes(tensors: tuple[TensorSpec, ...]) -> Size:
     return sum((tensor.bytes for tensor in tensors), start=0)
 
 
-def _tensors_of(call: Call) -> dict[str, tuple[TensorShape, ...]]:
+def _tensors_of(call: Call) -> dict[str, tuple[TensorSpec, ...]]:
     return {name: tensors for name, value in call.values if (tensors := tuple(tensors_in(value)))}
 
 
 # -- what one node of a program does -----------------------------------------------------------------------------------------------
 
 
-def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Call:
+def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | None = None) -> Call:
     """Return the call of an operator.
 
     Args:
@@ -198,7 +198,7 @@ def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]
     return Call(node.target, arguments, tensor_shapes(node.meta.get("val")) if shapes is None else shapes[node])
 
 
-def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Any:
+def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | None = None) -> Any:
     """An argument with its nodes replaced by what a price may depend on; hashable.
 
     Args:
@@ -216,7 +216,7 @@ def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | No
     return value
 
 
-def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorShape, ...]] | None = None) -> Work:
+def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | None = None) -> Work:
     """Return the work of a node as a formula in the batch symbol; nothing for views and for nodes that call no operator.
 
     Args:
@@ -263,7 +263,7 @@ def _flash(call: Call) -> Call:
     known = {**call.arguments, "attn_mask": mask, "enable_gqa": call.shape("query")[-3:-2] != call.shape("key")[-3:-2]}
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, value = call.shape("query"), call.shape("value")
-    result = TensorShape((*query[:-1], value[-1]), call.arguments["query"].dtype)
+    result = TensorSpec((*query[:-1], value[-1]), call.arguments["query"].dtype)
     return Call(plain, tuple((name, known.get(name)) for name in names), (result,))
 
 

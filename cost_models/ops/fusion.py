@@ -22,9 +22,9 @@ import torch
 from torch import fx
 
 from cost_models.ops.cost import tensor_shapes
-from cost_models.ops.sizes import Size
 from cost_models.ops.work import Work
 from passes.graph.schemas import packet
+from passes.ir.tensor_spec import Size
 
 __all__ = ["Fusion", "fused"]
 

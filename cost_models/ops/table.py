@@ -21,8 +21,8 @@ import torch
 from cost_models.ops import contractions as recurrent
 from cost_models.ops.call import Call
 from cost_models.ops.contractions import Products, attention, attention_gradients, contraction, operand_gradients
-from cost_models.ops.sizes import Size, numel
 from cost_models.ops.work import Family
+from passes.ir.tensor_spec import Size, numel
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -76,26 +76,26 @@ def _row_statistics(per_row: int) -> Callable[[Call], Size]:
 
     def keeps(call: Call) -> Size:
         rows = call.shape("input")[: len(call.shape("input")) - len(call.arguments["normalized_shape"])]
-        return per_row * numel(rows) * max(4, call.result.dtype.itemsize)
+        return per_row * numel(rows) * max(4, call.result.itemsize)
 
     return keeps
 
 
 def _group_statistics(call: Call) -> Size:
-    return 2 * call.shape("input")[0] * call.arguments["num_groups"] * max(4, call.result.dtype.itemsize)
+    return 2 * call.shape("input")[0] * call.arguments["num_groups"] * max(4, call.result.itemsize)
 
 
 def _channel_statistics(call: Call) -> Size:
-    return 2 * call.shape("input")[1] * max(4, call.result.dtype.itemsize)
+    return 2 * call.shape("input")[1] * max(4, call.result.itemsize)
 
 
 def _instance_statistics(call: Call) -> Size:
-    return 2 * numel(call.shape("input")[:2]) * max(4, call.result.dtype.itemsize)
+    return 2 * numel(call.shape("input")[:2]) * max(4, call.result.itemsize)
 
 
 def _attention_rows(call: Call) -> Size:
     """The logarithm of the sum of each row of scores."""
-    return numel(call.shape("query")[:-1]) * max(4, call.result.dtype.itemsize)
+    return numel(call.shape("query")[:-1]) * max(4, call.result.itemsize)
 
 
 def _pool_indices(call: Call) -> Size:
@@ -107,13 +107,13 @@ def _dropout_mask(call: Call) -> Size:
 
 
 def _feature_dropout_mask(call: Call) -> Size:
-    kept = numel(call.shape("input")[:2]) * call.result.dtype.itemsize
+    kept = numel(call.shape("input")[:2]) * call.result.itemsize
     return kept if call.arguments["train"] and call.arguments["p"] > 0 else 0
 
 
 def _log_probabilities(call: Call) -> Size:
     """Log-softmax of the scores, and one number: the total weight."""
-    return numel(call.shape("self")) * call.result.dtype.itemsize + call.result.dtype.itemsize
+    return numel(call.shape("self")) * call.result.itemsize + call.result.itemsize
 
 
 def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
@@ -125,7 +125,7 @@ def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
         directions = 2 if call.arguments["bidirectional"] else 1
         hidden = sum(shape[1] for shape in matrices[1::2])
         between = sum(shape[1] for shape in matrices[2 * directions :: 2 * directions])
-        return rows * (vectors * hidden + between) * call.result.dtype.itemsize
+        return rows * (vectors * hidden + between) * call.result.itemsize
 
     return keeps
 
@@ -138,7 +138,7 @@ def _cell_step(vectors: int) -> Callable[[Call], Size]:
 
 
 def _difference(call: Call) -> Size:
-    return numel(call.shape("self")) * call.result.dtype.itemsize
+    return numel(call.shape("self")) * call.result.itemsize
 
 
 def _root_mean_square(call: Call) -> Size:

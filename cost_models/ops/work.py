@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias
 
 from cost_models.ops.call import Call
-from cost_models.ops.sizes import Size
+from passes.ir.tensor_spec import Size
 
 __all__ = ["NO_WORK", "Family", "Gradients", "Half", "Product", "Values", "Work", "flops_of"]
 

@@ -21,13 +21,13 @@ from torch import Tensor, fx
 
 from cost_models.ops.call import Call
 from cost_models.ops.cost import call_of_node
-from cost_models.ops.sizes import TensorShape
 from cost_models.ops.work import Gradients, Half
 from passes.autograd.partition_joint import split_backward
 from passes.autograd.trace_joint import differentiate
 from passes.graph.aliasing import shares_memory
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import TraceError
+from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import FakeTensorMode, OpOverload
 from passes.stages.split import StageGraph
 
@@ -78,7 +78,7 @@ def _stage_of(call: Call, gradients: Mapping[str, str], device: torch.device) ->
     """The call as a stage; arguments that have the gradients of weights are its parameters, and come first."""
     graph, of_kind = fx.Graph(), defaultdict[str, list[str]](list)
 
-    def placeholder(name: str, shape: TensorShape) -> fx.Node:
+    def placeholder(name: str, shape: TensorSpec) -> fx.Node:
         kind = gradients.get(name, "")
         node = graph.placeholder(f"{name}_{len(graph.nodes)}")
         node.meta["val"] = torch.empty(shape.shape, dtype=shape.dtype, device=device, requires_grad=bool(kind))

@@ -26,12 +26,12 @@ from cost_models.hardware.devices import Device, Link, parse_device
 from cost_models.hardware.timer import median_seconds
 from cost_models.ops.call import Call, tensors_in
 from cost_models.ops.cost import call_work
-from cost_models.ops.sizes import TensorShape
 from cost_models.ops.work import Family, Gradients, Work
 from cost_models.profiling.cache import MeasurementStore
 from cost_models.profiling.drift import Paces
 from cost_models.profiling.kernels import Kernels, kernels_of
 from passes.ir.checked_arguments import checked_arguments, read_by
+from passes.ir.tensor_spec import TensorSpec
 
 __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted", "measure_call"]
 
@@ -64,7 +64,7 @@ class MeasuredCosts:
             return analytic
         kernels = self._kernels(work.call, work.gradients) if work.gradients else None
         if kernels is not None:
-            return sum(self.operation_time(call_work(kernel), device, kernel.result.dtype) for kernel in kernels[work.half])
+            return sum(self.operation_time(call_work(kernel), device, kernel.result.known_dtype) for kernel in kernels[work.half])
         seconds = self._seconds(work, dtype)
         if seconds is None:
             return analytic
@@ -218,16 +218,16 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     return None
 
 
-def _made_up(_name: str, shape: TensorShape, *, places: int, device: torch.device) -> Tensor:
+def _made_up(_name: str, shape: TensorSpec, *, places: int, device: torch.device) -> Tensor:
     """Random numbers; whole numbers may be places, so they are kept below the sizes of the other tensors, or are all zero."""
     if shape.dtype == torch.bool:
         return torch.rand(shape.shape, device=device) < 0.5
-    if shape.dtype.is_floating_point or shape.dtype.is_complex:
+    if shape.known_dtype.is_floating_point or shape.known_dtype.is_complex:
         return torch.rand(shape.shape, device=device, dtype=shape.dtype)
     return torch.randint(places, shape.shape, device=device, dtype=shape.dtype)
 
 
 def _places(call: Call) -> int:
     """A number that is a place in every dimension that could be looked up: the least first size of its floating-point tensors."""
-    sizes = [each.shape[0] for _, value in call.values for each in tensors_in(value) if each.dtype.is_floating_point and each.shape]
+    sizes = [each.shape[0] for _, value in call.values for each in tensors_in(value) if each.known_dtype.is_floating_point and each.shape]
     return max(1, min(sizes, default=1))

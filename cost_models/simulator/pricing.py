@@ -23,13 +23,13 @@ from cost_models.hardware.clusters import Device
 from cost_models.ops.call import Call
 from cost_models.ops.cost import call_work, node_work
 from cost_models.ops.fusion import Fusion, fused
-from cost_models.ops.sizes import TensorShape
 from cost_models.ops.work import Work
 from cost_models.simulator.storages import Held, leaves_of
 from passes.graph.schemas import bound_arguments
 from passes.ir.comm import microbatch
 from passes.ir.comm.microbatch import take_part
 from passes.ir.comm.primitives import draw_alike
+from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import OpOverload
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 
@@ -62,12 +62,12 @@ class NodePrices:
             is_view: whether its result lies in memory of its arguments.
         """
         assert isinstance(node.target, OpOverload)
-        results = tuple(TensorShape(leaf.shape, leaf.dtype) for leaf in leaves_of(result))
+        results = tuple(TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves_of(result))
         if is_view or not results:
             return 0.0
         call = Call(node.target, tuple((name, _described(value, values)) for name, value in bound_arguments(node).items()), results)
         if call not in self._known:
-            self._known[call] = self.seconds(call_work(call), results[0].dtype)
+            self._known[call] = self.seconds(call_work(call), results[0].known_dtype)
         return self._known[call]
 
     def function(self, target: Callable[..., Any], arguments: Sequence[Any], result: Any, made_bytes: int) -> float:
@@ -117,7 +117,7 @@ def _described(value: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 def _shapes(value: Any) -> Any:
     if isinstance(value, Held):
-        return TensorShape(value.shape, value.dtype)
+        return TensorSpec(value.shape, value.dtype)
     if isinstance(value, list | tuple):
         return tuple(_shapes(part) for part in value)
     return value

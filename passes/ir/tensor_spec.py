@@ -1,17 +1,24 @@
-"""Shape and dtype of a tensor in a program, in symbols."""
+"""Shape and dtype of a tensor, in numbers or symbols."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-__all__ = ["Size", "TensorSpec"]
+__all__ = ["Size", "TensorSpec", "numel"]
 
 Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of a program."""
+
+
+def numel(shape: Iterable[Size]) -> Any:
+    """The product of sizes, of which arithmetic is done."""
+    return math.prod(shape)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,27 @@ class TensorSpec:
     def __str__(self) -> str:
         dtype = "any dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         return f"{dtype} ({', '.join(str(size) for size in self.shape)})"
+
+    @property
+    def numel(self) -> Any:
+        """How many elements."""
+        return numel(self.shape)
+
+    @property
+    def known_dtype(self) -> torch.dtype:
+        """The dtype, where it is known."""
+        assert self.dtype is not None
+        return self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element, where the dtype is known."""
+        return self.known_dtype.itemsize
+
+    @property
+    def bytes(self) -> Any:
+        """Of all elements."""
+        return self.numel * self.itemsize
 
     def resized(self, dim: int, size: Size) -> TensorSpec:
         """With another size of one dimension."""

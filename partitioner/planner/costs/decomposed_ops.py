@@ -15,12 +15,12 @@ from torch import fx
 
 from cost_models.graph_cost import GraphCost
 from cost_models.ops.cost import OperationCost
-from cost_models.ops.sizes import Size
 from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import reduced_in_parts
 from passes.analysis.axes import Axes
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
+from passes.ir.tensor_spec import Size
 from passes.spmd.decompose.registry import SINGLE_BYTES, Inside, inside_of
 from passes.spmd.propagate import Layouts
 

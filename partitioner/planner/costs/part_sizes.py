@@ -14,11 +14,11 @@ from torch import fx
 
 from cost_models.graph_cost import Fetched
 from cost_models.ops.cost import tensor_shapes
-from cost_models.ops.sizes import TensorShape
 from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
 from passes.ir.comm.index_ranges import from_text, length
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Replicate, Shard
+from passes.ir.tensor_spec import TensorSpec
 from passes.rules.loops import Size
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import Holding, Slide, fetch_of, held_for, slides_of
@@ -59,7 +59,7 @@ class PartSizes:
         """Parameters that the backward gathers once more instead of keeping them whole."""
         return self._again
 
-    def results(self, node: fx.Node) -> tuple[TensorShape, ...]:
+    def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """The part of what a node gives."""
         shapes = tensor_shapes(node.meta.get("val"))
         layouts = self._layouts.results.get(node.name)
@@ -69,7 +69,7 @@ class PartSizes:
         parts = tuple(self.part(shape, axes, layout) for shape, axes, layout in zip(shapes, tensors, layouts, strict=True))
         return tuple(self._wide(part, node.name) for part in parts)
 
-    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorShape, ...]]:
+    def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorSpec, ...]]:
         """The parts that a call reads, by what gives them."""
         found = {}
         for place, (operand, need) in enumerate(self._read(call)):
@@ -117,7 +117,7 @@ class PartSizes:
     def _holding(self, call: fx.Node, place: int) -> Holding:
         return held_for(call.name, place, self._axes, self._layouts, self._extents)[0]
 
-    def _wide(self, part: TensorShape, name: str) -> TensorShape:
+    def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
         """A part with what ranks compute besides: as much as the rank that computes most."""
         if name not in self._layouts.wide:
             return part
@@ -128,9 +128,9 @@ class PartSizes:
                 shape[place.dimension] = max(stop - start for start, stop in intervals)
         return replace(part, shape=tuple(shape))
 
-    def part(self, shape: TensorShape, axes: TensorAxes, layout: Layout) -> TensorShape:
+    def part(self, shape: TensorSpec, axes: TensorAxes, layout: Layout) -> TensorSpec:
         """The part of a tensor in a layout."""
-        return TensorShape(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
+        return TensorSpec(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
 
     def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
         """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
@@ -143,7 +143,7 @@ class PartSizes:
             runs = runs * size
         return runs
 
-    def _whole_along(self, node: fx.Node, layout: Layout, index: int) -> TensorShape:
+    def _whole_along(self, node: fx.Node, layout: Layout, index: int) -> TensorSpec:
         whole = (*layout[:index], Replicate(), *layout[index + 1 :])
         return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole)
 
@@ -168,7 +168,7 @@ class PartSizes:
             size = size * self.axis(axis, tuple(count for cut, count in here if cut == axis))
         return size
 
-    def _own_rows(self, shape: TensorShape) -> TensorShape:
+    def _own_rows(self, shape: TensorSpec) -> TensorSpec:
         return replace(shape, shape=tuple(self._in_own_rows(size) for size in shape.shape))
 
     def _in_own_rows(self, size: Size) -> Size:
@@ -178,7 +178,7 @@ class PartSizes:
         return size.subs(batch, self._n_row_parts * batch)
 
 
-def _along(part: TensorShape, slide: Slide) -> TensorShape:
+def _along(part: TensorSpec, slide: Slide) -> TensorSpec:
     """A part with what is read along one dimension in its place: as much as the rank that reads most."""
     shape, most = list(part.shape), max(map(length, from_text(slide.wanted)))
     own = slide.window.reach.size if slide.owned is None else max(slide.owned)

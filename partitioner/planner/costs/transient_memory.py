@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
-from cost_models.ops.sizes import Size
 from partitioner.planner.costs.checkpoint_selection import CheckpointSelection
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Working
 from passes.autograd.recompute import Recompute
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
+from passes.ir.tensor_spec import Size
 
 __all__ = ["WorkingMemory"]
 

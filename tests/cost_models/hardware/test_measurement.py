@@ -19,20 +19,20 @@ from cost_models.hardware.devices import Device, Link
 from cost_models.hardware.measure import STEPS, gloo_link, measure_machine
 from cost_models.ops.call import Call
 from cost_models.ops.cost import call_work
-from cost_models.ops.sizes import TensorShape
 from cost_models.ops.work import Gradients, Product, Work
 from cost_models.profiling.cache import MeasurementStore, key_of
 from cost_models.profiling.drift import Paces
 from cost_models.profiling.kernels import kernels_of
 from cost_models.profiling.op_times import MeasuredCosts, Sample, fitted, measure_call
 from partitioner import partition
+from passes.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 DEVICE = Device("d", {"float32": 1e12}, 2**30, 1e11)
 
 
-def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorShape:
-    return TensorShape(sizes, dtype)
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(sizes, dtype)
 
 
 def product(rows: int) -> Call:

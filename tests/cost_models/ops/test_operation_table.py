@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cost_models.ops.cost import operation_cost
-from cost_models.ops.sizes import TensorShape
 from cost_models.ops.table import OPERATIONS
 from passes.graph.schemas import bound_arguments, packet
+from passes.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
@@ -270,19 +270,19 @@ def told_bytes(operator: OpOverload, arguments: Arguments) -> int:
     graph = fx.Graph()
     node = graph.call_function(operator, arguments)
     results = tuple(leaf for leaf in tree_leaves(operator(*tree_map_only(Tensor, Tensor.clone, arguments))) if isinstance(leaf, Tensor))
-    described = tree_map_only(Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype), bound_arguments(node))
+    described = tree_map_only(Tensor, lambda tensor: TensorSpec(tuple(tensor.shape), tensor.dtype), bound_arguments(node))
     described = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
     flowing = {
         name: "activation"
         for name, value in bound_arguments(node).items()
         if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value)) and not name.startswith("running")
     }
-    shapes = tuple(TensorShape(tuple(result.shape), result.dtype) for result in results)
+    shapes = tuple(TensorSpec(tuple(result.shape), result.dtype) for result in results)
     cost = operation_cost(node, shapes, described, flowing, is_view=False)
     assert cost.known
     sizes = {"result": shapes[:1], "results": shapes}
     for name, value in described.items():
-        sizes[name] = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorShape))
+        sizes[name] = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorSpec))
     return int(sum(tensor.bytes for name in cost.saves for tensor in sizes[name]) + cost.keeps)
 
 
