@@ -9,7 +9,7 @@ can go on, what each one waits for is reported.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,14 +52,29 @@ class _Collective:
         return f"{self.name}, collective {self.number} of {ranks}"
 
 
+@dataclass(frozen=True)
+class _DrawTurn:
+    """The random numbers of earlier stages, which the model in one piece draws first."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"the random numbers of the stages before stage {self.stage}"
+
+
 @dataclass
 class _Mailbox:
-    """What is on its way between the ranks of one run."""
+    """What is on its way between the ranks of one run.
+
+    Attributes:
+        undrawn: stage -> how many of its ranks have not drawn all of their random numbers yet.
+    """
 
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
     given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
     waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
     drawn: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
+    undrawn: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -113,9 +128,17 @@ class _EmbeddedTransport(CollectiveTransport):
             return arguments[0].copy_(kept)
         return tuple(each.to(self.device) for each in kept) if isinstance(kept, tuple) else kept.to(self.device)
 
-    def ready(self, pending: _Receive | _Part) -> bool:
+    def draw_turn(self, stage: int) -> _DrawTurn:
+        return _DrawTurn(stage)
+
+    def end_draw_turn(self, stage: int) -> None:
+        self._mailbox.undrawn[stage] -= 1
+
+    def ready(self, pending: _Receive | _Part | _DrawTurn) -> bool:
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
+        if isinstance(pending, _DrawTurn):
+            return not any(count for stage, count in self._mailbox.undrawn.items() if stage < pending.stage)
         return len(self._mailbox.given[pending.collective]) == len(pending.collective.group)
 
     def wait(self, pending: _Receive | _Part) -> Tensor | list[Tensor]:
@@ -172,7 +195,7 @@ class EmbeddedRuntime:
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
         """
-        mailbox = _Mailbox()
+        mailbox = _Mailbox(undrawn=Counter(stage for rank in self.local_ranks for stage in programs.executables[rank].drawing_stages))
         transports = {rank: _EmbeddedTransport(rank, self.devices, mailbox) for rank in self.local_ranks}
         running = {rank: programs.executables[rank].start(transports[rank], inputs[rank]) for rank in self.local_ranks}
         waiting: dict[int, Any] = {}

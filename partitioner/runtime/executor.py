@@ -11,6 +11,13 @@ The graph is written as straight-line Python, node by node, in order; a ``wait``
         receive_h_mb0 = None
         ...
 
+Where a step has one forward of each stage, stages draw their random numbers in the order of the model, whichever rank is ahead:
+
+        while not transport.ready(transport.draw_turn(3)):
+            yield transport.draw_turn(3)
+        dropout_mb0 = transport.draw_alike(...)
+        transport.end_draw_turn(3)
+
 A value is dropped behind its last use, so memory is that of the schedule. The embedded runtime runs the generators of all ranks in
 turn, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
 
@@ -35,8 +42,10 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.runtime.recorder import active_recorder
+from passes.graph.schemas import draws
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
+from passes.ir.schedule import Action, ActionKind
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "compile_program", "quick_call"]
 
@@ -50,11 +59,13 @@ class Executable:
     Attributes:
         program: what it runs.
         source: the Python text of it.
+        drawing_stages: the stages whose forwards draw random numbers in turn.
     """
 
     def __init__(self, program: Program) -> None:
         writer = _Writer(program.module)
         self.program = program
+        self.drawing_stages = writer.draws.stages
         self.source = writer.generator()
         self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
         self._recorded: Callable[..., Run] | None = None
@@ -105,6 +116,7 @@ class _Writer:
         self.module = module
         self.recorded = recorded
         self.names: dict[str, Any] = {}
+        self.draws = _Draws(module)
         self._last_use = _last_uses(module.graph)
         self._calls: dict[str, tuple[str, str]] = {}
 
@@ -131,7 +143,7 @@ class _Writer:
                 if self.recorded and node.op != "output" and str(node.meta.get("section") or "") != section:
                     section = str(node.meta.get("section") or "")
                     lines.append(f"    recorder.begin({section!r})")
-                lines += [f"    {line}" for line in self._recorded(node, self._statement(node))]
+                lines += [f"    {line}" for line in self._recorded(node, self.draws.in_turn(node, self._statement(node)))]
                 dropped = self._last_use.get(node, [])
                 if dropped and node.op != "output":
                     lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
@@ -210,6 +222,45 @@ class _Writer:
             name = f"{base}_{count}"
         self.names[name] = value
         return name
+
+
+class _Draws:
+    """Which nodes of a program draw random numbers, and when it is the turn of their stage; none where stages have several forwards.
+
+    Attributes:
+        stages: those that draw, in the order of the program.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        actions = {node: node.meta.get("section") for node in module.graph.nodes}
+        is_one_each = all(action.microbatch == 0 for action in actions.values() if isinstance(action, Action))
+        self._first: dict[int, fx.Node] = {}
+        self._last: dict[int, fx.Node] = {}
+        for node, action in actions.items():
+            if is_one_each and isinstance(action, Action) and action.kind is ActionKind.FORWARD and _draws(node, module):
+                self._first.setdefault(action.stage, node)
+                self._last[action.stage] = node
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(self._first)
+
+    def in_turn(self, node: fx.Node, statement: list[str]) -> list[str]:
+        """A statement behind the draws of earlier stages, if it is the first draw of its stage; the last one ends the turn."""
+        for stage, first in self._first.items():
+            if node is first:
+                turn = f"transport.draw_turn({stage})"
+                statement = [f"while not transport.ready({turn}):", f"    yield {turn}", *statement]
+            if node is self._last[stage]:
+                statement = [*statement, f"transport.end_draw_turn({stage})"]
+        return statement
+
+
+def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
+    if node.target is draw_alike:
+        return True
+    called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return isinstance(called, StageCall) and any(each.op == "call_function" and draws(each) for each in called.graph.graph.nodes)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

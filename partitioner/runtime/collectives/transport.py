@@ -42,6 +42,12 @@ class CollectiveTransport(ABC):
     def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Any:
         """Start a collective and return what ``wait`` takes."""
 
+    def draw_turn(self, stage: int) -> Any:  # noqa: B027  of processes each has a generator of its own
+        """What a stage waits for before it draws random numbers: nothing."""
+
+    def end_draw_turn(self, stage: int) -> None:  # noqa: B027
+        """Say that a stage has drawn its numbers: nobody waits."""
+
     def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
         """Start reducing each tensor over the group."""
         n_ranks = len(group)

@@ -117,6 +117,12 @@ class Transport(Protocol):
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function that draws random numbers: every rank of the group gets the same."""
 
+    def draw_turn(self, stage: int) -> Any:
+        """What a forward of a stage waits for before it draws random numbers in a step of one microbatch: the draws of earlier stages."""
+
+    def end_draw_turn(self, stage: int) -> None:
+        """Say that the stage has drawn all its numbers on this rank."""
+
     def ready(self, pending: Any) -> bool:
         """Whether ``wait`` may be called now; a transport whose ``wait`` blocks always says yes."""
 

@@ -262,6 +262,58 @@ def test_an_input_in_another_memory_format_than_the_traced_is_reported() -> None
     assert "x.contiguous()" in str(found[0].message)
 
 
+class Towers(nn.Module):
+    """Two branches that read the input, and a third whose result nobody reads: all of them drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unread = network(), network(), network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        self.unread(x.flip(1))
+        return first + self.second(x.cos())
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 4), ("ZBV", 6)])
+def test_stages_draw_in_the_order_of_the_model(schedule: str, stages: int) -> None:
+    """Whether they wait for each other or not: a rank whose stages read no other's could be ahead."""
+    model = Towers()
+    devices = 3 if stages == 6 else 2
+    pm = partition(
+        model, devices, "pipeline", example_inputs=(X,), n_microbatches=1, schedule=schedule, stages_per_device=stages // devices
+    )
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected = model(X)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(pm(X), expected, rtol=1e-12, atol=1e-12)
+        torch.manual_seed(seed)
+        loss = pm.train_step(X, target=torch.zeros(6, 2, dtype=torch.float64), loss_fn=loss_of)
+        torch.testing.assert_close(loss, expected.detach().square().mean(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_unread_draw_on_another_rank_comes_first() -> None:
+    """The last stage reads the first, which the same rank has, and no stage in between."""
+
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normal = self.norm(x)
+            nn.functional.dropout(x.transpose(0, 1), 0.4)
+            return nn.functional.dropout(self.last(normal), 0.3)
+
+    model = Unread().double()
+    pm = partition(model, 2, "pipeline", example_inputs=(X,), n_microbatches=1, schedule="ZBV", stages_per_device=2)
+    torch.manual_seed(5)
+    expected = model(X)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm(X), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_microbatches_draw_their_own() -> None:
     rows = X[:1].expand(6, 8).contiguous()
     pm = partition(network(), devices=2, mode="pipeline", example_inputs=(rows,), n_microbatches=3)
