@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from cost_models.ops.call import Call
 from cost_models.ops.work import Product
 from passes.ir.tensor_spec import Size, numel
+from passes.rules.call import Call
 from passes.rules.loops import Dimension, Loops
+from passes.rules.registry import loops_of_call
 
 __all__ = [
     "Products",
@@ -51,7 +52,7 @@ def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Product
     """
 
     def products(call: Call) -> Products:
-        loops = call.loops
+        loops = loops_of_call(call)
         return () if loops is None else _contracted(*_terms(call, loops, names, windowed=windowed))
 
     return products
@@ -61,7 +62,7 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
     """For each parameter, the products of its gradient: of the result with the other operands."""
 
     def gradients(call: Call) -> dict[str, Products]:
-        loops = call.loops
+        loops = loops_of_call(call)
         found: dict[str, Products] = dict.fromkeys(names, ())
         if loops is None:
             return found
@@ -78,7 +79,7 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
 
 def attention(call: Call) -> Products:
     """Scores, then their sum over the values."""
-    loops = call.loops
+    loops = loops_of_call(call)
     if loops is None:
         return ()
     query, key, value, scores, result = _attention_terms(call, loops)
@@ -88,7 +89,7 @@ def attention(call: Call) -> Products:
 
 def attention_gradients(call: Call) -> Products:
     """The scores again (FlashAttention, arXiv 2205.14135), and the gradients of scores, queries, keys and values: five products."""
-    loops = call.loops
+    loops = loops_of_call(call)
     if loops is None:
         return ()
     query, key, value, scores, result = _attention_terms(call, loops)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_models.ops.call import Call, tensors_in
 from cost_models.ops.contractions import Products, attention, attention_gradients, operand_gradients
 from cost_models.ops.table import OPERATIONS, Operation
 from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
@@ -30,6 +29,8 @@ from passes.graph.schemas import bound_arguments, packet, viewed_arguments, writ
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
+from passes.rules.call import Call, tensors_in
+from passes.rules.registry import loops_of_call
 
 __all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
 
@@ -98,8 +99,8 @@ def operation_cost(
     known = line is not None or (not gradients and is_pointwise)
     is_view = is_view or (line is None and bool(viewed_arguments(node)) and not written_arguments(node))
     line = line or Operation(saves=(*gradients, "results"), family="pointwise" if is_pointwise else "other")
-    call = Call(node.target, tuple(arguments.items()), results)
-    parameters = sum((_bytes(tuple(tensors_in(arguments[name]))) for name in sorted(weights)), start=0)
+    call = Call.numbered(node.target, arguments.items(), results)
+    parameters = sum((_bytes(tuple(tensors_in(call.arguments[name]))) for name in sorted(weights)), start=0)
     if is_view:
         backward = _view_backward(call, gradients)
         return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, parameters, known=True)
@@ -118,7 +119,7 @@ def operation_cost(
 
 def forward_work(call: Call, line: Operation) -> Work:
     """What a call itself does: reads its arguments, writes its results."""
-    written = _bytes(call.results)
+    written = _bytes(call.outputs)
     read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
     return _work(line.products(call) if line.products else (), read + written, line.launches, line.family, call, "forward")
 
@@ -129,7 +130,7 @@ def _work(products: Products, size: Size, launches: int, family: Family, call: C
 
 def _is_counted(call: Call, line: Operation) -> bool:
     """Whether the products are known: those of recurrent layers without their rule, others only with it."""
-    return line.family == "recurrent" or call.loops is not None
+    return line.family == "recurrent" or loops_of_call(call) is not None
 
 
 def line_of(target: OpOverload) -> Operation | None:
@@ -156,10 +157,10 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     known = line.gradients(call) if line.gradients else {}
     products = tuple(product for name in wanted for product in known.get(name, ()))
     tensors = _tensors_of(call)
-    kept = sum((_bytes(call.results if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
+    kept = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
-    work = _work(products, kept + _bytes(call.results) + made, len(wanted), line.family, call, half)
+    work = _work(products, kept + _bytes(call.outputs) + made, len(wanted), line.family, call, half)
     return replace(work, gradients=tuple(gradients.items()))
 
 
@@ -168,8 +169,8 @@ def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
     if not gradients:
         return NO_WORK
     viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call).items() if name in gradients), start=0)
-    written = _bytes(call.results)
-    if viewed == written and len(call.results) == 1:
+    written = _bytes(call.outputs)
+    if viewed == written and len(call.outputs) == 1:
         return NO_WORK
     whole = tuple((name, "activation") for name in gradients)
     return Work(0, viewed + written, 1, "movement", call=call, half="backward_input", gradients=whole)
@@ -194,8 +195,8 @@ def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]]
         shapes: of the tensors that nodes give; None: as ``meta["val"]`` has them.
     """
     assert isinstance(node.target, OpOverload)
-    arguments = tuple((name, described(value, shapes)) for name, value in bound_arguments(node).items())
-    return Call(node.target, arguments, tensor_shapes(node.meta.get("val")) if shapes is None else shapes[node])
+    arguments = [(name, described(value, shapes)) for name, value in bound_arguments(node).items()]
+    return Call.numbered(node.target, arguments, tensor_shapes(node.meta.get("val")) if shapes is None else shapes[node])
 
 
 def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | None = None) -> Any:
@@ -226,7 +227,7 @@ def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | 
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return NO_WORK
     call = call_of_node(node, shapes)
-    return NO_WORK if not call.results or shares_memory(node) else call_work(call)
+    return NO_WORK if not call.outputs or shares_memory(node) else call_work(call)
 
 
 def call_work(call: Call) -> Work:
@@ -264,7 +265,7 @@ def _flash(call: Call) -> Call:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, value = call.shape("query"), call.shape("value")
     result = TensorSpec((*query[:-1], value[-1]), call.arguments["query"].dtype)
-    return Call(plain, tuple((name, known.get(name)) for name in names), (result,))
+    return Call.numbered(plain, [(name, known.get(name)) for name in names], (result,))
 
 
 def _attention_forward(call: Call) -> Products:
@@ -279,7 +280,7 @@ def _convolution_backward(call: Call) -> Products:
     """The gradients that the output mask asks for."""
     gradient = call.arguments["grad_output"]
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    values = tuple((name, None if name == "bias" else call.arguments[name]) for name in names)
-    gradients = operand_gradients("input", "weight", windowed=True)(Call(aten.convolution.default, values, (gradient,)))
+    values = [(name, None if name == "bias" else call.arguments[name]) for name in names]
+    gradients = operand_gradients("input", "weight", windowed=True)(Call.numbered(aten.convolution.default, values, (gradient,)))
     mask = call.arguments["output_mask"]
     return tuple(product for name, wanted in zip(("input", "weight"), mask, strict=False) if wanted for product in gradients[name])

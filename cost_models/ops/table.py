@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from cost_models.ops import contractions as recurrent
-from cost_models.ops.call import Call
 from cost_models.ops.contractions import Products, attention, attention_gradients, contraction, operand_gradients
 from cost_models.ops.work import Family
 from passes.ir.tensor_spec import Size, numel
+from passes.rules.call import Call
 
 __all__ = ["OPERATIONS", "Operation"]
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias
 
-from cost_models.ops.call import Call
+from cost_models.ops.call import at_numbers
 from passes.ir.tensor_spec import Size
+from passes.rules.call import Call
 
 __all__ = ["NO_WORK", "Family", "Gradients", "Half", "Product", "Values", "Work", "flops_of"]
 
@@ -96,7 +97,7 @@ class Work:
         products = tuple(
             Product(values[each.batch], values[each.rows] * share, values[each.columns], values[each.inner]) for each in self.products
         )
-        call = self.call.at(values) if self.call is not None and share == 1 else None
+        call = at_numbers(self.call, values) if self.call is not None and share == 1 else None
         return replace(self, flops=values[self.flops] * share, bytes=values[self.bytes] * share, products=products, call=call)
 
 

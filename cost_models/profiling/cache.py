@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cost_models.ops.call import Call
 from passes.ir.checked_arguments import conform
 from passes.ir.errors import ConfigError
+from passes.rules.call import Call
 
 __all__ = ["MeasurementStore"]
 

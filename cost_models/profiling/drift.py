@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from time import monotonic
 
-from cost_models.ops.call import Call
+from passes.rules.call import Call
 
 __all__ = ["Paces"]
 

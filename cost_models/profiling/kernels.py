@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, fx
 
-from cost_models.ops.call import Call
+from cost_models.ops.call import arguments_with
 from cost_models.ops.cost import call_of_node
 from cost_models.ops.work import Gradients, Half
 from passes.autograd.partition_joint import split_backward
@@ -29,6 +29,7 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import TraceError
 from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import FakeTensorMode, OpOverload
+from passes.rules.call import Call
 from passes.stages.split import StageGraph
 
 __all__ = ["Kernels", "kernels_of"]
@@ -68,7 +69,7 @@ def _can_be_called(call: Call) -> bool:
     """Whether the operator takes tensors of such sizes: of what is only estimated (windows of unequal tiles) sizes need not fit."""
     meta = torch.device("meta")
     try:
-        call.operator(**call.filled(lambda _, shape: torch.empty(shape.shape, dtype=shape.dtype, device=meta), meta))
+        call.operator(**arguments_with(call, lambda _, shape: torch.empty(shape.shape, dtype=shape.dtype, device=meta), meta))
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return False
     return True
@@ -87,7 +88,7 @@ def _stage_of(call: Call, gradients: Mapping[str, str], device: torch.device) ->
 
     with FakeTensorMode():
         by_kind = sorted(call.values, key=lambda pair: _KINDS.index(gradients.get(pair[0], "")))
-        arguments = replace(call, values=tuple(by_kind)).filled(placeholder, device)
+        arguments = arguments_with(replace(call, values=tuple(by_kind)), placeholder, device)
         node = graph.call_function(call.operator, (), arguments)
         node.meta["val"] = call.operator(**fx.map_arg(arguments, lambda each: each.meta["val"]))
         outputs = _differentiable_results(graph, node)
@@ -127,5 +128,5 @@ def _kernels(graph: fx.Graph) -> Iterator[Call]:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and not shares_memory(node):
             call = call_of_node(node)
-            if call.results:
+            if call.outputs:
                 yield call

@@ -24,7 +24,7 @@ from torch import Tensor
 from cost_models.cost_model import Roofline
 from cost_models.hardware.devices import Device, Link, parse_device
 from cost_models.hardware.timer import median_seconds
-from cost_models.ops.call import Call, tensors_in
+from cost_models.ops.call import arguments_with
 from cost_models.ops.cost import call_work
 from cost_models.ops.work import Family, Gradients, Work
 from cost_models.profiling.cache import MeasurementStore
@@ -32,6 +32,7 @@ from cost_models.profiling.drift import Paces
 from cost_models.profiling.kernels import Kernels, kernels_of
 from passes.ir.checked_arguments import checked_arguments, read_by
 from passes.ir.tensor_spec import TensorSpec
+from passes.rules.call import Call, tensors_in
 
 __all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted", "measure_call"]
 
@@ -210,7 +211,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     """
     for spread in (True, False):
         try:
-            arguments = call.filled(partial(_made_up, places=_places(call) if spread else 1, device=device), device)
+            arguments = arguments_with(call, partial(_made_up, places=_places(call) if spread else 1, device=device), device)
             with torch.no_grad():
                 return median_seconds(lambda given=arguments: call.operator(**given), device, among_others=True)  # type: ignore[misc]
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):

@@ -20,7 +20,6 @@ from torch import fx
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Device
-from cost_models.ops.call import Call
 from cost_models.ops.cost import call_work, node_work
 from cost_models.ops.fusion import Fusion, fused
 from cost_models.ops.work import Work
@@ -32,6 +31,7 @@ from passes.ir.comm.primitives import draw_alike
 from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import OpOverload
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
+from passes.rules.call import Call
 
 __all__ = ["NodePrices", "is_mask", "is_part_of_mask", "share_taken"]
 
@@ -65,7 +65,8 @@ class NodePrices:
         results = tuple(TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves_of(result))
         if is_view or not results:
             return 0.0
-        call = Call(node.target, tuple((name, _described(value, values)) for name, value in bound_arguments(node).items()), results)
+        arguments = [(name, _described(value, values)) for name, value in bound_arguments(node).items()]
+        call = Call.numbered(node.target, arguments, results)
         if call not in self._known:
             self._known[call] = self.seconds(call_work(call), results[0].known_dtype)
         return self._known[call]

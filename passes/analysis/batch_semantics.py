@@ -287,7 +287,7 @@ _MEAN, _SUM = 1, 2
 
 def _counted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
     """A mean over class targets divides by those that are not ignored, weighted by class: no mean of parts, but a sum that is divided."""
-    if call["reduction"] != _MEAN or call.operand("target").dtype.is_floating_point:
+    if call["reduction"] != _MEAN or call.operand("target").known_dtype.is_floating_point:
         return None
     summed = roles_by_rule(_with(call, reduction=_SUM), roles, batch)
     return (Total("mean", counted=True),) if summed == (Total("sum"),) else None

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import tree_leaves
 from passes.rules.call import Call, Operand, call_of
 
@@ -82,10 +83,10 @@ class FittedSizes:
 
     def call(self, node: fx.Node) -> Call | None:
         own, other = call_of(node), call_of(self.pairs[node])
-        if own is None or other is None or len(own.results) != len(other.results):
+        if own is None or other is None or len(own.outputs) != len(other.outputs):
             return None
-        values, results = self._fit(own.values, other.values), self._fit(own.results, other.results)
-        return dataclasses.replace(own, values=values, results=results)
+        values, outputs = self._fit(own.values, other.values), self._fit(own.outputs, other.outputs)
+        return dataclasses.replace(own, values=values, outputs=outputs)
 
     def number(self, node: fx.Node) -> Any:
         own, other = (each.meta.get("val") for each in (node, self.pairs[node]))
@@ -93,7 +94,7 @@ class FittedSizes:
 
     def _fit(self, own: Any, other: Any) -> Any:
         """One expression for both numbers: constant, a multiple of the batch size, or a constant divided by it."""
-        if isinstance(own, Operand):
+        if isinstance(own, TensorSpec):
             return dataclasses.replace(own, shape=self._fit(own.shape, other.shape))
         if isinstance(own, tuple):
             return tuple(self._fit(*pair) for pair in zip(own, other, strict=True))

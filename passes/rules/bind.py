@@ -265,7 +265,7 @@ def linear_sets(
             elif value is not None and value != 0:
                 break
         else:
-            if operands and not _rounds(operands, call.dtypes):
+            if operands and not _rounds(operands, [output.known_dtype for output in call.outputs]):
                 found.append(frozenset(operand.index for operand in operands) | added)
     return tuple(dict.fromkeys(found))
 
@@ -273,7 +273,7 @@ def linear_sets(
 def _rounds(operands: set[Operand], results: Sequence[torch.dtype]) -> bool:
     if any(operand.dtype == torch.bool for operand in operands) or torch.bool in results:
         return True
-    continuous = any(operand.dtype.is_floating_point or operand.dtype.is_complex for operand in operands)
+    continuous = any(operand.known_dtype.is_floating_point or operand.known_dtype.is_complex for operand in operands)
     return continuous and not all(dtype.is_floating_point or dtype.is_complex for dtype in results)
 
 

@@ -108,7 +108,7 @@ def classification(call: Call) -> str:
     cut. A mean over probabilities divides by their number.
     """
     source, target = call.operand("self"), call.operand("target")
-    probabilities = target.dtype.is_floating_point
+    probabilities = target.known_dtype.is_floating_point
     mark = {_NONE: "", _SUM: ":sum", _MEAN: ":mean" if probabilities else "!"}.get(call["reduction"])
     if mark is None:
         raise MisfitError("an unknown reduction")

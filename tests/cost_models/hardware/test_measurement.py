@@ -17,7 +17,6 @@ from cost_models.hardware import detect as detection
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import Device, Link
 from cost_models.hardware.measure import STEPS, gloo_link, measure_machine
-from cost_models.ops.call import Call
 from cost_models.ops.cost import call_work
 from cost_models.ops.work import Gradients, Product, Work
 from cost_models.profiling.cache import MeasurementStore, key_of
@@ -26,6 +25,7 @@ from cost_models.profiling.kernels import kernels_of
 from cost_models.profiling.op_times import MeasuredCosts, Sample, fitted, measure_call
 from partitioner import partition
 from passes.ir.tensor_spec import TensorSpec
+from passes.rules.call import Call
 
 aten = torch.ops.aten
 DEVICE = Device("d", {"float32": 1e12}, 2**30, 1e11)
@@ -36,10 +36,10 @@ def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
 
 
 def product(rows: int) -> Call:
-    return Call(aten.mm.default, (("self", shape(rows, 64)), ("mat2", shape(64, 32))), (shape(rows, 32),))
+    return Call.numbered(aten.mm.default, (("self", shape(rows, 64)), ("mat2", shape(64, 32))), (shape(rows, 32),))
 
 
-LOOKUP = Call(
+LOOKUP = Call.numbered(
     aten.embedding.default,
     (
         ("weight", shape(9, 4)),
@@ -57,7 +57,7 @@ def test_calls_run_on_made_up_tensors() -> None:
         seconds = measure_call(call, torch.device("cpu"))
         assert seconds is not None
         assert 0 < seconds < 10
-    refused = Call(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
+    refused = Call.numbered(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
     assert measure_call(refused, torch.device("cpu")) is None
 
 
@@ -182,10 +182,10 @@ def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: p
 
 def linear(rows: int) -> Call:
     values = ("input", shape(rows, 3, 64)), ("weight", shape(32, 64)), ("bias", shape(32))
-    return Call(aten.linear.default, values, (shape(rows, 3, 32),))
+    return Call.numbered(aten.linear.default, values, (shape(rows, 3, 32),))
 
 
-ATTENTION = Call(
+ATTENTION = Call.numbered(
     aten.scaled_dot_product_attention.default,
     (*((name, shape(2, 2, 8, 4)) for name in ("query", "key", "value")), ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", True)),
     (shape(2, 2, 8, 4),),
@@ -210,7 +210,7 @@ KERNELS: dict[str, tuple[Call, Gradients, dict[str, list[str]]]] = {
     ),
     "a lookup": (LOOKUP, (("weight", "weight"),), {"forward": ["embedding"], "backward_weight": ["embedding_dense_backward"]}),
     "parts of a tensor": (
-        Call(aten.split.Tensor, (("self", shape(4, 6)), ("split_size", 2)), (shape(2, 6), shape(2, 6))),
+        Call.numbered(aten.split.Tensor, (("self", shape(4, 6)), ("split_size", 2)), (shape(2, 6), shape(2, 6))),
         (("self", "activation"),),
         {"forward": [], "backward_input": ["cat"]},
     ),
@@ -246,7 +246,7 @@ def test_what_is_timed_for_a_plan_is_what_its_programs_do(monkeypatch: pytest.Mo
 
 def test_a_call_that_cannot_be_differentiated_alone_is_priced_by_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cost_models.profiling.op_times.measure_call", lambda *_: 2.0)
-    refused = Call(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
+    refused = Call.numbered(aten.mm.default, (("self", shape(3, 4)), ("mat2", shape(5, 6))), (shape(3, 6),))
     gradients = (("self", "activation"),)
     assert kernels_of(refused, gradients, torch.device("cpu")) is None
     work = replace(call_work(refused), gradients=gradients)

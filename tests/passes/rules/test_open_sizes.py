@@ -11,8 +11,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import OpOverload, tree_map_only
-from passes.rules.call import Call, Operand, call_of
+from passes.rules.call import Call, call_of
 from passes.rules.registry import loops_of_call
 from tests.support.samples.rule_samples import samples
 from tests.support.samples.rule_samples_values import Sample
@@ -45,14 +46,13 @@ def with_open_sizes(call: Call) -> Iterator[Call]:
             for numbers in (False, True):
 
                 def open_(value: Any, size: Any = size, opened: sympy.Expr = opened, numbers: bool = numbers) -> Any:
-                    if isinstance(value, Operand):
+                    if isinstance(value, TensorSpec):
                         return dataclasses.replace(value, shape=tuple(opened if each == size else each for each in value.shape))
                     if isinstance(value, tuple):
                         return tuple(open_(each) for each in value)
                     return opened if numbers and type(value) is int and value == size else value
 
-                results = tuple(tuple(opened if each == size else each for each in shape) for shape in call.results)
-                yield dataclasses.replace(call, values=open_(call.values), results=results)
+                yield dataclasses.replace(call, values=open_(call.values), outputs=open_(call.outputs))
 
 
 @pytest.mark.parametrize("operator", OF_OPERATORS, ids=str)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from passes.analysis.batch_roles import Rows
 from passes.analysis.batch_semantics import result_roles
-from passes.rules.call import Call, Operand, Shape
+from passes.ir.tensor_spec import TensorSpec
+from passes.rules.call import Call, Shape
 
 aten = torch.ops.aten
 BATCH = sympy.Symbol("batch", positive=True, integer=True)
@@ -64,8 +65,8 @@ def run_rules(shape: Shape, dimension: int, steps: Sequence[Step]) -> Rows | Non
     for kind, argument in steps:
         after = argument if kind == "reshape" else tuple(shape[index] for index in argument)
         operator, name = (aten.view.default, "size") if kind == "reshape" else (aten.permute.default, "dims")
-        values = (("self", Operand(0, shape, torch.float32)), (name, argument))
-        found = result_roles(Call(operator, values, (after,), (torch.float32,)), [role], BATCH)
+        values = (("self", TensorSpec(shape, torch.float32)), (name, argument))
+        found = result_roles(Call.numbered(operator, values, (TensorSpec(after, torch.float32),)), [role], BATCH)
         if found is None:
             return None
         assert isinstance(found[0], Rows)
