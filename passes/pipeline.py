@@ -68,13 +68,13 @@ class Target:
         rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
         devices: for each rank, where it runs: graphs name the device that they create tensors on.
         pipelines: ``"all"``, or ``"kinds"``: one pipeline for each kind of part, for programs that are inspected and do not run.
-        differentiation: what is differentiated; None: nothing.
+        differentiation: what is differentiated, by the names of results in the first pipeline; None: nothing.
         share: whether stages that compute alike share one training graph, with the names of one of them: enough to inspect costs.
         kind: what the programs do.
         n_microbatches: of a step.
         schedule: of a training step.
         loss: of a training step.
-        given: of a backward, the outputs whose gradients are not mere zeros.
+        given: of a backward, the outputs whose gradients are not mere zeros, by their names in the first pipeline.
         gradients: whether gradients of parameters are summed over ranks.
         inputs: whether results that lie by rows are put together, or stay with the ranks that have the rows.
         inline: whether all stages that communicate are inlined in programs of a mesh.
@@ -201,11 +201,25 @@ def differentiate(lowered: Lowered, target: Target) -> Lowered:
         return lowered
     trained: dict[tuple[int, int], LoweredStages] = {}
     for position, stages in lowered.stages.items():
-        key = ("differentiate", id(stages), wanted, target.share)
+        own = replace(wanted, outputs=_outputs_here(lowered, stages, wanted.outputs))
+        key = ("differentiate", id(stages), own, target.share)
         if key not in lowered.shared:
-            lowered.shared[key] = differentiate_stages(stages, wanted, recompute, share=target.share)
+            lowered.shared[key] = differentiate_stages(stages, own, recompute, share=target.share)
         trained[position] = lowered.shared[key]
     return replace(lowered, stages=trained)
+
+
+def _outputs_here(lowered: Lowered, stages: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
+    """Return the names that results have in a pipeline's stages.
+
+    Parts of unequal sizes need unequal calls, so that a result may have another name in each, or the name of another value.
+
+    Args:
+        outputs: results, by their names in the first pipeline.
+    """
+    pairs = zip(lowered.stages[0, 0].graph.outputs, stages.graph.outputs, strict=True)
+    names = {first.node: own.node for first, own in pairs if first.node is not None and own.node is not None}
+    return frozenset(names[name] for name in outputs)
 
 
 def emit(lowered: Lowered, target: Target) -> Lowered:
@@ -217,7 +231,8 @@ def emit(lowered: Lowered, target: Target) -> Lowered:
         first: dict[tuple[torch.device, ...], int] = {}
         alike = {each: first.setdefault(_stage_devices(lowered, target, number, each), each) for each in sorted(set(replicas.values()))}
         devices = [target.devices[rank] for rank in ranks]
-        emitted = {each: _emitted(lowered.stages[number, each], target, devices) for each in first.values()}
+        given = _outputs_here(lowered, lowered.stages[number, 0], target.given)
+        emitted = {each: _emitted(lowered.stages[number, each], replace(target, given=given), devices) for each in first.values()}
         own = (emitted[alike[replica]][place] for place, replica in sorted(replicas.items()))
         programs += [(number, program) for program in own if owner[ranks[program.rank]] == number]
     return replace(lowered, programs=tuple(programs))
