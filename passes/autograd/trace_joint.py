@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 
 from passes.autograd.kernel_layouts import request_layouts
+from passes.graph.aliasing import mutated_arguments, writes_statistics
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import simplify
 from passes.graph.fake_tensors import fake_mode
@@ -160,6 +161,19 @@ class _Differentiable(fx.Interpreter):
     weights or the initial state do, as in the first layer of any model. Those get the form that an input with a gradient would have.
     """
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give a normalisation its running statistics by names of their own, whose later writes autograd does not count.
+
+        In training its backward does not read them. Autograd keeps them nevertheless, and would refuse a backward behind another write:
+        a second call of the module may update them by ``copy_``, where its axes are cut, in place of the operation's own update.
+        """
+        statistics = frozenset(mutated_arguments(n)) if n.op == "call_function" and writes_statistics(n) else frozenset()
+
+        def value(node: fx.Node) -> Any:
+            return self.env[node].data if node in statistics else self.env[node]
+
+        return fx.map_arg(n.args, value), fx.map_arg(n.kwargs, value)
+
     def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Any:
         if target is torch.ops.aten.lstm.input and any(_requires_gradient(value) for value in pytree.tree_leaves((args, kwargs))):
             # None: the other settings stay as they are; the defaults would set them, with a warning.
@@ -192,6 +206,7 @@ def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Seq
     for node in traced.nodes:
         copies[node] = graph.placeholder(next(names)) if node.op == "placeholder" else graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
+    simplify(graph)  # a buffer read by a detached name is the buffer itself
     functionalize(graph, buffers=(*stage.bound, *stage.arguments), differentiable=False)
     sources = {node: str(node.meta[_SOURCE][-1].name) for node in graph.nodes if _SOURCE in node.meta}
     simplify(graph)

@@ -169,13 +169,10 @@ class _Functionalizer:
             else:
                 self._write(node, written)
             return
+        if statistics:
+            self._update_buffers(node)
         self._follow(node)
         self._result(node, is_changed)
-        for name in statistics:
-            name.base.version += 1
-            name.version, name.base.declared = name.base.version, None
-            assert name.base.placeholder is not None
-            name.value = name.base.placeholder
 
     def _refuse(self, node: fx.Node, problem: str, remedy: str) -> NoReturn:
         raise TraceError(problem, place=place_of(node), remedy=remedy)
@@ -420,6 +417,18 @@ class _Functionalizer:
         node.args, node.kwargs = tuple(None if name in ("running_mean", "running_var") else each for name, each in bound.items()), {}
         written.clear()
         return []
+
+    def _update_buffers(self, node: fx.Node) -> None:
+        """Have a normalisation write the buffers themselves, whatever earlier write its arguments are the results of.
+
+        Those writes have been declared in front of it, and stay: it reads what they left in the buffers.
+        """
+        for source in mutated_arguments(node):
+            name = self._names[source]
+            assert name.base.placeholder is not None
+            node.replace_input_with(source, name.base.placeholder)
+            name.base.version += 1
+            name.value, name.version, name.base.declared = name.base.placeholder, name.base.version, None
 
     def _return_statistics(self, node: fx.Node, written: list[_Name]) -> None:
         """Have a normalisation return the statistics that it would write into tensors that are no buffers."""

@@ -307,12 +307,16 @@ class LayoutWalk:
                 if not self._is_clear(call, cut) or (factor in call.slid and cut in outer):
                     continue
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
-                writes = [need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written]
-                if self._starts_here(call, cut) and not any(isinstance(need, Varying) for need in writes):
+                writes = {operand.name: need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written}
+                if self._starts_here(call, cut) and all(self._can_write(name, need) for name, need in writes.items()):
                     allowed.append((cut, needs))
         if len(allowed) > 1:
             return min(allowed, key=lambda each: self._price(call, each[0], each[1], index))[0]
         return allowed[0][0] if allowed else None
+
+    def _can_write(self, name: str, need: Placement) -> bool:
+        """Whether what a call writes in place, where it lies so, is what ranks hold of a buffer (see ``_stored``)."""
+        return not isinstance(need, Varying) and not (isinstance(need, Shard) and name in self.graph.updates)
 
     def _fits(self, axis: int, index: int) -> bool:
         """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""

@@ -30,6 +30,45 @@ class UnreadNorm(nn.Module):
         return z
 
 
+class SharedNorm(nn.Module):
+    """Batch normalisation that is called for images, whose height tiles cut, and for their means, which they do not.
+
+    Args:
+        calls: in order, of "images", "means"; with "unread " in front those whose results nobody reads.
+    """
+
+    def __init__(self, *calls: str, affine: bool = True) -> None:
+        super().__init__()
+        self.calls = calls
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4, affine=affine), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {"images": self.first(x)}
+        values["means"] = values["images"].tanh().mean((2, 3), keepdim=True)
+        for call in self.calls:
+            name = call.split()[-1]
+            found = self.norm(values[name])
+            values[name] = values[name] if call.startswith("unread") else found
+        z: Tensor = self.last(values["images"] * values["means"])
+        return z
+
+
+class PassedAverages(nn.Module):
+    """Batch normalisation that is given what a write of its buffers returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.get_buffer("mean").mul_(0.7), self.get_buffer("variance").add_(0.1)
+        y = nn.functional.batch_norm(self.first(x), mean, variance, training=True)
+        z: Tensor = self.last(y.tanh())
+        return z
+
+
 def spectral(normalize: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(normalize(nn.Linear(8, 16)), nn.Tanh(), normalize(nn.Linear(16, 16)), nn.Tanh(), normalize(nn.Linear(16, 8)))
 
@@ -39,6 +78,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: spectral(nn.utils.spectral_norm),
     "spectral_norm_parametrization": lambda: spectral(nn.utils.parametrizations.spectral_norm),
     "unread_norm": UnreadNorm,
+    "passed_averages": PassedAverages,
 }
 
 
@@ -51,6 +91,8 @@ def model(name: str) -> nn.Module:
     ("name", "devices", "mode", "options"),
     [
         ("unread_norm", 2, "data", {}),
+        ("passed_averages", 2, "data", {}),
+        ("passed_averages", 2, "model", {}),
         ("cache", 2, "data", {}),
         ("cache", 2, "fsdp", {}),
         ("average", 2, "tensor", {}),
@@ -65,6 +107,28 @@ def model(name: str) -> nn.Module:
 )
 def test_buffers_are_what_the_model_makes_them(name: str, devices: int, mode: Any, options: dict[str, Any]) -> None:
     assert_trains_as_original(model(name), devices, mode, **options)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ("unread images", "means"),
+        ("means", "unread images"),
+        ("images", "unread means"),
+        pytest.param(("unread images", "means", "unread images"), marks=pytest.mark.slow),
+        pytest.param(("unread means", "images", "unread means"), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("devices", "mode"), [(2, "tile"), pytest.param(1, {"tile": 2}, marks=pytest.mark.slow)])
+def test_calls_of_one_normalisation_update_it_in_turn(calls: tuple[str, ...], devices: int, mode: Any) -> None:
+    """Tiles write out the updates of some calls; the others are left to the operation."""
+    torch.manual_seed(0)
+    assert_trains_as_original(SharedNorm(*calls), devices, mode)
+
+
+def test_calls_of_one_normalisation_without_weights() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_original(SharedNorm("unread images", "means", affine=False), 2, "tile")
 
 
 @pytest.mark.parametrize("name", ["average_read", "cache", "maximum", "sum"])
@@ -113,7 +177,7 @@ def test_evaluation_writes_no_buffer() -> None:
 def test_every_mode_leaves_the_buffers_of_the_model_or_refuses(name: str, recompute: str) -> None:
     for devices, mode, options in MODES:
         microbatched = options.get("n_microbatches", 1) > 1
-        if "tile" in str(mode) or (name == "unread_norm" and microbatched):
+        if "tile" in str(mode) or (name in ("unread_norm", "passed_averages") and microbatched):
             continue
         error = refusal(model(name), devices, mode, recompute=recompute, **options)
         if error is not None:
