@@ -12,6 +12,7 @@ from partitioner.tracing.inputs.flatten import output_names
 from passes.analysis.batch_semantics import combination, follow_batch
 from passes.analysis.batch_sizes import Sizes
 from passes.analysis.replicable import replicable_nodes
+from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import declared_writes
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import Combine, ModelGraph, Output
@@ -47,11 +48,13 @@ def with_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
         else:
             described.append(Output(name, None, leaf, "same", None))
     updates: dict[str, Combine] = {}
+    others = _written_besides(graph)
     for name, write in _written(graph).items():
         value = write.args[1]
         assert isinstance(value, fx.Node)
         combine, _, _ = combination(value, flow)
-        updates[name] = "mixed" if combine == "concatenate" else combine  # a buffer has no batch
+        is_mixed = combine == "concatenate" or name in others  # a buffer has no batch
+        updates[name] = "mixed" if is_mixed else combine
     notes = (*graph.notes, *reasons)
     return dataclasses.replace(graph, outputs=tuple(described), notes=notes, mixing=flow.mixing, updates=updates)
 
@@ -59,6 +62,12 @@ def with_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
 def _written(graph: ModelGraph) -> dict[str, fx.Node]:
     """Buffer -> its declared write; running statistics of normalisations are written by these."""
     return declared_writes(graph.graph, graph.buffers)
+
+
+def _written_besides(graph: ModelGraph) -> frozenset[str]:
+    """Buffers that a normalisation writes: with a declared write, too, each microbatch would begin with what the one before left."""
+    calls = (node for node in graph.computing_nodes() if node.target is not torch.ops.aten.copy_.default)
+    return frozenset(written.name for node in calls if node.op == "call_function" for written in mutated_arguments(node))
 
 
 def _is_size(leaf: object) -> TypeGuard[fx.Node]:
