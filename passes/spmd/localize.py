@@ -287,11 +287,14 @@ class _Localizer:
         inside = inside_of(node, cuts[0].factor)
         assert inside is not None
         factors = {factor.name: self.extents.whole(factor.size) for factor in loops.factors}
+        layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
+        axes_of = zip(loops.factors, self.axes.factors[node.name], strict=True)
+        own = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
 
         def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
             return self.emit(function, args, kwargs, name, node)
 
-        return inside.on_part(InsideWriter(emit, self._size_node, cuts, given, factors, node.name))
+        return inside.on_part(InsideWriter(emit, self._size_node, cuts, given, factors, own, node.name))
 
     def _inner(self, node: fx.Node, cut: Cut) -> Size:
         """The size of what a factor holds inside the axis that is cut."""

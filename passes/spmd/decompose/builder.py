@@ -44,6 +44,7 @@ class InsideWriter:
         cuts: the mesh dimensions that cut inside.
         arguments: the operation's, its tensors those of the part.
         factors: name of each factor of the operation -> its size in the whole.
+        own: name of each factor -> its size in this rank's part.
         name: of the call that is written out.
     """
 
@@ -54,6 +55,7 @@ class InsideWriter:
         cuts: Sequence[InsideCut],
         arguments: Mapping[str, Any],
         factors: Mapping[str, Size],
+        own: Mapping[str, Size],
         name: str,
     ) -> None:
         self._emit = emit
@@ -61,6 +63,7 @@ class InsideWriter:
         self.cuts = tuple(cuts)
         self.arguments = arguments
         self.factors = factors
+        self.own = own
         self._name = name
 
     def __getitem__(self, name: str) -> Any:
@@ -76,7 +79,7 @@ class InsideWriter:
             name: self.call(aten.to.dtype, value, torch.float32) if name in _WIDENED and _is_half(value) else value
             for name, value in self.arguments.items()
         }
-        result = write(InsideWriter(self._emit, self._write_size, self.cuts, arguments, self.factors, self._name))
+        result = write(InsideWriter(self._emit, self._write_size, self.cuts, arguments, self.factors, self.own, self._name))
         wanted = self.arguments.get("dtype") or dtype
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
 

@@ -54,8 +54,7 @@ def batch_norm(write: InsideWriter) -> fx.Node:
 def group_norm(write: InsideWriter) -> fx.Node:
     """Statistics over the channels of a group and all of space; another mesh dimension may leave this rank some of the groups."""
     x, count = write["input"], write.count(*(name for name in write.factors if name not in ("batch", "groups")))
-    channels = next((cut.own for cut in reversed(write.cuts) if cut.factor == "channels"), write.factors.get("channels", 1))
-    grouped = write.call(aten.unflatten.int, x, 1, [-1, channels])
+    grouped = write.call(aten.unflatten.int, x, 1, [-1, write.own.get("channels", 1)])
     return _normalized(write, x, *_statistics(write, grouped, list(range(2, write.rank("input") + 1)), count), count)
 
 

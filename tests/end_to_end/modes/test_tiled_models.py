@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partitioner import Constraints, partition
 from passes.ir.comm.primitives import all_gather, halo_add, halo_exchange
@@ -22,6 +22,7 @@ from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.running.transparency import first_difference
 
 Mesh = Mapping[str, int | tuple[int, ...]]
+Mode = str | Mesh
 
 QUICK = {("dcgan_generator", 2)}
 """What always runs."""
@@ -66,6 +67,39 @@ def test_gradients_of_inputs(case: Case, *, training: bool) -> None:
     """To 1e-9, by the statistics of the batch and by those that are kept."""
     instance = case.build(batch_size=2)
     assert first_difference_of_tiles(instance.model.train(training), instance.args[0], 4, {"tile": 4}) == ""
+
+
+class FlattenedNorm(nn.Module):
+    """An image whose channels, rows and columns are the channels of a group normalisation."""
+
+    def __init__(self, groups: int, start: int) -> None:
+        super().__init__()
+        self.start = start
+        self.norm = nn.GroupNorm(groups, 6 * 5 * 4 if start == 1 else 6 * 5)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        averaged = nn.functional.avg_pool2d(x, 3, 1, 1)
+        result: Tensor = self.norm(averaged.flatten(1) if self.start == 1 else averaged.flatten(1, 2))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("devices", "mode"), [(2, "tile"), (4, {"tile": (2, 2)}), (4, {"tensor": 2, "tile": 2}), (1, {"tile": 2})], ids=str
+)
+@pytest.mark.parametrize("start", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_groups_of_channels_that_hold_space(groups: int, start: int, devices: int, mode: Mode) -> None:
+    """A rank's part of a group is every element that its rows of the image have in it, in each of the channels."""
+    torch.manual_seed(0)
+    model, x = FlattenedNorm(groups, start).double(), torch.randn(3, 6, 5, 4, dtype=torch.float64)
+    pm = partition(model, devices, mode, example_inputs=(x,))
+    torch.testing.assert_close(pm(x), model(x), rtol=1e-12, atol=1e-12)
+    model(x).square().mean().backward()
+    pm.train_step(x, target=torch.zeros(3), loss_fn=lambda output, _: output.square().mean())
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
 # -- beside other modes ------------------------------------------------------------------------------------------------------------
