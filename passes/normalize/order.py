@@ -106,8 +106,15 @@ def _remove_noise(exported: ExportedGraph, _: None) -> ExportedGraph:
 def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
     place_getitems(exported.graph)
     call_layer_by_layer(exported.graph)
-    draw_in_memory_order(exported.graph)
-    return replace(exported)
+    ambiguous = draw_in_memory_order(exported.graph)
+    return exported if exported.batch is None else replace(exported, notes=(*exported.notes, *map(_ambiguous, ambiguous)))
+
+
+def _ambiguous(node: fx.Node) -> str:
+    return (
+        f"{place_of(node)} draws random numbers for an expanded value that is not row-major; for a batch of one row they may be others "
+        f"than the model's: call .contiguous() in front of it"
+    )
 
 
 def _tidy(exported: ExportedGraph, _: None) -> ExportedGraph:

@@ -35,8 +35,13 @@ _FILLING = _NORMAL | {
 """Operators that draw a number for each element of their result, in the order of the memory that they fill."""
 
 
-def draw_in_memory_order(graph: fx.Graph) -> None:
-    """Rewrite in place the draws whose results are not row-major."""
+def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
+    """Rewrite in place the draws whose results are not row-major; return those whose order may be another for a batch of one row.
+
+    Where a dimension is expanded, torch orders memory by comparing strides in pairs, of which some are equal or zero: which are compared
+    depends on the stride of a dimension of size one, which means nothing otherwise.
+    """
+    ambiguous: list[fx.Node] = []
     lie_otherwise = kernel_values(graph) if draws(graph) else {}
     for node in list(graph.nodes):
         filled = node.meta.pop(FILLED, node.meta.get("val"))
@@ -44,8 +49,16 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
             continue
         filled = lie_otherwise.get(node, filled)
         order = memory_order(filled)
+        if order != sorted(order) and _is_expanded(filled):
+            ambiguous.append(node)
         if order != sorted(order) or (packet(node.target) in _NORMAL and not of_numbers(filled, "meta").is_contiguous()):
             _permute(graph, node, order)
+    return ambiguous
+
+
+def _is_expanded(value: Tensor) -> bool:
+    of_two_rows = of_numbers(value, "meta")
+    return any(size > 1 and not stride for size, stride in zip(of_two_rows.shape, of_two_rows.stride(), strict=True))
 
 
 def draws(graph: fx.Graph) -> bool:

@@ -290,6 +290,16 @@ def test_notes_name_what_the_user_should_know() -> None:
     assert graph.updates == {"b_norm_num_batches_tracked": "same", "b_seen": "mean"}
 
 
+@pytest.mark.parametrize("is_turned", [False, True], ids=["row_major", "turned"])
+def test_a_note_says_where_the_order_of_random_numbers_is_open(*, is_turned: bool) -> None:
+    def function(_: nn.Module, x: Tensor) -> Tensor:
+        spread = x.unsqueeze(1).expand(-1, 2, -1, -1)
+        return nn.functional.dropout(spread.transpose(-1, -2) if is_turned else spread, 0.4)
+
+    notes = trace(Call(function), (torch.zeros(4, 3, 6),)).notes
+    assert any("one row they may be others" in note and "dropout" in note for note in notes) == is_turned
+
+
 # -- the model is left as it was ---------------------------------------------------------------------------------------------------
 
 
