@@ -14,6 +14,9 @@ from tests.fuzz.writer import Draft, Template, Variable, Writer
 
 __all__ = ["Case", "generate"]
 
+_TURNED = ".clone(memory_format=torch.contiguous_format)"
+"""Dense memory: ``contiguous`` leaves a dimension of size one the stride that it has, which may be any."""
+
 FAMILIES = ("image", "image", "sequence", "sequence", "tokens", "vector")
 
 
@@ -70,7 +73,7 @@ def _with_other_inputs(program: Program, rng: random.Random) -> Program:
     if not first.is_float or kind > 0.25:
         return program
     if kind < 0.15:
-        turned = replace(first, code=f"{first.code}.transpose(0, 1).contiguous()")
+        turned = replace(first, code=f"{first.code}.transpose(0, 1){_TURNED}")
         opening = Statement(f"{first.name} = {first.name}.transpose(0, 1)", (first.name,))
         return replace(program, inputs=(turned, *others), statements=(opening, *program.statements))
     scale = Input("x9", "torch.randn(())", keyword=any(each.keyword for each in program.inputs))
@@ -166,7 +169,7 @@ def _features(program: Program, writer: Writer, family: str) -> set[str]:
         found.add("weights")
     if program.training and any("BatchNorm" in each.code for each in program.layers):
         found.add("batchnorm")
-    if any(".transpose(0, 1).contiguous()" in each.code for each in program.inputs):
+    if any(_TURNED in each.code for each in program.inputs):
         found.add("time_first")
     known = {each.name: each for each in writer.variables()}
     if any(known[name].open[:1] != (0,) for name in leaves(program.returned)):

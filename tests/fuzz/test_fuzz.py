@@ -12,7 +12,7 @@ from torch import Tensor
 from partitioner import ConfigError, PartitionedModel
 from tests.fuzz.configuration import Configuration
 from tests.fuzz.generator import Case, generate
-from tests.fuzz.outcome import Outcome, run_case
+from tests.fuzz.outcome import DifferenceError, LargestValue, Outcome, compare, run_case
 from tests.fuzz.program import Input, Layer, Program, Statement
 from tests.fuzz.reduction import reduce_case, reproduction
 
@@ -88,6 +88,17 @@ def test_planted_defect_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> 
         "refusal": ("refused", "ConfigError: refusal"),
     }
     assert (outcome.kind, outcome.reason.replace("test_fuzz.py", "outcome.py")) == expected[part]
+
+
+def test_rounding_is_allowed_by_what_was_computed_on_the_way() -> None:
+    with LargestValue() as largest:
+        x = torch.tensor([3.0], requires_grad=True)
+        x.masked_fill(torch.tensor([False]), torch.finfo(x.dtype).min).mul(-50.0).sub(1e300).sum().backward()
+    assert largest.value == 150.0
+    one = torch.tensor([1.0])
+    compare("output", one, one + 5e-9, rounding=1e-8)
+    with pytest.raises(DifferenceError):
+        compare("output", one, one + 5e-9, rounding=1e-9)
 
 
 def test_failure_reduces_to_the_statement_behind_it() -> None:
