@@ -18,7 +18,7 @@ from partitioner.lowering.lowering import Lowering
 from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import Lowerings, Variant, first_variant, variant_for
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.model.simulate import Assumptions
+from partitioner.model.session import Assumptions, Session
 from partitioner.options.arguments import EXAMPLES, VALUES, positional
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
@@ -308,6 +308,5 @@ def _lower(source: _Source, graph: ModelGraph, plan: Plan, runtime: Runtime, inp
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks)
     broadcast_values(model, state, runtime)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
-    return PartitionedModel(
-        model, graph, plan, runtime, state, Lowerings(graph, plan, lower_at, trace_again, inputs), assumed, source.dtype
-    )
+    lowerings = Lowerings(graph, plan, lower_at, trace_again, inputs)
+    return PartitionedModel(Session(model, graph, plan, runtime, state, lowerings, assumed, source.dtype))

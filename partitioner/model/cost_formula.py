@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Protocol
 
 import sympy
 import torch
@@ -15,40 +14,19 @@ from cost_models.formulas.program import program_work
 from cost_models.formulas.step import StepFormula, StepShape, step_formula
 from cost_models.hardware.clusters import Cluster, Link
 from cost_models.memory.optimizer_state import optimizer_states
-from partitioner.model.simulate import Assumptions
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.reports.sources import Explained
 from partitioner.schedules.catalog import make_schedule
 from partitioner.schedules.kind import peak_in_flight
-from passes.ir.checked_arguments import checked_arguments
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, STAGES, Mesh
 from passes.ir.schedule import Schedule
 
-__all__ = ["cost_formula", "plan_formula"]
+__all__ = ["cost_formula"]
 
 
-class _Planned(Protocol):
-    """A partitioned model, as far as formulas read it."""
-
-    _assumed: Assumptions
-
-    def explained(self) -> Explained:
-        """What reports read."""
-
-
-@checked_arguments()
-def cost_formula(self: _Planned) -> StepFormula:
-    """Step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
-
-    ``.model`` tells the FLOPs and bytes of every operation, before any is cut, in batch and sequence.
-    ``.evaluate`` takes whole grids of numbers; printed, each symbol is told with the plan's own value. See ``cost_models.formulas.step``.
-    """
-    return plan_formula(self.explained(), self._assumed.cluster, self._assumed.optimizer)
-
-
-def plan_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepFormula:
+def cost_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepFormula:
     """The formulas of a plan.
 
     Args:

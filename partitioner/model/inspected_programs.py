@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.lowering.variants import results_in_training
-from passes.autograd.staged_model import Differentiation
+from passes.autograd.staged_model import Differentiation, LoweredStages
 from passes.emit.programs import LossForm
 from passes.ir.graph import ModelGraph, Results
+from passes.ir.program import Program
 
-__all__ = ["InspectedPrograms", "LastStep", "shown"]
+__all__ = ["InspectedPrograms", "LastStep", "inspected_programs"]
 
 LastStep: TypeAlias = tuple[bool, Results, Differentiation, LossForm]
 """What the last training step was: whether means were sums of parts, what ranks returned, what was differentiated, the loss."""
@@ -34,8 +35,20 @@ class InspectedPrograms:
     differentiation: Differentiation | None
     loss: LossForm
 
+    @property
+    def stages(self) -> LoweredStages:
+        """The stages behind the programs."""
+        return self.lowering.stages if self.differentiation is None else self.lowering.training(self.differentiation)
 
-def shown(
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """One a rank."""
+        if self.differentiation is None:
+            return self.lowering.forward(self.n_microbatches).programs
+        return self.lowering.train_step(self.differentiation, self.n_microbatches, self.loss).programs
+
+
+def inspected_programs(
     graph: ModelGraph, batch: int, lowering_for: Callable[..., tuple[int, Lowering]], last_step: LastStep | None
 ) -> InspectedPrograms:
     """The last training step, before any the one that differentiates every result; a forward for a model that does not train.
@@ -43,7 +56,7 @@ def shown(
     Args:
         graph: the model.
         batch: rows.
-        lowering_for: ``PartitionedModel.lowering_for``.
+        lowering_for: ``Session.lowering_for``.
         last_step: if there was one.
     """
     results = results_in_training(graph)

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
+from cost_models.formulas.step import StepFormula
+from cost_models.hardware.clusters import Cluster
+from cost_models.simulator.result import Simulation
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.variants import Lowerings
 from partitioner.model.autograd import PartitionedForward
 from partitioner.model.calls import Calls
 from partitioner.model.cost_formula import cost_formula
-from partitioner.model.explain import explain, save_report
 from partitioner.model.gradient_accumulation import Accumulation
-from partitioner.model.inspected_programs import InspectedPrograms, LastStep, shown
+from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.model.losses.losses import Losses, check_loss
-from partitioner.model.record import record
-from partitioner.model.replan import replan
-from partitioner.model.simulate import Assumptions, simulate
+from partitioner.model.record import Recording, record
+from partitioner.model.replan import Replanned, replan
+from partitioner.model.session import Session
+from partitioner.model.simulate import simulate
+from partitioner.options.arguments import EXAMPLES, VALUES
+from partitioner.options.constraints import Constraints
 from partitioner.options.precision import converted_inputs
-from partitioner.planner.price_of_pins import Pinned
+from partitioner.planner.price_of_pins import Pinned, pinned
 from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
+from partitioner.reports.explain.explanation import explanation
 from partitioner.reports.explain.step_memory import warn_of_memory
+from partitioner.reports.page.build import save_page
 from partitioner.reports.sources import Explained
-from partitioner.reports.tables.devices import DeviceTable, device_table
-from partitioner.reports.tables.mesh_devices import mesh_table
+from partitioner.reports.tables.devices import DeviceTable
 from partitioner.runtime.arguments import BoundInputs
-from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
@@ -42,12 +46,11 @@ from partitioner.runtime.state.load_state import load_state
 from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
-from partitioner.runtime.state.parameters import Freezing, State, check_values
-from passes.autograd.staged_model import LoweredStages
+from partitioner.runtime.state.parameters import Freezing, check_values
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
-from passes.ir.graph import ModelGraph, Results
+from passes.ir.graph import Results
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.verify.programs import verify
@@ -62,36 +65,18 @@ class PartitionedModel(nn.Module):
     ``graphs`` to see what every rank does, and ``plan`` for where everything is.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        graph: ModelGraph,
-        plan: Plan,
-        runtime: Runtime,
-        state: State,
-        lowerings: Lowerings,
-        assumed: Assumptions,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__()
-        self.training = graph.training
-        # A tuple, so that the original, kept for comparison alone, is no submodule.
-        self._original = (original,)
         check_optimizers()
-        self._stand_in: tuple[nn.Parameter, ...] = (nn.Parameter(torch.empty(0)),) if state.parameter_names else ()
-        self._graph = graph
-        self._plan = plan
-        self._runtime = runtime
-        self._state = state
-        self._freezing = Freezing(state.named_parameters())
-        self._accumulation = Accumulation(state.named_parameters())
-        self._calls = Calls(original, graph, runtime, state, lowerings.rows, dtype)
-        self._gathered = GatheredState(state, runtime)
-        self._lowerings = lowerings
-        self._assumed = assumed
-        self._losses = Losses(runtime, graph)
+        self.training = session.graph.training
+        self._session = session
+        self._freezing = Freezing(session.state.named_parameters())
+        self._accumulation = Accumulation(session.state.named_parameters())
+        self._calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
+        self._gathered = GatheredState(session.state, session.runtime)
+        self._losses = Losses(session.runtime, session.graph)
         self._last_step: LastStep | None = None
-        self._choices: tuple[Pinned, ...] | None = None
+        self._prices: tuple[Pinned, ...] | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -108,7 +93,7 @@ class PartitionedModel(nn.Module):
         if not (torch.is_grad_enabled() and differentiation.outputs):
             return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
         self._check_parameters()
-        call = PartitionedForward(self._calls, self._runtime, lowering, differentiation, count, inputs, self._accumulation)
+        call = PartitionedForward(self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
         return self._calls.result(call.tracked(), inputs.batch)
 
     def train_step(
@@ -153,8 +138,8 @@ class PartitionedModel(nn.Module):
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
         if form.reduction == "batch" and (self._last_step is None or self._last_step[-1] != form):
-            schedule = lowering.schedule(self._plan.n_microbatches, form)
-            warn_of_memory(self._plan, lowering.training(differentiation), schedule, self._assumed.limits)
+            schedule = lowering.schedule(self._session.plan.n_microbatches, form)
+            warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
         loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         pairs = zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True)
@@ -167,39 +152,39 @@ class PartitionedModel(nn.Module):
     @property
     def _here(self) -> int:
         """The rank whose results this process returns."""
-        return self._runtime.local_ranks[0]
+        return self._session.runtime.local_ranks[0]
 
     def _check_parameters(self) -> None:
         """Raise ConfigError where the gradient of a parameter would not be what its owner expects."""
         self._freezing.check()
-        refuse_parameter_hooks(self._state.stored_parameters(), in_no_sync=self._accumulation.holds)
+        refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
-        check_values(self._state)
+        check_values(self._session.state)
         refuse_global_hooks()
-        self._state.refresh()
+        self._session.state.refresh()
         return self._calls.bind(args, kwargs)
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
         """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
-        return self._lowerings.for_batch(batch, in_parts=in_parts, results=results)
+        return self._session.lowering_for(batch, in_parts=in_parts, results=results)
 
     # -- looking at it -------------------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """Where everything runs, and when."""
-        return self._plan
+        return self._session.plan
 
     @property
     def data_parallel_size(self) -> int:
         """Into how many parts the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
-        return self._lowerings.rows.count
+        return self._session.lowerings.rows.count
 
     @property
     def data_parallel_rank(self) -> int:
         """Which of these parts this process has: ``rank`` of a ``DistributedSampler``."""
-        return self._lowerings.rows.place(self._here)
+        return self._session.lowerings.rows.place(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -209,21 +194,13 @@ class PartitionedModel(nn.Module):
     @checked_arguments()
     def graph(self, rank: int) -> fx.GraphModule:
         """The program of one rank."""
-        if not 0 <= rank < self._plan.n_ranks:
-            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._plan.n_ranks - 1}")
+        if not 0 <= rank < self._session.plan.n_ranks:
+            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._session.plan.n_ranks - 1}")
         return self.graphs[rank]
 
     def programs(self) -> tuple[Program, ...]:
         """The programs behind ``graphs``."""
-        return self._shown()[1]
-
-    def _shown(self) -> tuple[LoweredStages, tuple[Program, ...]]:
-        """The stages and programs that are looked at."""
-        found = self.inspected()
-        lowering, differentiation, count = found.lowering, found.differentiation, found.n_microbatches
-        if differentiation is None:
-            return lowering.stages, lowering.forward(count).programs
-        return lowering.training(differentiation), lowering.train_step(differentiation, count, found.loss).programs
+        return self.inspected().programs
 
     @checked_arguments()
     def dump_passes(self, folder: str | Path) -> None:
@@ -235,11 +212,12 @@ class PartitionedModel(nn.Module):
         found = self.inspected()
         whole = found.lowering.whole
         target = found.lowering.target(found.differentiation, found.n_microbatches, found.loss)
-        size = whole.batch_size if whole.batch is None and self._graph.batch is None else None
-        dump_passes(Path(folder), lambda: self._lowerings.trace_again(size), self._plan, target)
+        size = whole.batch_size if whole.batch is None and self._session.graph.batch is None else None
+        dump_passes(Path(folder), lambda: self._session.lowerings.trace_again(size), self._session.plan, target)
 
     def inspected(self) -> InspectedPrograms:
-        return shown(self._graph, self._plan.batch_size, self.lowering_for, self._last_step)
+        """Which programs are looked at: those of the last training step, if there was one."""
+        return self._session.inspected(self._last_step)
 
     @checked_arguments()
     def verify(self) -> None:
@@ -248,7 +226,7 @@ class PartitionedModel(nn.Module):
         Raises:
             VerificationError: naming nodes and ranks that do not fit; see ``passes.verify.programs``.
         """
-        count, lowering = self.lowering_for(self._plan.batch_size)
+        count, lowering = self.lowering_for(self._session.plan.batch_size)
         differentiation = lowering.everything(frozenset())
         verify(self.programs())
         verify(lowering.forward(count).programs)
@@ -262,24 +240,105 @@ class PartitionedModel(nn.Module):
         The batch is whole on every rank, also with ``inputs="local"``. Gradients, buffers and random numbers are afterwards what they
         were. ``bool(report)`` says whether all is equal.
         """
-        subject = Subject(self._original[0], self._graph, self._runtime, self._state, self._with_microbatches)
-        return check(subject, *converted_inputs((args, kwargs), self._calls.dtype))
+        session = self._session
+        subject = Subject(session.original, session.graph, session.runtime, session.state, self._with_microbatches)
+        return check(subject, *converted_inputs((args, kwargs), session.dtype))
 
-    explain, save_report, cost_formula, record, simulate, replan = explain, save_report, cost_formula, record, simulate, replan
+    @checked_arguments()
+    def explain(self, *, prices: bool = False) -> str:
+        """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it.
+
+        Beside the plan stand those that came next.
+
+        Args:
+            prices: tell also what everything that was decided beforehand costs (``mode=``, ``schedule=``, an entry of ``constraints=``).
+                Each price takes a search of its own, when it is first asked for: seconds for a small model.
+        """
+        if prices and self._prices is None:
+            problem = self._session.assumed.problem
+            self._prices = () if problem is None else pinned(problem, self.plan)
+        return explanation(self.explained(), (self._prices or ()) if prices else ())
+
+    @checked_arguments(VALUES, EXAMPLES)
+    def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
+        """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``.
+
+        Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
+        """
+        save_page(path, self.explained(), self._prices or (), self.device_table(), self.simulate(cluster), self.cost_formula)
+
+    @checked_arguments()
+    def cost_formula(self) -> StepFormula:
+        """Step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
+
+        ``.model`` tells the FLOPs and bytes of every operation, before any is cut, in batch and sequence.
+        ``.evaluate`` takes whole grids of numbers; printed, each symbol is told with the plan's own value. See
+        ``cost_models.formulas.step``.
+        """
+        return cost_formula(self.explained(), self._session.assumed.cluster, self._session.assumed.optimizer)
+
+    @checked_arguments()
+    def record(self) -> AbstractContextManager[Recording]:
+        """Take down when every rank computes and communicates; slices are named as those of ``simulate().timeline``."""
+        return record(self._session.runtime)
+
+    @checked_arguments(VALUES, EXAMPLES)
+    def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
+        """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
+
+        Args:
+            cluster: the machine; None: what the model was planned for.
+        """
+        return simulate(self._session, self.inspected(), cluster)
+
+    @checked_arguments(VALUES, EXAMPLES)
+    def replan(
+        self,
+        devices: int | Sequence[str | torch.device] | Cluster | None = None,
+        mode: str | Mapping[str, int | Sequence[int]] = "auto",
+        *,
+        cluster: Cluster | str | None = None,
+        memory_limit: int | str | None = None,
+        survivors: Sequence[int | None] | None = None,
+        constraints: Constraints | None = None,
+    ) -> Replanned:
+        """Plan anew where the number of devices, their memory or the hardware changed, and tell what moves. Nothing is moved or run.
+
+        Checkpoints are the same for all plans. In one process ``new.load_state_dict(pm.full_state_dict())`` and
+        ``new.load_optimizer_state_dict(optimizer, pm.full_optimizer_state_dict(old_optimizer))`` take the training over; where processes
+        are started anew, what ``torch.distributed.checkpoint`` saved of ``pm.sharded_state_dict()`` and
+        ``pm.sharded_optimizer_state_dict(...)``.
+
+        Args:
+            devices: as ``partition`` takes them; None: as many as now.
+            mode: what the new plan is to be; ``"auto"``: the fastest of all.
+            cluster: the hardware, if it is not what was planned for. More devices than that had are taken to be those of this machine.
+            memory_limit: per device; None: what the devices have.
+            survivors: for each new rank, the rank of now whose memory it has, or None for an empty one; an old rank that is not named is
+                gone, and what it alone held comes from a checkpoint. None: ranks keep their numbers, and those beyond are new.
+            constraints: what is decided already.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            InfeasiblePlanError: nothing fits the memory; says what would.
+        """
+        return replan(
+            self._session,
+            devices,
+            mode,
+            cluster=cluster,
+            memory_limit=memory_limit,
+            survivors=survivors,
+            constraints=constraints,
+        )
 
     def explained(self) -> Explained:
-        (lowered, programs), lowering = self._shown(), self.lowering_for(self._plan.batch_size)[1]
-        schedule = lowering.schedule(self._plan.n_microbatches, self.inspected().loss) if lowered.training else None
-        name = type(self._original[0]).__name__
-        found = (name, self._plan, self._graph, lowering.cut, lowered, lowering.pipelines, self._state.blocks, programs, schedule)
-        return Explained(*found, self._assumed.limits, self._assumed.planned_for(self._plan))
+        """What reports read."""
+        return self._session.explained(self.inspected())
 
     def device_table(self) -> DeviceTable:
         """A line for each rank: what ``print`` shows."""
-        lowering = self.lowering_for(self._plan.batch_size)[1]
-        if len(lowering.pipelines) == 1:
-            return device_table(type(self._original[0]).__name__, self._plan, lowering.stages, self._assumed.planned_for(self._plan))
-        return mesh_table(self.explained())
+        return self._session.device_table(self.inspected())
 
     def __repr__(self) -> str:
         return self.device_table().text()
@@ -289,11 +348,7 @@ class PartitionedModel(nn.Module):
 
     def _with_microbatches(self, count: int | None) -> PartitionedModel:
         """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
-        plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
-        lowerings = self._lowerings.with_microbatches(count)
-        twin = PartitionedModel(
-            self._original[0], self._graph, plan, self._runtime, self._state, lowerings, self._assumed, self._calls.dtype
-        )
+        twin = PartitionedModel(self._session.with_microbatches(count))
         twin._freezing = self._freezing
         return twin
 
@@ -305,25 +360,25 @@ class PartitionedModel(nn.Module):
         With all ranks in one process on one device they are those of the model: whole, and each once. With a rank a process each is what
         the rank holds of it. Parts of one parameter that lie on several devices of one process all have its name.
         """
-        for name, parameter in self._state.named_parameters():
+        for name, parameter in self._session.state.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
     @checked_arguments()
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
         """What a rank of this process computes with: of each parameter its part, under the original name. To look at, not to change."""
-        if rank not in self._runtime.local_ranks:
-            ranks = ", ".join(map(str, self._runtime.local_ranks))
+        if rank not in self._session.runtime.local_ranks:
+            ranks = ", ".join(map(str, self._session.runtime.local_ranks))
             raise ConfigError(f"rank {rank} is not in this process", remedy=f"the ranks in this process: {ranks}")
-        return self._state.named_parts(rank)
+        return self._session.state.named_parts(rank)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Where its stages have none, one empty parameter: optimizers refuse to have none."""
         found = [parameter for _, parameter in self.named_parameters()]
-        return iter(found or self._stand_in)
+        return iter(found or self._session.state.stand_in)
 
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers under their original names."""
-        for name, buffer in self._state.named_buffers():
+        for name, buffer in self._session.state.named_buffers():
             yield (f"{prefix}.{name}" if prefix else name), buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -339,7 +394,7 @@ class PartitionedModel(nn.Module):
         ``dcp.save(pm.sharded_state_dict())``; and, for any plan and number of processes, ``state = pm.sharded_state_dict()``,
         ``dcp.load(state)``, ``pm.load_state_dict(state)``. A model in one piece loads the same checkpoint into its ``state_dict()``.
         """
-        return dict(self._state.sharded())
+        return dict(self._session.state.sharded())
 
     @checked_arguments()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -359,7 +414,7 @@ class PartitionedModel(nn.Module):
         refuse_hooks(self, "load_state_dict()")
         if assign:
             raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
-        return load_state(self._state, state_dict, strict=strict)
+        return load_state(self._session.state, state_dict, strict=strict)
 
     @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
@@ -375,12 +430,44 @@ class PartitionedModel(nn.Module):
         Raises:
             ConfigError: something is left without a value, by name.
         """
-        self._runtime.agree("seed", seed_text(seed))
-        initialize(self._original[0], self._state, self._gathered, init_fn, seed)
+        self._session.runtime.agree("seed", seed_text(seed))
+        initialize(self._session.original, self._session.state, self._gathered, init_fn, seed)
 
-    full_optimizer_state_dict = full_optimizer_state_dict
-    sharded_optimizer_state_dict = sharded_optimizer_state_dict
-    load_optimizer_state_dict = load_optimizer_state_dict
+    @checked_arguments()
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
+
+        Returns:
+            ``"state"``: parameter -> ``exp_avg``, ``step``, ...; nothing for one that has had no gradient; ``"param_groups"``: the
+            options, with names of parameters.
+
+        Raises:
+            ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one
+                for each element, and this process holds a part of the parameter: nobody can say whose parts these are.
+        """
+        return full_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
+
+    @checked_arguments()
+    def sharded_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+
+        An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
+        """
+        return sharded_optimizer_state_dict(self._session.state, optimizer)
+
+    @checked_arguments()
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
+
+        Args:
+            optimizer: of the same kind.
+            state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+
+        Raises:
+            ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
+                parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
+        """
+        load_optimizer_state_dict(self._session.state, optimizer, state_dict)
 
     @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -411,7 +498,7 @@ class PartitionedModel(nn.Module):
             The norm before.
         """
         self._accumulation.check("clip_grad_norm_()")
-        norm = gradient_norm(self._original[0], self._state, self._runtime, norm_type)
+        norm = gradient_norm(self._session.original, self._session.state, self._session.runtime, norm_type)
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
 
@@ -420,9 +507,9 @@ class PartitionedModel(nn.Module):
     @checked_arguments()
     def train(self, mode: bool = True) -> PartitionedModel:
         """The mode is frozen when the model is traced; asking for that mode does nothing."""
-        if mode != self._graph.training:
+        if mode != self._session.graph.training:
             raise ConfigError(
-                f"this model was partitioned in {'training' if self._graph.training else 'evaluation'} mode, which is frozen",
+                f"this model was partitioned in {'training' if self._session.graph.training else 'evaluation'} mode, which is frozen",
                 remedy=f"partition(model, ..., training={mode}) makes another; full_state_dict() carries the weights over",
             )
         return self

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 
@@ -19,7 +18,6 @@ from cost_models.simulator.events import Slice
 from cost_models.simulator.result import Timeline
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.recorder import Recorder, recording
-from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["Recording", "record"]
@@ -54,20 +52,13 @@ class Recording:
         self._timeline = Timeline("measured", tuple(sorted(found)), computed, communicated)
 
 
-class _Recorded(Protocol):
-    """A partitioned model, as far as its recording reads it."""
-
-    _runtime: Runtime
-
-
-@checked_arguments()
 @contextlib.contextmanager
-def record(self: _Recorded) -> Iterator[Recording]:
+def record(runtime: Runtime) -> Iterator[Recording]:
     """Take down when every rank computes and communicates; slices are named as those of ``simulate().timeline``."""
     found = Recording()
     with recording() as recorders:
         yield found
-    found.finish(recorders, self._runtime)
+    found.finish(recorders, runtime)
 
 
 def _packed(recorder: Recorder) -> torch.Tensor:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.memory.optimizer_state import training_bytes
 from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import first_variant
-from partitioner.model.simulate import Assumptions
-from partitioner.options.arguments import EXAMPLES, VALUES
+from partitioner.model.session import Session
 from partitioner.options.constraints import Constraints
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode
@@ -28,9 +26,7 @@ from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.describe import words_of
 from partitioner.reports.tables.moved import moved_text
-from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.resharding_moves import Moves, TensorBytes, moves_between
-from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
@@ -58,76 +54,48 @@ class Replanned:
         return moved_text(words_of(self.before), words_of(self.plan), self.plan, self.moves)
 
 
-class _Planned(Protocol):
-    """A partitioned model, as far as another plan is made for it."""
-
-    _graph: ModelGraph
-    _plan: Plan
-    _state: State
-    _assumed: Assumptions
-    _original: tuple[nn.Module]
-
-
-@checked_arguments(VALUES, EXAMPLES)
 def replan(
-    self: _Planned,
-    devices: int | Sequence[str | torch.device] | Cluster | None = None,
-    mode: str | Mapping[str, int | Sequence[int]] = "auto",
+    session: Session,
+    devices: int | Sequence[str | torch.device] | Cluster | None,
+    mode: str | Mapping[str, int | Sequence[int]],
     *,
-    cluster: Cluster | str | None = None,
-    memory_limit: int | str | None = None,
-    survivors: Sequence[int | None] | None = None,
-    constraints: Constraints | None = None,
+    cluster: Cluster | str | None,
+    memory_limit: int | str | None,
+    survivors: Sequence[int | None] | None,
+    constraints: Constraints | None,
 ) -> Replanned:
-    """Plan anew where the number of devices, their memory or the hardware changed, and tell what moves. Nothing is moved, and nothing runs.
-
-    Checkpoints are the same for all plans. In one process ``new.load_state_dict(pm.full_state_dict())`` and
-    ``new.load_optimizer_state_dict(optimizer, pm.full_optimizer_state_dict(old_optimizer))`` take the training over; where processes are
-    started anew, what ``torch.distributed.checkpoint`` saved of ``pm.sharded_state_dict()`` and ``pm.sharded_optimizer_state_dict(...)``.
-
-    Args:
-        devices: as ``partition`` takes them; None: as many as now.
-        mode: what the new plan is to be; ``"auto"``: the fastest of all.
-        cluster: the hardware, if it is not what was planned for. More devices than that had are taken to be those of this machine.
-        memory_limit: per device; None: what the devices have.
-        survivors: for each new rank, the rank of now whose memory it has, or None for an empty one; an old rank that is not named is
-            gone, and what it alone held comes from a checkpoint. None: ranks keep their numbers, and those beyond are new.
-        constraints: what is decided already.
-
-    Raises:
-        ConfigError: an argument does not fit.
-        InfeasiblePlanError: nothing fits the memory; says what would.
-    """
-    places, hardware = _places(self, devices, cluster)
+    """Another plan, and what moves for it; see ``PartitionedModel.replan``."""
+    graph = session.graph
+    places, hardware = _places(session, devices, cluster)
     mesh = resolve_mode(mode, len(places))
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=tuple(map(str, places)),
         replicas=ranks_of_stages(mode),
         memory_limit=memory_limit,
-        optimizer=self._assumed.optimizer,
+        optimizer=session.assumed.optimizer,
         constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
-        modules=frozenset(name for name, _ in self._original[0].named_modules()),
-        batchnorm=self._plan.batchnorm,
+        modules=frozenset(name for name, _ in session.original.named_modules()),
+        batchnorm=session.plan.batchnorm,
     )
-    plan = PlanProblem(self._graph, hardware, request, self._assumed.cost_model, mesh).solve()
-    graph = fixed_for(self._graph, plan)
-    variant = dataclasses.replace(first_variant(graph, plan), batch_size=None)  # stages read the same at every size
-    after = PlanCuts(graph, plan, lambda _rows: graph).holdings(variant, places)
-    stored = {*self._graph.parameters, *self._graph.buffers}
-    sizes = {name: _sizes(value, self._assumed.optimizer) for name, value in _values(self).items() if name in stored}
-    left = _survivors(survivors, self._plan.n_ranks, len(places))
-    moves = moves_between(self._state.blocks, {name: after[name] for name in sizes}, sizes, left, len(places))
-    names = {**self._graph.parameters, **self._graph.buffers}
+    plan = PlanProblem(graph, hardware, request, session.assumed.cost_model, mesh).solve()
+    fixed = fixed_for(graph, plan)
+    variant = dataclasses.replace(first_variant(fixed, plan), batch_size=None)  # stages read the same at every size
+    after = PlanCuts(fixed, plan, lambda _rows: fixed).holdings(variant, places)
+    stored = {*graph.parameters, *graph.buffers}
+    sizes = {name: _sizes(value, session.assumed.optimizer) for name, value in _values(graph).items() if name in stored}
+    left = _survivors(survivors, session.plan.n_ranks, len(places))
+    moves = moves_between(session.state.blocks, {name: after[name] for name in sizes}, sizes, left, len(places))
+    names = {**graph.parameters, **graph.buffers}
     told = tuple(dataclasses.replace(move, name=names[move.name]) for move in moves.moves)
-    return Replanned(self._plan, plan, dataclasses.replace(moves, moves=told))
+    return Replanned(session.plan, plan, dataclasses.replace(moves, moves=told))
 
 
 def _places(
-    self: _Planned, devices: int | Sequence[str | torch.device] | Cluster | None, cluster: Cluster | str | None
+    session: Session, devices: int | Sequence[str | torch.device] | Cluster | None, cluster: Cluster | str | None
 ) -> tuple[tuple[torch.device, ...], Cluster]:
     """Where the ranks would run, and the hardware."""
-    now = tuple(self._state.devices)
+    now = tuple(session.state.devices)
     if devices is None:
         places = now
     elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0 and len(set(now)) == 1:
@@ -136,7 +104,7 @@ def _places(
         places = resolve_devices(devices, None).devices
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
-    described = cluster or (devices if isinstance(devices, Cluster) else None) or self._assumed.cluster
+    described = cluster or (devices if isinstance(devices, Cluster) else None) or session.assumed.cluster
     if len(described.devices) < len(places):
         if cluster is not None or isinstance(devices, Cluster):
             raise ConfigError(
@@ -158,9 +126,9 @@ def _survivors(given: Sequence[int | None] | None, before: int, after: int) -> t
     return tuple(given)
 
 
-def _values(self: _Planned) -> Mapping[str, Tensor]:
+def _values(graph: ModelGraph) -> Mapping[str, Tensor]:
     """Placeholder -> what the graph says of it."""
-    return {node.name: node.meta["val"] for node in self._graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    return {node.name: node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
 
 
 def _sizes(value: Tensor, optimizer: str) -> TensorBytes:

@@ -74,6 +74,11 @@ class State:
         for stored in self.stored_parameters():
             yield stored.name, stored.parameter
 
+    @cached_property
+    def stand_in(self) -> tuple[nn.Parameter, ...]:
+        """An empty parameter for an optimizer where this process has none of a model that has some: optimizers refuse to have none."""
+        return (nn.Parameter(torch.empty(0)),) if self.parameter_names else ()
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Every buffer here under its original name; further copies and blocks as ``name@rank3``."""
         seen: set[str] = set()

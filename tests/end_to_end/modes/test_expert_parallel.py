@@ -125,7 +125,8 @@ def test_what_leaves_a_rank_is_said() -> None:
     text = " ".join(pm.explain().split())  # a cell may be wrapped
     assert "experts/data" in text
     assert "what reads it is cut over another axis" in text
-    lowered, programs = pm._shown()
+    inspected = pm.inspected()
+    lowered, programs = inspected.stages, inspected.programs
     places = BATCH_SIZE // 2 * EXPERTS * CAPACITY * WIDTH * ELEMENT
     for program in programs:
         assert sent_by_kind(lowered, program)["all_to_all"] == 8 * places // 2

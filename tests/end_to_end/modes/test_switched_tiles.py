@@ -181,7 +181,8 @@ def test_bytes_are_those_of_the_parts_that_change_hands() -> None:
     model, x = convolutions(), images(rows)
     pm = partition(copy.deepcopy(model), 2, plan=planned(model, x, 2, FIRST_BY_HEIGHT), example_inputs=(x,), progress=False)
     pm.train_step(x, target=torch.zeros(rows, 2, height, width, dtype=torch.float64), loss_fn=nn.functional.mse_loss)
-    lowered, programs = pm._shown()
+    inspected = pm.inspected()
+    lowered, programs = inspected.stages, inspected.programs
     row = channels * (height // 2) * width * element
     for program, own, others in zip(programs, (2, 1), (1, 2), strict=True):  # its tile of their images; their tiles of its images, back
         assert sent_by_kind(lowered, program)["all_to_all"] == (others + own) * row

@@ -59,7 +59,7 @@ def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) 
 def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
     """How many sums of gradients of parameters each run of a program starts on rank 0."""
     counts: list[int] = []
-    run = pm._runtime.run
+    run = pm._session.runtime.run
 
     def counting(programs: object, inputs: object) -> object:
         nodes = programs.programs[0].module.graph.nodes  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[l
         return run(programs, inputs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(pm._runtime, "run", counting)
+        patch.setattr(pm._session.runtime, "run", counting)
         yield counts
 
 

@@ -136,7 +136,8 @@ def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatc
     pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
     counter = Counter(monkeypatch)
     pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
-    lowered, programs = pm._shown()
+    inspected = pm.inspected()
+    lowered, programs = inspected.stages, inspected.programs
     assert sum(transfer.bytes for transfer in transfers(lowered, programs)) == counter.bytes
     total = next(line for line in pm.explain().splitlines() if line.startswith("  total"))
     assert format_bytes(counter.bytes) in total
@@ -144,7 +145,7 @@ def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatc
 
 def test_kept_bytes_are_what_a_forward_keeps() -> None:
     _, instance, pm = partitioned("gpt", devices=2, schedule="1F1B")
-    lowered, _ = pm._shown()
+    lowered = pm.inspected().stages
     kept = [_saved_bytes(pm, lowered, instance.args[0], stage) for stage in range(2)]
     section = pm.explain().partition("MEMORY")[2].partition("COMMUNICATION")[0].splitlines()
     for stage, line in enumerate(section[2:4]):
@@ -156,7 +157,7 @@ def _saved_bytes(pm: PartitionedModel, lowered: LoweredStages, tokens: Tensor, l
     values: dict[str, Any] = {"batch": 2, "tokens": tokens[:2]}
     saved: tuple[Any, ...] = ()
     for stage, training in zip(lowered.stages[: last + 1], lowered.training, strict=False):
-        given = {**pm._state.by_rank[lowered.stage_ranks[stage.index][0]], **values}
+        given = {**pm._session.state.by_rank[lowered.stage_ranks[stage.index][0]], **values}
         *results, saved = training.forward(*(given[name] for name in stage.bound + stage.arguments))
         values.update(zip(stage.outputs, results, strict=True))
     return sum(value.nbytes for value in saved if isinstance(value, Tensor))
@@ -169,7 +170,8 @@ def test_the_explanation_says_why() -> None:
         assert f"\n{title}\n" in text
     plan = pm.plan
     assert plan.prediction.bound_by.split(":")[0] in text
-    lowered, programs = pm._shown()
+    inspected = pm.inspected()
+    lowered, programs = inspected.stages, inspected.programs
     value = lowered.stages[0].outputs[0]
     line = next(line for line in text.partition("\nCOMMUNICATION\n")[2].splitlines() if line.startswith(f"  {value} "))
     assert "stage 0, rank 0" in line

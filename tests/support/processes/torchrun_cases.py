@@ -254,7 +254,7 @@ def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Conn
 def training_over_channels(name: str, schedule: str) -> str | None:
     """A training step whose messages have no tags."""
     case, instance, pm = partitioned(name, schedule=schedule)
-    use_channels(pm._runtime)
+    use_channels(pm._session.runtime)
     loss = step(case, instance, pm).detach()
     reference = reference_steps(case, n_steps=1)
     difference = compare_values(reference.losses[0], loss, case.tolerance)
@@ -322,7 +322,7 @@ def failing_loss() -> None:
 def silent_loss() -> None:
     """The loss takes until some rank has given up waiting for it."""
     _, instance, pm = partitioned("linear")
-    connection = connect_anew(pm._runtime, 4)
+    connection = connect_anew(pm._session.runtime, 4)
     steps: list[int] = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -338,8 +338,8 @@ def silent_loss() -> None:
 def use_after_failure() -> str:
     """What a model says whose ranks have failed together before."""
     case, instance, pm = partitioned("linear")
-    assert isinstance(pm._runtime, TorchrunRuntime)
-    pm._runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
+    assert isinstance(pm._session.runtime, TorchrunRuntime)
+    pm._session.runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
     try:
         step(case, instance, pm)
     except CommunicationError as error:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from numbers import Number
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
@@ -22,22 +22,12 @@ from partitioner.runtime.state.optimizers.saved_kind import check_entries, check
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.sharded_tensor import BlockTensor
 from partitioner.runtime.state.stored_parameters import membership
-from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
 
 
-class _Held(Protocol):
-    """A partitioned model, as far as optimizers read it."""
-
-    _state: State
-    _runtime: Runtime
-    _stand_in: tuple[nn.Parameter, ...]
-
-
-@checked_arguments()
-def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
     """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
 
     Returns:
@@ -48,8 +38,7 @@ def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, An
         ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one for
             each element, and this process holds a part of the parameter: nobody can say whose parts these are.
     """
-    state = self._state
-    _check_parameters(self, optimizer)
+    _check_parameters(state, optimizer)
     owned: dict[str, Tensor | None] = {}
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name in _names(state):
@@ -58,7 +47,7 @@ def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, An
             owned.update(entries)
             if not entries and id(parameter) in covered:
                 owned[f"{key}{_SEPARATOR}"] = None
-    found = self._runtime.collect(owned)
+    found = runtime.collect(owned)
     kinds = dict.fromkeys(what for key in found if (what := key.partition(_SEPARATOR)[2]))
     whole: dict[str, dict[str, Tensor]] = {}
     if kinds:
@@ -74,16 +63,14 @@ def full_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, An
     return {"state": whole, "param_groups": _groups(state, optimizer)}
 
 
-@checked_arguments()
-def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str, Any]:
+def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
     """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
 
     An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
     """
-    _check_parameters(self, optimizer)
+    _check_parameters(state, optimizer)
     if not optimizer.state:
         _prepare(optimizer)
-    state = self._state
     found: dict[str, dict[str, Any]] = {}
     for name in _names(state):
         blocks: dict[str, list[Any]] = {}
@@ -96,8 +83,7 @@ def sharded_optimizer_state_dict(self: _Held, optimizer: Optimizer) -> dict[str,
     return {"state": found, "param_groups": _groups(state, optimizer)}
 
 
-@checked_arguments()
-def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
 
     Args:
@@ -108,9 +94,8 @@ def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Map
         ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
             parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
     """
-    state = self._state
     given, saved_groups = _checked(state, state_dict)
-    _check_parameters(self, optimizer)
+    _check_parameters(state, optimizer)
     name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
     saved = [(frozenset(group["params"]), group) for group in saved_groups]
     entries: dict[int, dict[str, Any]] = {}
@@ -142,9 +127,9 @@ def load_optimizer_state_dict(self: _Held, optimizer: Optimizer, state_dict: Map
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _check_parameters(self: _Held, optimizer: Optimizer) -> None:
+def _check_parameters(state: State, optimizer: Optimizer) -> None:
     """Raise ConfigError where an optimizer has a parameter that is none of the partitioned model."""
-    known = {id(stored.parameter) for stored in self._state.stored_parameters()} | {id(each) for each in self._stand_in}
+    known = {id(stored.parameter) for stored in state.stored_parameters()} | {id(each) for each in state.stand_in}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:

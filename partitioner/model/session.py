@@ -1,0 +1,117 @@
+"""A model, its plan, and where both run: what everything that a partitioned model can do reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from cost_models.cost_model import CostModel
+from cost_models.hardware.clusters import Cluster
+from partitioner.lowering.lowering import Lowering
+from partitioner.lowering.variants import Lowerings
+from partitioner.model.inspected_programs import InspectedPrograms, LastStep, inspected_programs
+from partitioner.options.devices import hardware_of
+from partitioner.planner.pipeline.problem import memory_limits
+from partitioner.planner.plan import PlanProblem
+from partitioner.reports.sources import Explained
+from partitioner.reports.tables.devices import DeviceTable, device_table
+from partitioner.reports.tables.mesh_devices import mesh_table
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.parameters import State
+from passes.ir.graph import ModelGraph, Results
+from passes.ir.plan import Plan
+
+__all__ = ["Assumptions", "Session"]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a model was planned for.
+
+    Attributes:
+        cluster: the machine.
+        cost_model: prices; None: an analytic roofline.
+        optimizer: whose state is held.
+        problem: what the plan is the solution of; None: the plan was given.
+    """
+
+    cluster: Cluster
+    cost_model: CostModel | None
+    optimizer: str
+    problem: PlanProblem | None = None
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """For each rank the bytes that it may hold; empty where the plan was given, for whatever hardware."""
+        if self.problem is None:
+            return ()
+        request = self.problem.request
+        return memory_limits(self.problem.cluster.first(len(request.devices)), request)
+
+    def planned_for(self, plan: Plan) -> str:
+        """Say for which hardware a plan was made: ``"2 x h100"``; empty where it is the hardware that runs it."""
+        planned = self.cluster.first(plan.n_ranks)
+        if planned == hardware_of([torch.device(name) for name in plan.devices]):
+            return ""
+        return " and ".join(f"{count} x {name}" for name, count in Counter(device.name for device in planned.devices).items())
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """What was decided when a model was partitioned. Nothing in it changes but the values of the tensors.
+
+    Attributes:
+        original: the model; it stays as it is.
+        graph: its graph.
+        plan: where everything runs, and when.
+        runtime: what runs the programs.
+        state: the tensors of this process's ranks.
+        lowerings: the programs, for every size of the batch.
+        assumed: what it was planned for.
+        dtype: of floating inputs; None: as they are.
+    """
+
+    original: nn.Module
+    graph: ModelGraph
+    plan: Plan
+    runtime: Runtime
+    state: State
+    lowerings: Lowerings
+    assumed: Assumptions
+    dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the model's class."""
+        return type(self.original).__name__
+
+    def with_microbatches(self, count: int | None) -> Session:
+        """The same tensors and programs; cut into so many microbatches if a number is given."""
+        plan = self.plan if count is None else replace(self.plan, n_microbatches=count)
+        return replace(self, plan=plan, lowerings=self.lowerings.with_microbatches(count))
+
+    def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+        """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
+        return self.lowerings.for_batch(batch, in_parts=in_parts, results=results)
+
+    def inspected(self, last_step: LastStep | None) -> InspectedPrograms:
+        """Which programs are looked at, after a training step or before any."""
+        return inspected_programs(self.graph, self.plan.batch_size, self.lowering_for, last_step)
+
+    def explained(self, inspected: InspectedPrograms) -> Explained:
+        """What reports read."""
+        lowering = self.lowering_for(self.plan.batch_size)[1]
+        lowered, programs = inspected.stages, inspected.programs
+        schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss) if lowered.training else None
+        found = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
+        return Explained(*found, self.assumed.limits, self.assumed.planned_for(self.plan))
+
+    def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
+        """A line for each rank."""
+        lowering = self.lowering_for(self.plan.batch_size)[1]
+        if len(lowering.pipelines) == 1:
+            return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))
+        return mesh_table(self.explained(inspected))
