@@ -17,6 +17,7 @@ from typing import Protocol
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.events import Slice
 from cost_models.simulator.memory import MemoryCurve
+from cost_models.svg import Colour, document, palette
 
 __all__ = ["Drawable", "draw"]
 
@@ -31,17 +32,26 @@ _KINDS: Mapping[str, str] = {
     "C": "communication",
     "M": "memory",
 }
-_STYLE = """<style>
-.t { --ink: #1c1e21; --faint: #6b7280; --line: #d7dbe0; --idle: #f1f3f5; --paper: #ffffff;
-     --F: #3b76b8; --B: #3a9168; --I: #77b894; --W: #b98a2c; --O: #8b93a0; --C: #cf5c3b; --M: #7a5ea8; --on: #ffffff }
-@media (prefers-color-scheme: dark) { .t { --ink: #e6e8eb; --faint: #9aa3ae; --line: #3a4048; --idle: #23272d; --paper: #16191d;
-     --F: #6ba3e0; --B: #5dbb8f; --I: #9ad6b6; --W: #dab25e; --O: #7d8794; --C: #f08a68; --M: #b49bdf; --on: #10141a } }
-.t text { font: 11px system-ui, sans-serif; fill: var(--ink) } .t .f { fill: var(--faint) } .t .h { font-weight: 600; font-size: 13px }
-.t .n { fill: var(--on); font-size: 10px; text-anchor: middle } .t .idle { fill: var(--idle) } .t .paper { fill: var(--paper) }
-.t .axis { stroke: var(--line); stroke-width: 1 } .t .m { fill: var(--M); fill-opacity: .22; stroke: var(--M); stroke-width: 1 }
-.t .F { fill: var(--F) } .t .B { fill: var(--B) } .t .I { fill: var(--I) } .t .W { fill: var(--W) } .t .O { fill: var(--O) }
-.t .C { fill: var(--C) } .t .M { fill: var(--M) }
-</style>"""
+_COLOURS: Mapping[str, Colour] = {
+    "idle": ("#f1f3f5", "#23272d"),
+    "F": ("#3b76b8", "#6ba3e0"),
+    "B": ("#3a9168", "#5dbb8f"),
+    "I": ("#77b894", "#9ad6b6"),
+    "W": ("#b98a2c", "#dab25e"),
+    "O": ("#8b93a0", "#7d8794"),
+    "C": ("#cf5c3b", "#f08a68"),
+    "M": ("#7a5ea8", "#b49bdf"),
+    "on": ("#ffffff", "#10141a"),
+}
+"""Of kinds, of time in which nothing is computed, and of letters on a kind."""
+
+_STYLE = f"""{palette("t", _COLOURS)}
+.t text {{ font: 11px system-ui, sans-serif; fill: var(--ink) }} .t .f {{ fill: var(--faint) }}
+.t .h {{ font-weight: 600; font-size: 13px }}
+.t .n {{ fill: var(--on); font-size: 10px; text-anchor: middle }} .t .idle {{ fill: var(--idle) }} .t .paper {{ fill: var(--paper) }}
+.t .axis {{ stroke: var(--line); stroke-width: 1 }} .t .m {{ fill: var(--M); fill-opacity: .22; stroke: var(--M); stroke-width: 1 }}
+.t .F {{ fill: var(--F) }} .t .B {{ fill: var(--B) }} .t .I {{ fill: var(--I) }} .t .W {{ fill: var(--W) }} .t .O {{ fill: var(--O) }}
+.t .C {{ fill: var(--C) }} .t .M {{ fill: var(--M) }}"""
 
 
 class Drawable(Protocol):
@@ -106,10 +116,7 @@ def draw(timelines: Sequence[Drawable]) -> str:
     height = _TOP + n_rows * row.height + _FOOT
     scale = (_WIDTH - _LEFT - _RIGHT) / end
     largest = max((size for timeline in timelines for curve in timeline.memory for size in curve.bytes), default=0)
-    size = f'viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" height="{height:.0f}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" {size} role="img" aria-label="timeline of {n_rows} devices">',
-        _STYLE,
         f'<rect class="paper" width="{_WIDTH}" height="{height:.0f}"/>',
         *_heading(timelines),
         *_axis(end, scale, height),
@@ -121,7 +128,7 @@ def draw(timelines: Sequence[Drawable]) -> str:
                 top = _TOP + place * row.height
                 parts += _device(timeline, rank, row, top, scale, largest, label=_label(timelines, timeline, rank, row))
                 place += 1
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document("t", _WIDTH, height, f"timeline of {n_rows} devices", _STYLE, parts)
 
 
 def _label(timelines: Sequence[Drawable], timeline: Drawable, rank: int, row: _Row) -> str:

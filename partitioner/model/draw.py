@@ -19,10 +19,10 @@ from cost_models.text_files import write_text
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.reports.pictures.blocks import BlockTable, blocks_svg, blocks_text
 from partitioner.reports.pictures.diagram import Diagram
+from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
 from partitioner.reports.pictures.held import held_blocks
 from partitioner.reports.pictures.partition_diagram import partition_diagram
-from partitioner.reports.pictures.svg import diagram_svg
 from partitioner.reports.tables.difference import Difference, difference_of, plan_lines
 from passes.ir.checked_arguments import at_least, checked_arguments
 from passes.ir.errors import ConfigError

@@ -19,10 +19,10 @@ from partitioner.reports.page.program_html import program_html
 from partitioner.reports.page.stage_formulas import stage_formulas
 from partitioner.reports.pictures.blocks import blocks_svg
 from partitioner.reports.pictures.communication_matrix import matrix_html
+from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.held import cut_weights
 from partitioner.reports.pictures.memory_bars import bars_html
 from partitioner.reports.pictures.partition_diagram import partition_diagram
-from partitioner.reports.pictures.svg import diagram_svg
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table

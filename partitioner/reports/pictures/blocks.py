@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cost_models.svg import document
 from partitioner.reports.pictures.colours import STAGES
-from partitioner.reports.pictures.svg import SVG_STYLE
+from partitioner.reports.pictures.diagram_svg import SVG_STYLE
 from partitioner.reports.tables.table import align
 from passes.spmd.shards import Block
 
@@ -186,11 +187,6 @@ def blocks_svg(table: BlockTable) -> str:
     height = bottom + 22 + 15 * len(table.held)
     width = _LEFT + max(columns[-1][1], 340) + 16
     parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="d" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-            f'height="{height:.0f}" role="img" aria-label="{escape(table.title)}">'
-        ),
-        SVG_STYLE,
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/><text class="h" x="12" y="20">{escape(table.title)}</text>',
         f'<text class="f" x="12" y="35">{escape(table.detail)}</text>',
     ]
@@ -207,7 +203,7 @@ def blocks_svg(table: BlockTable) -> str:
             )
             parts.append(f'<text class="c" x="{_LEFT + (left + right) / 2:.1f}" y="{middle:.1f}">{_ranks(ranks)}</text>')
     parts += [f'<text class="f" x="12" y="{bottom + 18 + 15 * index:.0f}">{escape(line)}</text>' for index, line in enumerate(table.held)]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document("d", width, height, table.title, SVG_STYLE, parts)
 
 
 def _places(intervals: Sequence[tuple[int, int]], length: float, least: float) -> list[tuple[float, float]]:

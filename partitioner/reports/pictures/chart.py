@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cost_models.svg import Colour, document, palette
+
 __all__ = ["COLOURS", "Axis", "Picture", "Series", "chart_svg"]
 
-COLOURS: tuple[tuple[str, str], ...] = (
+COLOURS: tuple[Colour, ...] = (
     ("#2f6db3", "#6ba3e0"),
     ("#c4502e", "#f08a68"),
     ("#2c855c", "#5dbb8f"),
@@ -120,18 +122,9 @@ def chart_svg(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     up = _scale(y, [point[1] for each in series for point in each.points], _TOP + _PLOT, _TOP)
     legend = _legend(series)
     height = _TOP + _PLOT + 44 + legend.count("<g") * _LEGEND_LINE
-    size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size} role="img" aria-label="{escape(title)}">',
-            _STYLE,
-            f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>',
-            *_axes(x, y, across, up),
-            *(part for each in series for part in _drawn(each, across, up)),
-            legend,
-            "</svg>",
-        ]
-    )
+    heading = f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>'
+    drawn = (part for each in series for part in _drawn(each, across, up))
+    return document("chart", _WIDTH, height, title, _STYLE, [heading, *_axes(x, y, across, up), *drawn, legend])
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
@@ -213,23 +206,15 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def _style() -> str:
-    def colours(shade: int) -> str:
-        return " ".join(f"--c{index}: {colour[shade]};" for index, colour in enumerate(COLOURS))
-
-    kinds = " ".join(
-        f".chart .mark.c{index} {{ fill: var(--c{index}) }} .chart .line.c{index} {{ stroke: var(--c{index}) }}"
-        for index in range(len(COLOURS))
-    )
-    return f"""<style>
-.chart {{ --text: #1c1e21; --quiet: #6b7280; --rule: #e3e6ea; --ground: #ffffff; {colours(0)} }}
-@media (prefers-color-scheme: dark) {{ .chart {{ --text: #e6e8eb; --quiet: #9aa3ae; --rule: #2c3138; --ground: #16191d; {colours(1)} }} }}
-.chart text {{ font: 11px system-ui, sans-serif; fill: var(--quiet) }}
-.chart .title {{ fill: var(--text); font-size: 13px; font-weight: 600 }}
+    names = [f"c{index}" for index in range(len(COLOURS))]
+    kinds = " ".join(f".chart .mark.{name} {{ fill: var(--{name}) }} .chart .line.{name} {{ stroke: var(--{name}) }}" for name in names)
+    return f"""{palette("chart", dict(zip(names, COLOURS, strict=True)))}
+.chart text {{ font: 11px system-ui, sans-serif; fill: var(--faint) }}
+.chart .title {{ fill: var(--ink); font-size: 13px; font-weight: 600 }}
 .chart .middle {{ text-anchor: middle }} .chart .end {{ text-anchor: end }}
-.chart .grid {{ stroke: var(--rule); fill: none }} .chart .axis {{ stroke: var(--quiet); fill: none }}
-.chart .line {{ fill: none; stroke-width: 1.8 }} .chart .mark {{ stroke: var(--ground); stroke-width: 1.2 }}
-{kinds}
-</style>"""
+.chart .grid {{ stroke: var(--line); fill: none }} .chart .axis {{ stroke: var(--faint); fill: none }}
+.chart .line {{ fill: none; stroke-width: 1.8 }} .chart .mark {{ stroke: var(--paper); stroke-width: 1.2 }}
+{kinds}"""
 
 
 _STYLE = _style()

@@ -5,9 +5,11 @@ The hues of stages are those of Okabe and Ito (2008), softened to carry text.
 
 from __future__ import annotations
 
-__all__ = ["INK", "LINKS", "STAGES", "stage_colour"]
+from cost_models.svg import Colour
 
-STAGES: tuple[tuple[str, str], ...] = (
+__all__ = ["LINKS", "PLAIN", "STAGES", "stage_colour"]
+
+STAGES: tuple[Colour, ...] = (
     ("#cfe3f7", "#1f4468"),
     ("#fbe0b8", "#6a4a12"),
     ("#cdeadd", "#1d5140"),
@@ -19,16 +21,10 @@ STAGES: tuple[tuple[str, str], ...] = (
 )
 """The fill of a stage's boxes, light and dark."""
 
-INK: dict[str, tuple[str, str]] = {
-    "ink": ("#1c1e21", "#e6e8eb"),
-    "faint": ("#6b7280", "#9aa3ae"),
-    "line": ("#d7dbe0", "#3a4048"),
-    "paper": ("#ffffff", "#16191d"),
-    "plain": ("#eef0f3", "#2a2f36"),
-}
-"""Text, fine print, borders, ground, and boxes of no stage."""
+PLAIN: Colour = ("#eef0f3", "#2a2f36")
+"""Of boxes of no stage."""
 
-LINKS: dict[str, tuple[str, str]] = {
+LINKS: dict[str, Colour] = {
     "data": ("#9aa3ae", "#7d8794"),
     "message": ("#cf5c3b", "#f08a68"),
     "collective": ("#7a5ea8", "#b49bdf"),
@@ -36,6 +32,6 @@ LINKS: dict[str, tuple[str, str]] = {
 """What stays on a rank, messages, collectives."""
 
 
-def stage_colour(stage: int | None) -> tuple[str, str]:
+def stage_colour(stage: int | None) -> Colour:
     """The fill of a stage's boxes, light and dark; stages further apart than there are colours share one."""
-    return INK["plain"] if stage is None else STAGES[stage % len(STAGES)]
+    return PLAIN if stage is None else STAGES[stage % len(STAGES)]

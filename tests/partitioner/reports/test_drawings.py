@@ -18,10 +18,10 @@ from cost_models.hardware.units import format_bytes
 from partitioner import ConfigError, PartitionedModel, diff, draw, draw_weight, partition
 from partitioner.reports.pictures.blocks import block_table
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
+from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
 from partitioner.reports.pictures.layers import arrange
 from partitioner.reports.pictures.modules import module_runs
-from partitioner.reports.pictures.svg import diagram_svg
 from passes.ir.comm.primitives import send
 from passes.spmd.shards import Block
 from tests.support.models.attention.gpt import Gpt

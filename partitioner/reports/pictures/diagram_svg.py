@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from partitioner.reports.pictures.colours import INK, LINKS, STAGES
+from cost_models.svg import document, palette
+from partitioner.reports.pictures.colours import LINKS, PLAIN, STAGES
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram
 from partitioner.reports.pictures.layers import Layers, arrange
 
@@ -31,21 +32,17 @@ _LONGEST = 22
 
 
 def _style() -> str:
-    """Colours as variables, so that a page can change them; classes for what is drawn."""
-    named = {**INK, **LINKS, **{f"s{index}": colour for index, colour in enumerate(STAGES)}}
-    light, dark = ("; ".join(f"--{name}: {colour[shade]}" for name, colour in named.items()) for shade in (0, 1))
+    """Rules for what is drawn."""
+    named = {"plain": PLAIN, **LINKS, **{f"s{index}": colour for index, colour in enumerate(STAGES)}}
     fills = " ".join(f".d .s{index} {{ fill: var(--s{index}) }}" for index in range(len(STAGES)))
     links = " ".join(f".d .{kind} {{ stroke: var(--{kind}) }} .d .{kind}-fill {{ fill: var(--{kind}) }}" for kind in LINKS)
-    return f"""<style>
-.d {{ {light} }}
-@media (prefers-color-scheme: dark) {{ .d {{ {dark} }} }}
+    return f"""{palette("d", named)}
 .d text {{ font: 12px system-ui, sans-serif; fill: var(--ink) }} .d .c {{ text-anchor: middle }} .d .e {{ text-anchor: end }}
 .d .f {{ fill: var(--faint); font-size: 10px }} .d .h {{ font-weight: 600; font-size: 13px }} .d .paper {{ fill: var(--paper) }}
 .d .lane {{ fill: none; stroke: var(--line) }} .d .plain {{ fill: var(--plain) }} .d path.link {{ fill: none; stroke-width: 1.3 }}
 .d path.message {{ stroke-width: 2.2 }} .d path.collective {{ stroke-width: 1.8; stroke-dasharray: 5 3 }}
 .d .halo {{ paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }}
-{fills} {links}
-</style>"""
+{fills} {links}"""
 
 
 SVG_STYLE = _style()
@@ -117,11 +114,6 @@ def diagram_svg(diagram: Diagram) -> str:
     width += _BESIDE if reaches_out else 0
     height = _TOP + layers.n_rows * _ROW + _MARGIN
     parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="d" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-            f'height="{height:.0f}" role="img" aria-label="{escape(diagram.title)}">'
-        ),
-        SVG_STYLE,
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
         f'<text class="h" x="{_MARGIN}" y="22">{escape(diagram.title)}</text>',
         *_legend(diagram),
@@ -132,7 +124,7 @@ def diagram_svg(diagram: Diagram) -> str:
     parts += [_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in drawn]
     parts += [_box(box, index, canvas) for index, box in enumerate(diagram.boxes)]
     parts += _labels(drawn, diagram, number, canvas)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document("d", width, height, diagram.title, SVG_STYLE, parts)
 
 
 def _legend(diagram: Diagram) -> list[str]:
