@@ -7,11 +7,13 @@ z = pool(y)           image   y z
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
+from passes.analysis.lifetimes import held_at, lifetimes
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.graph.aliasing import memory_keys
 from passes.graph.symbolic_sizes import size_at
@@ -43,31 +45,12 @@ def step_peak(training: DifferentiatedStage, graph: ModelGraph) -> int:
 
 def _peak(order: Sequence[fx.Node], graph: ModelGraph) -> int:
     """Of a run of nodes. The placeholders of a backward lie in the memory of what the forward saved."""
-    keys = [memory_keys(node) for node in order]
-    sizes = {key: _bytes(tensor, graph) for pairs in reversed(keys) for tensor, key in pairs}
-    places = {node: place for place, node in enumerate(order)}
-    first: dict[Hashable, int] = {}
-    last: dict[Hashable, int] = {}
-    held: set[Hashable] = set()
-    in_front = True
-    for place, (node, pairs) in enumerate(zip(order, keys, strict=True)):
-        in_front = in_front and node.op == "placeholder"
-        if in_front:
-            held.update(key for _, key in pairs)
-        for source in (node, *node.all_input_nodes):
-            for _, key in keys[places[source]]:
-                first.setdefault(key, place)
-                last[key] = place
-    changes = [0] * (len(order) + 1)
-    for key, place in first.items():
-        if key not in held:
-            changes[place] += sizes[key]
-            changes[last[key] + 1] -= sizes[key]
-    live = most = sum(sizes[key] for key in held)
-    for change in changes:
-        live += change
-        most = max(most, live)
-    return most
+    keys = {node: memory_keys(node) for node in order}
+    sizes = {key: _bytes(tensor, graph) for pairs in reversed(keys.values()) for tensor, key in pairs}
+    given = {key for node in itertools.takewhile(lambda node: node.op == "placeholder", order) for _, key in keys[node]}
+    touched = ([key for source in (node, *node.all_input_nodes) for _, key in keys[source]] for node in order)
+    made = [(lifetime, sizes[key]) for key, lifetime in lifetimes(touched).items() if key not in given]
+    return sum(sizes[key] for key in given) + max(held_at(len(order), made), default=0)
 
 
 def _bytes_of_all(nodes: Iterable[fx.Node], graph: ModelGraph) -> int:

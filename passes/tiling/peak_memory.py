@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, returned_values
+from passes.analysis.lifetimes import Lifetime, held_at, lifetimes
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid
@@ -68,17 +69,10 @@ class _Measure:
 
     def forward_peak(self, sweeps: Sequence[_Sweep]) -> int:
         """A whole value is forgotten behind its last reader."""
-        last: dict[fx.Node, int] = {}
-        for place, sweep in enumerate(sweeps):
-            last.update(dict.fromkeys((sweep.made, *sweep.reads), place))
-        last.update(dict.fromkeys(returned_values(self._graph.graph.output_node()), len(sweeps)))
-        live, peak = 0, 0
-        for place, sweep in enumerate(sweeps):
-            size = self._kept_bytes(sweep.made)  # statistics are small
-            peak = max(peak, live + size + sweep.tile)
-            live += size
-            live -= sum(self._kept_bytes(node) for node in {sweep.made, *sweep.reads} if last[node] == place)
-        return peak
+        returned = returned_values(self._graph.graph.output_node())
+        lives = lifetimes([*((sweep.made, *sweep.reads) for sweep in sweeps), returned])
+        held = held_at(len(sweeps) + 1, ((life, self._kept_bytes(node)) for node, life in lives.items()))
+        return max((size + sweep.tile for size, sweep in zip(held, sweeps, strict=False)), default=0)
 
     def step_peak(self, sweeps: Sequence[_Sweep]) -> int:
         """Of a forward that keeps every whole value, and a backward that forgets them one by one.
@@ -88,26 +82,15 @@ class _Measure:
          .           ===================== value      until its first reader has gone backward
          ===========================       gradient   from its last reader to its maker
         """
-        made, first, last = dict[fx.Node, int](), dict[fx.Node, int](), dict[fx.Node, int]()
-        for place, sweep in enumerate(sweeps):
-            made[sweep.made] = place
-            for node in sweep.reads:
-                first.setdefault(node, place)
-                last[node] = place
-        for node in returned_values(self._graph.graph.output_node()):
-            first.setdefault(node, len(sweeps))
-            last[node] = len(sweeps)
-        sizes = {node: self._kept_bytes(node) for node in made}
-        kept = [(first[node], len(sweeps), size) for node, size in sizes.items() if node in first]
-        kept += [(made[node], last[node], size) for node, size in sizes.items() if node in last]
+        n_sweeps = len(sweeps)
+        sizes = {sweep.made: self._kept_bytes(sweep.made) for sweep in sweeps}
+        made = {sweep.made: place for place, sweep in enumerate(sweeps)}
+        read = lifetimes([*(sweep.reads for sweep in sweeps), returned_values(self._graph.graph.output_node())])
+        values = [(Lifetime(read[node].first, n_sweeps), size) for node, size in sizes.items() if node in read]
+        gradients = [(Lifetime(made[node], read[node].last), size) for node, size in sizes.items() if node in read]
+        backward = zip(sweeps, held_at(n_sweeps + 1, [*values, *gradients]), strict=False)
         forward = sum(sizes.values()) + max(sweep.tile for sweep in sweeps)
-        return max(
-            forward,
-            *(
-                2 * sweep.recomputed + sum(size for start, stop, size in kept if start <= place <= stop)
-                for place, sweep in enumerate(sweeps)
-            ),
-        )
+        return max(forward, *(2 * sweep.recomputed + size for sweep, size in backward))
 
     def _kept_bytes(self, node: fx.Node) -> int:
         return self._bytes(node, None) if node in self._whole and node not in self._given else 0
@@ -144,21 +127,14 @@ class _Measure:
 
     def _chain(self, boxes: Mapping[fx.Node, Box]) -> int:
         """The most that one tile holds at once; of what a call reads there may be a piece."""
-        last: dict[fx.Node, int] = {}
-        for place, node in enumerate(boxes):
-            last.update(dict.fromkeys((node, *self._axes.operands[node.name]), place))
-        live, peak = 0, 0
-        for place, node in enumerate(boxes):
-            size = self._bytes(node, boxes[node])
-            call = self._keeping.calls[node]
-            needs = zip(self._axes.operands[node.name], call.needs(boxes[node]), strict=True)
-            pieces = sum(self._bytes(operand, need) for operand, need in needs if any(each is not None for each in need))
-            peak = max(peak, live + size + pieces)
-            live += size
-            live -= sum(
-                self._bytes(each, boxes[each]) for each in {node, *self._axes.operands[node.name]} if each in boxes and last[each] == place
-            )
-        return peak
+        lives = lifetimes((node, *self._axes.operands[node.name]) for node in boxes)
+        held = held_at(len(boxes), ((life, self._bytes(node, boxes[node])) for node, life in lives.items() if node in boxes))
+        return max((size + self._pieces(node, box) for (node, box), size in zip(boxes.items(), held, strict=True)), default=0)
+
+    def _pieces(self, node: fx.Node, box: Box) -> int:
+        """Bytes of the pieces that a call takes of what it reads."""
+        needs = zip(self._axes.operands[node.name], self._keeping.calls[node].needs(box), strict=True)
+        return sum(self._bytes(operand, need) for operand, need in needs if any(each is not None for each in need))
 
     def _bytes(self, node: fx.Node, box: Box | None) -> int:
         value = node.meta.get("val")
