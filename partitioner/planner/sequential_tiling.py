@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, fx
 
 from cost_models.cost_model import CostModel
@@ -115,12 +116,20 @@ def _parameters(graph: ModelGraph) -> list[Tensor]:
     return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder" and node.name in graph.parameters]
 
 
+def _device(graph: ModelGraph) -> torch.device:
+    """Where the model lies: a model without parameters lies with its buffers or inputs."""
+    values = {node.name: node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"}
+    names = (*graph.parameters, *graph.buffers, *values)
+    tensors = (value for name in names if isinstance(value := values[name], Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
     """Return the peak bytes of a tiled step, by liveness over its graphs: a forward, in training also its backward."""
     by_tiles = streamed(graph, counts, budget)
     if not graph.training:
         return forward_peak(by_tiles)
-    (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_parameters(graph)[0].device])
+    (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_device(graph)])
     wanted = frozenset(name for name in stage.parameters)
     training = differentiate_tiles(stage, wanted, tiles_requiring_gradient(stage, wanted), recompute)
     return step_peak(training, by_tiles) + _state(graph, optimizer)

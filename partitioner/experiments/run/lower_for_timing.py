@@ -68,7 +68,8 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     if not subject.graph.training:
         results = "rows"
     rows, count = RowParts(plan.grid), plan.n_microbatches
-    found = next((tensor.device for tensor in subject.made.model.parameters()), torch.device("cpu"))
+    model = subject.made.model
+    found = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     # As ``partition`` lowers it: not every operator can be differentiated on the meta device.
     device = torch.device("cpu") if found.type == "meta" else found
     lowerer = Lowerer(Lowered(plan, _of_microbatch(subject, plan)))

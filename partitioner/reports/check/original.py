@@ -105,7 +105,7 @@ def run_original(
         ConfigError: the original cannot be copied.
     """
     model = _copy(original, graph, tensors)
-    device = next((parameter.device for parameter in model.parameters()), None)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
     call = fresh_call(graph, args, kwargs, device)
     torch.manual_seed(seed)
     with without_autocast() if graph.autocast is None else graph.autocast.enabled():

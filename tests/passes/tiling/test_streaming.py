@@ -204,6 +204,34 @@ def test_trains(training: bool) -> None:
     assert re.search(r"tiles +2 x 1, sequential", pm.explain())
 
 
+class WithoutParameters(nn.Module):
+    """Filters an image by a buffer, or pools it, and counts its steps if it has a buffer."""
+
+    steps: Tensor
+
+    def __init__(self, has_buffers: bool) -> None:
+        super().__init__()
+        self.has_buffers = has_buffers
+        if has_buffers:
+            self.register_buffer("filter", torch.rand(3, 3, 3, 3))
+            self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.has_buffers:
+            if self.training:
+                self.steps.add_(1)
+            x = F.conv2d(x, self.get_buffer("filter"), padding=1)
+        return F.avg_pool2d(F.lp_pool2d(x.abs() + 2.5, 2.0, 2), 3, 1, 1).sin()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_a_model_without_parameters(has_buffers: bool, training: bool) -> None:
+    model = WithoutParameters(has_buffers).double().train(training)
+    pm = partition(model, devices=1, mode={"tile": 2}, example_inputs=(IMAGE,), progress=False)
+    trained_alike(model, pm, IMAGE)
+
+
 def test_slices_of_the_model_that_have_steps() -> None:
     """A slice of the model is computed in its tile; only slices that tiles are cut by are pieces of a whole value."""
     model = made(StridedAttention).train()
