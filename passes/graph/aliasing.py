@@ -11,7 +11,7 @@ schemas, which also know views that a fake tensor had to copy. An alias set may 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,28 +37,61 @@ __all__ = [
     "new_memory",
     "shares_memory",
     "tensors_of",
+    "viewed_node",
     "writes_statistics",
 ]
 
 aten = torch.ops.aten
 
-_UNANNOTATED_VIEWS = frozenset(
-    {
-        aten.alpha_dropout,
-        aten.atleast_1d,
-        aten.atleast_2d,
-        aten.atleast_3d,
-        aten.broadcast_tensors,
-        aten.conj_physical,
-        aten.dropout,
-        aten.einsum,
-        aten.feature_alpha_dropout,
-        aten.feature_dropout,
-        aten.meshgrid,
-        aten.type_as,
-    }
-)
-"""Composite operations that may return their first tensor, or a view of it, though their schemas do not say so."""
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """With probability zero, and in evaluation, dropout returns its argument; fake tensors have a copy of it."""
+    bound = bound_arguments(node)
+    return bound["p"] == 0 or not bound["train"]
+
+
+def _shuffles_nothing(node: fx.Node) -> bool:
+    """One group, or groups of one channel, keep the order of channels; the kernel of the CPU copies them even so."""
+    value, groups = node.meta["val"], bound_arguments(node)["groups"]
+    return value.device.type != "cpu" and groups in (1, value.shape[1])
+
+
+def _never(_: fx.Node) -> bool:
+    """New memory always, though fake tensors share theirs for some arguments."""
+    return False
+
+
+def _as_fake_tensors_say(_: fx.Node) -> None:
+    """A view for some arguments, which the fake tensor of the result shares memory with exactly then."""
+
+
+_UNANNOTATED_VIEWS: Mapping[Any, Callable[[fx.Node], bool | None]] = {
+    aten._unsafe_view: _as_fake_tensors_say,  # noqa: SLF001
+    aten.alpha_dropout: _drops_nothing,
+    aten.atleast_1d: _as_fake_tensors_say,
+    aten.atleast_2d: _as_fake_tensors_say,
+    aten.atleast_3d: _as_fake_tensors_say,
+    aten.broadcast_tensors: _as_fake_tensors_say,
+    aten.cartesian_prod: _as_fake_tensors_say,
+    aten.channel_shuffle: _shuffles_nothing,
+    aten.conj_physical: _as_fake_tensors_say,
+    aten.dropout: _drops_nothing,
+    aten.einsum: _as_fake_tensors_say,
+    aten.feature_alpha_dropout: _drops_nothing,
+    aten.feature_dropout: _drops_nothing,
+    aten.meshgrid: _as_fake_tensors_say,
+    aten.native_channel_shuffle: _shuffles_nothing,
+    aten.native_dropout: _never,
+    aten.sum_to_size: _as_fake_tensors_say,
+    aten.type_as: _as_fake_tensors_say,
+    aten.unsafe_chunk: _as_fake_tensors_say,
+    aten.unsafe_split: _as_fake_tensors_say,
+    aten.unsafe_split_with_sizes: _as_fake_tensors_say,
+}
+"""Operators that may return their first tensor, or a view of it, though their schemas do not say so, and whether a call does."""
+
+_MAY_COPY = frozenset({aten.contiguous, aten.flatten, aten.ravel, aten.reshape, aten.reshape_as, aten.to})
+"""Operators whose schemas declare a view where they may return a copy; fake tensors know which."""
 
 OWN_MEMORY = "memory"
 """Where in ``meta`` a node says of each of its tensors in which memory it lies, when its fake tensors are shared with other nodes."""
@@ -166,6 +199,28 @@ def aliasing(graph: fx.Graph) -> Aliasing:
     return Aliasing(storages, {storage: tuple(names) for storage, names in writers.items()}, first)
 
 
+def viewed_node(node: fx.Node) -> fx.Node | None:
+    """Return the node that a tensor is a view of, or is the same tensor as; None for a tensor with memory of its own.
+
+    Unlike the alias sets of a graph it holds for these very arguments: as the operator does, as the fake tensor says, or as the schema
+    must have it.
+    """
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return None
+    call = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(call, fx.Node) or call.op != "call_function" or mutated_arguments(call):
+        return None
+    sources = [source for source in call.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
+    if (is_view := _UNANNOTATED_VIEWS.get(packet(call.target), _as_fake_tensors_say)(call)) is not None:
+        return sources[0] if is_view else None
+    own = {key for _, key in memory_keys(node)}
+    found = next((source for source in sources if any(key in own for _, key in memory_keys(source))), None)
+    if found is None and isinstance(call.target, OpOverload) and packet(call.target) not in _MAY_COPY:
+        found = next(iter(viewed_arguments(call)), None)
+    return found
+
+
 def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes whose memory this node writes: as its schema says, and running statistics in training."""
     mutated = written_arguments(node)
@@ -246,7 +301,7 @@ def _memory_arguments(node: fx.Node) -> list[fx.Node]:
         return []  # an item keeps its own storage: joining it with its list would join all items
     is_draw = node.target is draw_alike
     target, arguments = (node.args[0], node.args[2:]) if is_draw else (node.target, node.args)
-    if packet(target) in _UNANNOTATED_VIEWS:
+    if _UNANNOTATED_VIEWS.get(packet(target), _never) is not _never:
         first = next(nodes for argument in arguments if (nodes := node_leaves(argument)))
         return [] if packet(target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
     if is_draw and isinstance(target, OpOverload) and not views_its_arguments(target):

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from passes.graph.aliasing import OWN_MEMORY, memory_keys, mutated_arguments, writes_statistics
+from passes.graph.aliasing import OWN_MEMORY, mutated_arguments, viewed_node, writes_statistics
 from passes.graph.dependencies import is_differentiable
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.provenance import place_of
@@ -39,7 +39,6 @@ from passes.graph.schemas import (
     functional,
     out_parameters,
     packet,
-    viewed_arguments,
     views_its_arguments,
 )
 from passes.graph.symbolic_sizes import size_of
@@ -52,8 +51,13 @@ __all__ = ["functionalize"]
 
 aten = torch.ops.aten
 
-_MAY_COPY = frozenset({aten.contiguous, aten.flatten, aten.ravel, aten.reshape, aten.reshape_as, aten.to})
-"""Operators whose schemas declare a view where they may return a copy; fake tensors know which."""
+_UNTRACKED = frozenset(
+    {
+        aten.channel_shuffle, aten.native_channel_shuffle, aten.unsafe_chunk, aten.unsafe_split, aten.unsafe_split_with_sizes,
+        aten._unsafe_view,  # noqa: SLF001
+    }
+)  # fmt: skip
+"""Operators whose results may lie in memory of their argument, which autograd does not know: a write changes its numbers alone."""
 
 _STATISTICS_AS_RESULTS: Mapping[Any, OpOverload] = {
     aten._batch_norm_with_update: aten._batch_norm_with_update_functional.default,  # noqa: SLF001
@@ -129,7 +133,7 @@ class _Functionalizer:
         self._inputs, self._buffers = frozenset(inputs), frozenset(buffers)
         self._without_gradient = self._buffers | frozenset(constants)
         self._differentiable = differentiable
-        self._parents = {node: parent for node in graph.nodes if (parent := _viewed(node)) is not None}
+        self._parents = {node: parent for node in graph.nodes if (parent := viewed_node(node)) is not None}
         self._names: dict[fx.Node, _Name] = {}
         self._read_by: dict[fx.Node, dict[_Name, tuple[fx.Node, int]]] = {}
         self._results: dict[fx.Node, list[_Name]] = {}
@@ -443,11 +447,12 @@ class _Functionalizer:
     # -- gradients -----------------------------------------------------------------------------------------------------------------
 
     def _is_detached(self, name: _Name) -> bool:
-        """Whether no gradient passes between a view and what it is a view of: of ``detach``, and of a view as integers."""
+        """Whether no gradient passes between a view and its parent: of ``detach``, of a view as integers, of what autograd takes as new."""
         if not self._differentiable or name.view is None:
             return False
         call, _ = name.view
-        return call.target is aten.detach.default or (name.source in self._carriers and call not in self._carriers)
+        is_new = call.target is aten.detach.default or packet(call.target) in _UNTRACKED
+        return is_new or (name.source in self._carriers and call not in self._carriers)
 
     def _with_history(self, before: fx.Node, value: fx.Node) -> fx.Node:
         """New numbers for a tensor whose gradient goes where that of its old numbers went: what a write without gradients means."""
@@ -481,22 +486,6 @@ def _run(node: fx.Node) -> Any:
     assert callable(node.target)
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     return node.target(*arguments, **keywords)
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node that a tensor is a view of: as its fake tensor says, or as the schema must have it."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor):
-        return None
-    call = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(call, fx.Node) or call.op != "call_function" or mutated_arguments(call):
-        return None
-    sources = [source for source in call.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
-    own = {key for _, key in memory_keys(node)}
-    found = next((source for source in sources if any(key in own for _, key in memory_keys(source))), None)
-    if found is None and isinstance(call.target, OpOverload) and packet(call.target) not in _MAY_COPY:
-        found = next(iter(viewed_arguments(call)), None)
-    return found
 
 
 def _is_view(target: OpOverload) -> bool:

@@ -182,9 +182,14 @@ def _moved(call: fx.Node, _: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
 
 
 def _part_of_complex(place: int) -> _Inverse:
-    """Return the inverse of ``real`` (0) or ``imag`` (1): one half of the base, viewed as pairs of real numbers."""
+    """Return the inverse of ``real`` (0) or ``imag`` (1): one half of the base, viewed as pairs of real numbers.
+
+    The real part of a real tensor is the tensor.
+    """
 
     def write(_: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
+        if not base.meta["val"].is_complex():
+            return value
         pairs = emit(aten.select_scatter.default, emit(aten.view_as_real.default, base), value, -1, place)
         return emit(aten.view_as_complex.default, pairs)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from partitioner import ConfigError, TraceError, VerificationError
+from partitioner import ConfigError, TraceError, VerificationError, partition
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import verify_writes
@@ -106,10 +107,29 @@ VIEW_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Views of a tensor of shape (2, 3, 4)."""
 
+UNANNOTATED_VIEW_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "alpha_dropout": lambda t: F.alpha_dropout(t, 0.5, training=False),
+    "channel_shuffle": lambda t: F.channel_shuffle(t[None].mT, 1),
+    "conj_physical": lambda t: t.conj_physical(),
+    "dropout": lambda t: F.dropout(t, 0.0),
+    "dropout_in_evaluation": lambda t: F.dropout(F.dropout(t.mT, 0.5, training=False), 0.0)[:, 1:],
+    "dropout_of_some": lambda t: F.dropout(t, 0.5),
+    "einsum": lambda t: torch.einsum("abc->cab", t),
+    "einsum_sum": lambda t: torch.einsum("abc->cb", t),
+    "feature_alpha_dropout": lambda t: F.feature_alpha_dropout(t, 0.0, training=True),
+    "feature_dropout": lambda t: F.dropout1d(t, 0.3, training=False),
+    "real": lambda t: t.real,
+    "sum_to_size": lambda t: t.sum_to_size(2, 3, 4),
+    "type_as": lambda t: t.type_as(t),
+    "unsafe_chunk": lambda t: torch.unsafe_chunk(t, 2, 2)[1],
+    "unsafe_split": lambda t: torch.unsafe_split(t, 2, 1)[0],
+}
+"""Calls whose schemas do not say that they return their argument or a view of it, which they do for some arguments."""
 
-@pytest.mark.parametrize("name", VIEW_CALLS)
+
+@pytest.mark.parametrize("name", [*VIEW_CALLS, *UNANNOTATED_VIEW_CALLS])
 def test_a_write_through_a_view_reaches_its_base(name: str) -> None:
-    take = VIEW_CALLS[name]
+    take = (VIEW_CALLS | UNANNOTATED_VIEW_CALLS)[name]
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,10 +140,27 @@ def test_a_write_through_a_view_reaches_its_base(name: str) -> None:
                 view.copy_(torch.arange(view.numel()).view(view.shape) * 0.5 - view)
             return base, other
 
+    assert_traced_alike(Model())
+
+
+@pytest.mark.parametrize("name", UNANNOTATED_VIEW_CALLS)
+def test_gradients_of_a_write_through_what_may_be_a_view(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            base = x * 1
+            other = base.flatten()[3:7]
+            view = UNANNOTATED_VIEW_CALLS[name](base)
+            view.mul_(2.0).add_(0.5)
+            return base, other, view
+
+    assert_traced_alike(Model())
+
+
+def assert_traced_alike(model: nn.Module) -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64)
-    graph = trace(Model(), (x,), batch_size=2)
+    graph = trace(model, (x,), batch_size=2)
     verify_writes(graph.graph, "normalization")
-    assert_equal_runs(run_traced(graph, Model(), (x,), {}), run_model(Model(), (x,), {}))
+    assert_equal_runs(run_traced(graph, model, (x,), {}), run_model(model, (x,), {}))
 
 
 # -- what cannot be written otherwise --------------------------------------------------------------------------------------------------
@@ -233,6 +270,10 @@ def test_a_write_that_a_pass_leaves_is_found() -> None:
         pytest.param("circular", 2, "pipeline", {"recompute": "selective", "n_microbatches": 2}, marks=pytest.mark.slow),
         ("circular", 1, {"tile": 2}, {}),
         ("narrow", 2, "model", {}),
+        ("dropped", 2, "pipeline", {"n_microbatches": 2}),
+        ("dropped_channels", 1, {"tile": 2}, {}),
+        ("dropped_channels", 2, "tile", {}),
+        ("dropped_buffer", 2, "data", {}),
         ("border", 2, "tile", {}),
         ("overwritten", 2, "data", {}),
         pytest.param("two_names", 2, "tensor", {"recompute": "full"}, marks=pytest.mark.slow),
@@ -241,6 +282,14 @@ def test_a_write_that_a_pass_leaves_is_found() -> None:
 )
 def test_a_model_that_writes_in_place_trains_as_it_is(name: str, devices: int, mode: Any, options: dict[str, Any]) -> None:
     assert_trains_as_original(layers(name), devices, mode, **options)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("dropped", "pipeline"), ("dropped", "data"), ("dropped_channels", "tile")])
+def test_a_model_that_writes_in_place_evaluates_as_it_is(name: str, mode: str) -> None:
+    model = layers(name).double().eval()
+    x = example(model)
+    pm = partition(model, 2, mode, example_inputs=(x,))
+    torch.testing.assert_close(pm(x), model(x), rtol=0, atol=1e-12)
 
 
 MODES: list[tuple[int, Any, dict[str, Any]]] = [

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import PartitionError, partition
@@ -172,6 +173,14 @@ def _shapes(_: nn.Module, y: Tensor) -> Tensor:
     return z.reshape(-1, 16)
 
 
+def _dropped(self: nn.Module, y: Tensor) -> Tensor:
+    """Dropout that drops nothing returns its argument."""
+    z = y * 1
+    F.dropout(z, 0.0, self.training).clamp_(-0.2, 0.2)
+    F.dropout(z.unflatten(1, (4, -1)), 0.5, training=False)[:, 1].mul_(2.0)
+    return z.sin()
+
+
 def _no_grad(_: nn.Module, y: Tensor) -> Tensor:
     z = y * 1
     with torch.no_grad():
@@ -255,6 +264,7 @@ VIEWS: Mapping[str, Change] = {
     "complex": _complex,
     "detached_later": _detached_later,
     "diagonal": _diagonal,
+    "dropped": _dropped,
     "index_add": _index_add,
     "lerp": _lerp,
     "masked": _masked,
@@ -288,7 +298,14 @@ def _quadrants(_: nn.Module, y: Tensor) -> Tensor:
     return z
 
 
-IMAGES: Mapping[str, Change] = {"border": _border, "quadrants": _quadrants}
+def _dropped_channels(self: nn.Module, y: Tensor) -> Tensor:
+    z = y.clone()
+    F.dropout2d(z, 0.0, self.training).clamp_(0.1, 0.4)
+    F.dropout(z, 0.5, training=False)[:, 1:3].mul_(2.0)
+    return z.sin()
+
+
+IMAGES: Mapping[str, Change] = {"border": _border, "dropped_channels": _dropped_channels, "quadrants": _quadrants}
 
 
 # -- buffers ---------------------------------------------------------------------------------------------------------------------------
@@ -308,6 +325,11 @@ def _cache(self: Any, y: Tensor) -> Tensor:
 def _average(self: Any, y: Tensor) -> Tensor:
     self.n.mul_(0.9).add_(0.1 * y.detach().mean(0))
     return y
+
+
+def _dropped_buffer(self: Any, y: Tensor) -> Tensor:
+    F.dropout(self.n, 0.5, training=False).mul_(0.9).add_(1.0)
+    return y * self.n
 
 
 def _assigned(self: Any, y: Tensor) -> Tensor:
@@ -357,6 +379,7 @@ BUFFERS: Mapping[str, tuple[Change, Mapping[str, Tensor]]] = {
     "buffer_view": (_buffer_view, {"n": torch.arange(16.0)}),
     "cache": (_cache, {"n": torch.zeros(12, 16)}),
     "count": (_count, {"count": torch.ones(())}),
+    "dropped_buffer": (_dropped_buffer, {"n": _ROW}),
     "maximum": (_maximum, {"n": _ROW}),
     "queue": (_queue, {"n": _ROWS, "place": _NUMBER}),
     "ring": (_ring, {"n": _ROWS}),
