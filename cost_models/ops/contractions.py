@@ -59,9 +59,14 @@ def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Product
 
 
 def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], dict[str, Products]]:
-    """For each parameter, the products of its gradient: of the result with the other operands."""
+    """For each parameter, the products that compute its gradient.
+
+    y = einsum("ij,jk->ik", a, b)
+    gradient of a = einsum("ik,jk->ij", gradient of y, b)        the loops of y, of the other operands, and of a as the result
+    """
 
     def gradients(call: Call) -> dict[str, Products]:
+        """Parameter -> its products; none without a rule, and none for an operand that is multiplied by nothing."""
         loops = loops_of_call(call)
         found: dict[str, Products] = dict.fromkeys(names, ())
         if loops is None:
@@ -70,7 +75,7 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
         owner = [name for name in names for _ in call.operand_indices(name)]
         for place, name in enumerate(owner):
             others = [term for index, term in enumerate(terms[:-1]) if index != place]
-            if others:  # the gradient of a single operand is no product
+            if others:
                 found[name] += _contracted([terms[-1], *others, terms[place]], sizes)
         return found
 

@@ -41,6 +41,7 @@ def _copy(value: object) -> Any:
 
 
 def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
+    """Remove the attributes that tracing added, put back those it replaced or removed, and refill lists and dicts."""
     attributes = vars(owner)
     for name in [name for name in attributes if name not in contents]:
         del attributes[name]

@@ -39,16 +39,17 @@ class UnitMemory:
         self._graph, self._cost, self._points, self._policy = graph, cost, points, policy
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
-        lasting = {*graph.parameters, *graph.buffers, *graph.constants}
-        self._inputs = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder" and node.name not in lasting)
-        given = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
-        keeping = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy)
-        self.again = keeping.again
         self.fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
         self.gradients = tuple(self._find_gradients())
-        savers = {key: readers for key, readers in keeping.savers.items() if key not in given}
-        self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in savers.items()}
-        self._working = WorkingMemory(graph.parameters, given, cost, points.units, keeping, policy)
+
+        # Inputs of a step are held in any case, whoever reads them: they are no activations that a backward saves.
+        self._inputs = self._find_inputs()
+        of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
+        selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy)
+        self.again = selection.again
+        saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
+        self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
+        self._working = WorkingMemory(graph.parameters, of_inputs, cost, points.units, selection, policy)
 
     def given(self, numbers: Numbers) -> tuple[Shared, ...]:
         """The inputs of a step, which the stages that read them hold all the time.
@@ -97,6 +98,10 @@ class UnitMemory:
         for item in self.gradients:
             trained[item.units[-1]] += item.most
         return self._working.at(numbers, share, made, trained, alone=alone, called=called)
+
+    def _find_inputs(self) -> tuple[str, ...]:
+        lasting = {*self._graph.parameters, *self._graph.buffers, *self._graph.constants}
+        return tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
 
     def _find_fixed(self, states: int) -> Iterable[Shared]:
         for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):

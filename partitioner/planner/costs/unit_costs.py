@@ -279,10 +279,13 @@ def stack(
 
 
 def _stacked_amounts(of_kind: Sequence[int], of_tables: Iterable[Iterable[Shared]]) -> tuple[Shared, ...]:
-    """The items of all tables as items of all kinds; those of one amount for all kinds with one number, so that they stay small."""
+    """What stages of every kind need, from the table that prices each kind (``_stacked``).
+
+    An amount that is equal for all kinds is one number again: most are, and the solvers are faster with numbers.
+    """
     kinds = range(len(of_kind))
-    by_kind = ([(tuple(map(item.of_kind, kinds)), (item.units, item.producer)) for item in items] for items in of_tables)
-    merged = _stacked(of_kind, by_kind)
+    amounts_of_tables = ([(tuple(map(item.of_kind, kinds)), (item.units, item.producer)) for item in items] for items in of_tables)
+    merged = _stacked(of_kind, amounts_of_tables)
     return tuple(Shared(amounts if len(set(amounts)) > 1 else amounts[0], units, producer) for amounts, (units, producer) in merged)
 
 
