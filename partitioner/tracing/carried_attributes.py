@@ -64,7 +64,7 @@ def set_numbers(model: nn.Module, numbers: Mapping[str, int | float]) -> None:
 
 
 def refuse_read_numbers(model: nn.Module, changed: Sequence[str], first: ExportedProgram, second: ExportedProgram) -> None:
-    """Raise TraceError where a second trace, behind the first, gives another graph.
+    """Raise TraceError where a second trace, with the attributes as the first left them, gives another graph: the model reads them.
 
     Args:
         changed: the numbers that the first trace has changed.

@@ -83,14 +83,17 @@ class RegionTemplates:
         differentiable: Collection[fx.Node],
         given: Mapping[fx.Node, Tensor],
     ) -> RegionTemplate:
-        """The region's joint graph.
+        """The region's joint graph: traced once for all regions that compute the same on values alike.
 
         Args:
             given: outputs, and inputs that later regions read, -> fake tensors like their gradients.
         """
         inputs = self.inputs(stage, region)
-        places = {node: place for place, node in enumerate((*inputs, *region.outputs))}
-        form = self._form(stage, region, examples, differentiable), tuple((places[node], _form(like)) for node, like in given.items())
+        boundary = {node: place for place, node in enumerate((*inputs, *region.outputs))}
+        form = (
+            self._form(stage, region, examples, differentiable),
+            tuple((boundary[node], _form_of_value(like)) for node, like in given.items()),
+        )
         if form not in self._known:
             names = [node.name for node in inputs]
             n_bound = sum(_is_bound(stage, node) for node in inputs)
@@ -116,8 +119,9 @@ class RegionTemplates:
                 gradients,
                 [node.name for node in given if node in inputs],
             )
-            at = {node.name: place for place, node in enumerate(region.nodes)}
-            self._known[form] = RegionTemplate(joint, region, {node: at[name] for node, name in joint.sources.items() if name in at})
+            place_of = {node.name: place for place, node in enumerate(region.nodes)}
+            sources = {node: place_of[name] for node, name in joint.sources.items() if name in place_of}
+            self._known[form] = RegionTemplate(joint, region, sources)
         found: RegionTemplate = self._known[form]
         return found
 
@@ -136,7 +140,7 @@ class RegionTemplates:
     def _form(self, stage: StageGraph, region: Region, examples: Mapping[fx.Node, Any], differentiable: Collection[fx.Node]) -> Hashable:
         inputs = self.inputs(stage, region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
-        read = tuple((_form(examples[node]), node in differentiable, _is_bound(stage, node)) for node in inputs)
+        read = tuple((_form_of_value(examples[node]), node in differentiable, _is_bound(stage, node)) for node in inputs)
         calls = tuple((node.target, argument_form(node.args, places), argument_form(node.kwargs, places)) for node in region.nodes)
         return str(stage.device), read, calls, tuple(places[node] for node in region.outputs)
 
@@ -145,7 +149,7 @@ def _is_bound(stage: StageGraph, node: fx.Node) -> bool:
     return node.op == "placeholder" and node.target in stage.bound
 
 
-def _form(value: Any) -> Hashable:
+def _form_of_value(value: Any) -> Hashable:
     """What tracing may depend on."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return id(value)

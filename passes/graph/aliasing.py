@@ -299,9 +299,10 @@ def _memory_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory this node's value may lie in."""
     if node.op != "call_function" or node.target is operator.getitem:
         return []  # an item keeps its own storage: joining it with its list would join all items
-    is_draw = node.target is draw_alike
+    is_draw = node.target is draw_alike  # draw_alike(function, group, *arguments): asked is the function that it calls
     target, arguments = (node.args[0], node.args[2:]) if is_draw else (node.target, node.args)
-    if _UNANNOTATED_VIEWS.get(packet(target), _never) is not _never:
+    may_view = _UNANNOTATED_VIEWS.get(packet(target), _never) is not _never
+    if may_view:
         first = next(nodes for argument in arguments if (nodes := node_leaves(argument)))
         return [] if packet(target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
     if is_draw and isinstance(target, OpOverload) and not views_its_arguments(target):

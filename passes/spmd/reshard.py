@@ -90,7 +90,7 @@ class Resharder:
         self._emit = emit
         self._write_size = write_size
         self._values: dict[fx.Node, _Value] = {}
-        self._of_stages: dict[tuple[fx.Node, int], _Value] = {}
+        self._of_stages: dict[tuple[fx.Node, int], _Value] = {}  # of a value and a stage that reads it
 
     def register(self, node: fx.Node, place: int, copy: fx.Node, layout: Layout, axes: TensorAxes) -> None:
         """A value of the whole graph and this rank's part of it; of a call that gives several, the items register themselves."""
@@ -102,24 +102,12 @@ class Resharder:
         return node in self._values
 
     def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
-        """This rank's part of a value in the layout that a reader needs."""
+        """This rank's part of a value in the layout that a reader needs: reduced, exchanged, gathered and cut, in this order."""
         value = self._seen_by(node, reader)
-        scattered = [index for index, wanted in enumerate(need) if isinstance(wanted, Shard)]  # first: then the others move less
-        for index in (*scattered, *(index for index in reversed(range(len(need))) if index not in scattered)):
-            have, wanted = value.layout[index], need[index]
-            if isinstance(have, Partial) and not isinstance(wanted, Partial):
-                at_once = isinstance(wanted, Shard) and have.operation == "sum" and wanted not in value.layout[index + 1 :]
-                value.layout = self._change(value, value.layout, index, wanted if at_once else Replicate(), node)
+        value.layout = self._reduced(value, need, node)  # for all readers; the other changes are this reader's
         layout = self._exchanged(value, need, node)
-        for index in reversed(range(len(need))):
-            have = layout[index]
-            if isinstance(have, Shard) and have != need[index]:
-                layout = self._change(value, layout, index, need[index] if isinstance(need[index], Varying) else Replicate(), node)
-            elif isinstance(have, Shard) and _is_recut(have, layout[:index], need[:index]):
-                layout = self._change(value, layout, index, Replicate(), node)
-        for index in range(len(need)):
-            if layout[index] != need[index]:
-                layout = self._change(value, layout, index, need[index], node)
+        layout = self._gathered(value, layout, need, node)
+        layout = self._cut(value, layout, need, node)
         return value.copies[layout]
 
     def _seen_by(self, node: fx.Node, reader: fx.Node) -> _Value:
@@ -130,6 +118,35 @@ class Resharder:
         if (node, stage) not in self._of_stages:
             self._of_stages[node, stage] = self._values[node].alone()
         return self._of_stages[node, stage]
+
+    def _reduced(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
+        """Partial sums are summed, and cut on the way where the reader wants a shard. Those come first: then the others move less."""
+        layout = value.layout
+        scattered = [index for index, wanted in enumerate(need) if isinstance(wanted, Shard)]
+        for index in (*scattered, *(index for index in reversed(range(len(need))) if index not in scattered)):
+            have, wanted = layout[index], need[index]
+            if isinstance(have, Partial) and not isinstance(wanted, Partial):
+                is_cut_inside = wanted in layout[index + 1 :]  # an axis is cut from the outermost mesh dimension on
+                can_scatter = isinstance(wanted, Shard) and have.operation == "sum" and not is_cut_inside
+                layout = self._change(value, layout, index, wanted if can_scatter else Replicate(), like)
+        return layout
+
+    def _gathered(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
+        """Shards that the reader does not want are put together, the innermost first; also those of an axis that is cut anew outside."""
+        for index in reversed(range(len(need))):
+            have, wanted = layout[index], need[index]
+            if isinstance(have, Shard) and have != wanted:
+                layout = self._change(value, layout, index, wanted if isinstance(wanted, Varying) else Replicate(), like)
+            elif isinstance(have, Shard) and _is_recut(have, layout[:index], need[:index]):
+                layout = self._change(value, layout, index, Replicate(), like)
+        return layout
+
+    def _cut(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
+        """What is whole is cut, or marked as varying, the outermost first."""
+        for index, wanted in enumerate(need):
+            if layout[index] != wanted:
+                layout = self._change(value, layout, index, wanted, like)
+        return layout
 
     def _exchanged(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
         """A value with every part that can be exchanged for a part of another axis: in the order in which that leaves all parts nested.

@@ -76,42 +76,42 @@ class MeshBounds:
         Microbatches divide a message into several, which take no less time together.
 
         Args:
-            beside: whether the sequence, or tiles' other axes, may be cut beside.
+            beside: whether more than the usual axes may be cut: the sequence by ``tensor``, other axes than space by tiles, and large
+                weights by replicas.
             replicas: how many ranks of the pipeline each stage is on; empty where each is on one.
             limit: bytes of parameters that all ranks of a pipeline may hold together (``CuttableModel.cut``).
 
         Raises:
             ConfigError: the mesh cannot cut the model.
         """
-        places, parts = stages_length(mesh), mesh.cutting.size
-        stages = len(replicas) or places
-        kind, rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
         if mesh.widths:
             return self._of_unlike(mesh, replicas)
-        in_parts = beside and mesh.cutting.names == ("data",)  # replicas may hold parts of any weight, and sum nothing of it
-        if self._fixed * (rows if kind == "data" and not in_parts else 1) > self._limit or stages > self._n_units:
-            return float("inf")
-        if in_parts:
-            seconds = self._prices.times(self._whole.batch_size).seconds.min(axis=1)
-            return float(np.maximum(seconds / parts, self._starts).sum()) / places * (1 - _ROUNDING)
-        inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
-        own_rows = -(-self._whole.batch_size // rows)
-        exchanging = self._exchanging(inner, mesh, own_rows, beside, limit) if inner.dimensions else (0.0, 0.0)
-        sending, summing = (0.0, 0.0), 0.0
-        if rows > 1 and self._whole.graph.training:
-            links = self._links.of(mesh)[kind]
-            if kind == "data":
-                summing = self._summing(links, rows, stages * parts // rows)
-            else:
-                sending = self._sending(links, rows, parts // rows)
+        places = stages_length(mesh)
+        rows_name, n_rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
+        shares_weights = beside and mesh.cutting.names == ("data",)  # replicas may hold shards of any weight, and sum nothing of it
+        n_whole = n_rows if rows_name == "data" and not shares_weights else 1
+        if self._fixed * n_whole > self._limit or (len(replicas) or places) > self._n_units:
+            return math.inf
+        if shares_weights:
+            return self._of_work_alone(mesh)
+        own_rows = -(-self._whole.batch_size // n_rows)
+        activations = self._activation_collectives(mesh, own_rows, beside, limit)
+        parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
         steps = []
         for count in microbatch_choices(part, request, places):
             if count >= max(replicas, default=1):
-                waiting = exchanging[0] / count + sending[0], exchanging[1] / count + sending[1]
-                steps.append(self._working(count, microbatch_size(own_rows, count), places, parts // rows, request, waiting))
-        return (min(steps, default=math.inf) + summing) * (1 - _ROUNDING)
+                # Activations of a step are divided among its microbatches; parameters are gathered in each of them.
+                waiting = activations[0] / count + parameters[0], activations[1] / count + parameters[1]
+                size = microbatch_size(own_rows, count)
+                steps.append(self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting))
+        return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)
+
+    def _of_work_alone(self, mesh: Mesh) -> float:
+        """Return the lower bound that is the work of an average rank."""
+        seconds = self._prices.times(self._whole.batch_size).seconds.min(axis=1)
+        return float(np.maximum(seconds / mesh.cutting.size, self._starts).sum()) / stages_length(mesh) * (1 - _ROUNDING)
 
     def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
         """Return the lower bound for stages with different tensor-parallel degrees.
@@ -140,7 +140,7 @@ class MeshBounds:
             self._known[rows] = float(seconds.sum()), float(seconds.max()), times.fractions, seconds
         return self._known[rows]
 
-    def _working(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
+    def _pipeline(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
         """Return a lower bound of the seconds of one pipeline, compute and bubble, under the best schedule.
 
         Args:
@@ -162,12 +162,15 @@ class MeshBounds:
                 steps.append(least_step(Candidate(name, each, count), places, whole / parts, load, slowest, shares, exchanged))
         return max(started, min(steps, default=math.inf))
 
-    def _exchanging(self, inner: Mesh, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
+    def _activation_collectives(self, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
         """Return the seconds of the collectives of activations of all stages, forward and backward.
 
         Gathers of sharded parameters are left out: with more ranks their shards may be small enough to be coalesced, which the price for
         two ranks does not show.
         """
+        inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
+        if not inner.dimensions:
+            return 0.0, 0.0
         cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
         alone = self._model.axes_cut(inner, beside=beside, limit=limit)
         if any(cut[name] != alone[name] for name in inner.names):
@@ -184,12 +187,21 @@ class MeshBounds:
             totals = totals[0] + forward * count, totals[1] + backward * count
         return totals
 
-    def _summing(self, links: GroupLinks, rows: int, others: int) -> float:
+    def _weight_collectives(self, mesh: Mesh, rows_name: str, n_rows: int, stages: int) -> tuple[tuple[float, float], float]:
+        """Return the seconds of parameters of all stages in each microbatch, forward and backward, and of gradients once a step."""
+        if n_rows == 1 or not self._whole.graph.training:
+            return (0.0, 0.0), 0.0
+        links, parts = self._links.of(mesh)[rows_name], mesh.cutting.size // n_rows
+        if rows_name == "data":
+            return (0.0, 0.0), self._gradient_sums(links, n_rows, stages * parts)
+        return self._parameter_gathers(links, n_rows, parts), 0.0
+
+    def _gradient_sums(self, links: GroupLinks, rows: int, others: int) -> float:
         """Return a lower bound of the seconds in which replicas all_reduce a stage's gradients, shared evenly by ``others`` ranks."""
         size = sum(self._sizes[name] for name in self._whole_on(rows))
         return links.seconds("all_reduce", size / others) if size else 0.0
 
-    def _sending(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
+    def _parameter_gathers(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
         """Return the seconds of all stages to gather parameters and to reduce-scatter gradients, for each microbatch.
 
         Args:

@@ -276,26 +276,33 @@ class Expansion:
 def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Expansion | None:
     """How units repeat; None where a copy does not begin with a unit of its own.
 
+    The folded model has two of the blocks: one that stands for all copies but the last, and the last.
+
     Args:
         points: of the folded model.
-        copies, following: see ``passes.graph.repeated_subgraphs``.
+        copies: node of the block -> its name in each copy that the block stands for, in order (``passes.graph.repeated_subgraphs``).
+        following: node of the last copy -> the node of the block that does the same, in order.
     """
-    first, last = next(iter(copies), None), next(iter(following), None)
+    first_of_block, first_of_last = next(iter(copies), None), next(iter(following), None)
     unit_of = {name: index for index, name in enumerate(points.starts)}
-    if first not in unit_of or last not in unit_of:
+    if first_of_block not in unit_of or first_of_last not in unit_of:
         return None
-    start, stop, count = unit_of[first], unit_of[last], len(copies[first])
-    length = stop - start
-    counterparts = [following.get(name) for name in points.starts[stop : stop + length]]
-    if counterparts != list(points.starts[start:stop]):
+    start, stop, count = unit_of[first_of_block], unit_of[first_of_last], len(copies[first_of_block])
+    if [following.get(name) for name in points.starts[stop : 2 * stop - start]] != list(points.starts[start:stop]):
         return None
-    source = np.array([*range(stop), *(list(range(start, stop)) * (count - 1)), *range(stop, len(points.units))], dtype=np.int64)
-    numbers = [0] * start + [copy for copy in range(count) for _ in range(length)] + [0] * (len(points.units) - stop)
-    units = tuple(
-        tuple(copies[name][copy] if name in copies else name for name in points.units[index])
-        for index, copy in zip(source, numbers, strict=True)
-    )
-    named = [points.starts[index] for index in source]
-    starts = tuple(copies[name][copy] if name in copies else name for name, copy in zip(named, numbers, strict=True))
-    whole = CutPoints(units, starts, (), {}, tuple(points.depth[index] for index in source))
-    return Expansion(start, stop, count, copies, whole, source)
+    block = range(start, stop)
+    unfolded = [
+        *((unit, 0) for unit in range(stop)),
+        *((unit, copy) for copy in range(1, count) for unit in block),
+        *((unit, 0) for unit in range(stop, len(points.units))),
+    ]
+
+    def name_in(node: str, copy: int) -> str:
+        return copies[node][copy] if node in copies else node
+
+    units = tuple(tuple(name_in(node, copy) for node in points.units[unit]) for unit, copy in unfolded)
+    starts = tuple(name_in(points.starts[unit], copy) for unit, copy in unfolded)
+    depth = tuple(points.depth[unit] for unit, _ in unfolded)
+    # What crosses between units and what is replicated are the folded model's, repeated by ``values`` and ``shared``.
+    whole = CutPoints(units, starts, (), {}, depth)
+    return Expansion(start, stop, count, copies, whole, np.array([unit for unit, _ in unfolded], dtype=np.int64))

@@ -53,7 +53,7 @@ class LinkTable:
         alike = [each for each, width in enumerate(mesh.widths) if width == mesh.widths[place]]
         ranks = sorted({pipeline[each] for pipeline in pipelines(mesh) for each in alike})
         return {
-            name: self._slowest(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
+            name: self._slowest_group(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
             for name in mesh.cutting_at(place).names
         }
 
@@ -68,10 +68,10 @@ class LinkTable:
 
     def _along(self, size: int, stride: int, count: int) -> GroupLinks:
         if (stride, count) not in self._known:
-            self._known[stride, count] = self._slowest(_groups(size, stride, count), size)
+            self._known[stride, count] = self._slowest_group(_groups(size, stride, count), size)
         return self._known[stride, count]
 
-    def _slowest(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
+    def _slowest_group(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
         """The links of the group that is slowest, all of them talking at once, and the slowest memory of so many ranks."""
         cluster = self._cluster
         slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))

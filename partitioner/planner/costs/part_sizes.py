@@ -118,14 +118,14 @@ class PartSizes:
         return held_for(call.name, place, self._axes, self._layouts, self._extents)[0]
 
     def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
-        """A part with what ranks compute besides: as much as the rank that computes most."""
+        """A part with the halo that ranks recompute (``Layouts.wide``), of the rank that recomputes most: it sets the pace."""
         if name not in self._layouts.wide:
             return part
         shape = list(part.shape)
-        for place, intervals in zip(self._layouts.results[name][0], self._layouts.wide[name], strict=False):
+        for placement, intervals in zip(self._layouts.results[name][0], self._layouts.wide[name], strict=False):
             if intervals is not None:
-                assert isinstance(place, Shard)
-                shape[place.dimension] = max(stop - start for start, stop in intervals)
+                assert isinstance(placement, Shard)
+                shape[placement.dimension] = max(stop - start for start, stop in intervals)
         return replace(part, shape=tuple(shape))
 
     def part(self, shape: TensorSpec, axes: TensorAxes, layout: Layout) -> TensorSpec:

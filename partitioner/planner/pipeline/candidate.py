@@ -126,16 +126,16 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
 def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], stage_of: Integers) -> tuple[list[float], ...]:
     """The columns of ``StageTimes``: seconds of each stage."""
     prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
-    halves = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
+    forward, backward_input, backward_weight = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
     units = prices.units
     if len(units.replicated_uses.unit):
-        halves[0] += units.replicated_uses.held(stage_of, n_stages, kinds)
+        forward += units.replicated_uses.held(stage_of, n_stages, kinds)
     if units.gathered:
-        halves[0] += units.gathered_uses.left(stage_of, n_stages, kinds)
+        forward += units.gathered_uses.left(stage_of, n_stages, kinds)
     if units.parted:
-        halves[1] += units.parted_uses.held(stage_of, n_stages, kinds)
+        backward_input += units.parted_uses.held(stage_of, n_stages, kinds)
     messages = problems.messages(candidate)
-    return tuple(column.tolist() for column in (*halves, *messages.of(stage_of), messages.shares))
+    return tuple(column.tolist() for column in (forward, backward_input, backward_weight, *messages.of(stage_of), messages.shares))
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:

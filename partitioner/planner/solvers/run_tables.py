@@ -119,12 +119,13 @@ class RunTable:
             if start not in self._known or self._known[start].width < width:
                 wider = min(2 * width, self._n_units - start)
                 if wider * self._n_units > _MOST_KEPT_RUNS:
-                    yield self._computed(start, stop, width)
+                    yield self._table_of(start, stop, width)
                     continue
-                self._known[start] = self._computed(start, stop, wider)
+                self._known[start] = self._table_of(start, stop, wider)
             yield self._known[start].first(width)
 
-    def _computed(self, start: int, stop: int, width: int) -> Runs:
+    def _table_of(self, start: int, stop: int, width: int) -> Runs:
+        """The runs that start with one of the units ``start .. stop - 1``, of every length up to a width."""
         time, leaving, entering = (each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering))
         fixed, kept, gradients = (each.sums(start, stop, width) for each in self._of_memory)
         peaks = [working.of_block(start, stop, width) for working in self._workings]

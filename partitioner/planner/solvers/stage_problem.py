@@ -168,8 +168,8 @@ class Working:
         backward   backward(u) + again(i..u) + trained(u+1..j) - made(u+1..j)
 
     and beside either as much of ``bundled(i..j)`` as is there at once. Gradients that are summed over ranks as soon as they are there come
-    twice, ``trained(u+1..j)`` again, but no more than ``summed``. A backward that is a call of the program gives nothing back on its
-    way: who calls it holds what it was given.
+    twice, ``trained(u+1..j)`` again, but no more than ``summed``; that is applied to the most of all units, not to each: never too small.
+    A backward that is a call of the program gives nothing back on its way: who calls it holds what it was given.
 
     Attributes:
         forward, backward: (N,) bytes of what a unit computes with, beyond what is kept of it and of units in front of it.
@@ -219,20 +219,27 @@ class Working:
     def of_block(self, start: int, stop: int, width: int) -> Floats:
         """(stop - start, width) of every run that starts there; of none beyond the end."""
         last = np.minimum(np.arange(start, stop)[:, None] + np.arange(width), len(self.made) - 1)
-        return self._peak(np.maximum.accumulate(self._peaks[:, last], axis=2), np.arange(start, stop)[:, None], last + 1)
+        return self._of_runs(np.maximum.accumulate(self._peaks[:, last], axis=2), np.arange(start, stop)[:, None], last + 1)
 
     def of_stages(self, starts: Sequence[int]) -> Floats:
         """(S,) of the stages that start there."""
         ends = np.array([*starts[1:], len(self.made)])
-        return self._peak(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
+        return self._of_runs(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
 
-    def _peak(self, peaks: Floats, start: Integers, end: Integers) -> Floats:
+    def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
+        """Bytes of the runs ``start .. end - 1``: the formulas of the class.
+
+        Args:
+            highest: the rows of ``_peaks``, each the most of a run's units. What does not depend on the unit is added behind the maximum;
+                a sum over units of the run is a difference of ``_sums``.
+        """
+        forward, once, twice = highest
         made, again, trained, bundled = self._sums
-        once, twice = peaks[1] + trained[end] + self.summed, peaks[2] + 2 * trained[end]
-        backward = np.minimum(once, twice) - again[start] - (0.0 if self.called else made[end])
-        peak: Floats = np.maximum(np.maximum(peaks[0] - made[end], backward), 0.0)
+        kept_behind = 0.0 if self.called else made[end]
+        backward = np.minimum(once + trained[end] + self.summed, twice + 2 * trained[end]) - again[start] - kept_behind
+        computing: Floats = np.maximum(np.maximum(forward - made[end], backward), 0.0)
         gathered: Floats = np.minimum(bundled[end] - bundled[start], self.at_once)
-        return peak + gathered
+        return computing + gathered
 
 
 @dataclass(frozen=True, eq=False)

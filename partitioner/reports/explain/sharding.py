@@ -104,7 +104,7 @@ def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[
 
 
 def _cut_over(held: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
-    """The mesh dimensions along which ranks hold other parts of an axis."""
+    """The mesh dimensions along which ranks hold different parts of an axis."""
     found = []
     for name in mesh.cutting.names:
         pairs = ((rank, other) for rank in held for other in mesh.group(rank, (name,)) if other in held)

@@ -50,7 +50,7 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int,
     if kind.in_flight_alone is not None and stages_per_rank == 1 and not replicas:
         alone = kind.in_flight_alone(n_ranks, n_microbatches)
         later = tuple(min(held, n_microbatches - 1) for held in alone.held)
-        stage_ranks, comes = kind.stage_ranks(n_ranks, stages_per_rank), _awaiting_alone(alone, n_microbatches, fills)
+        stage_ranks, comes = kind.stage_ranks(n_ranks, stages_per_rank), _awaiting_of_single_stages(alone, n_microbatches)
         return Order(n_microbatches, stage_ranks, splits, fills, alone.ahead, alone.held, later, comes)
     schedule = make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas)
     ahead = peak_in_flight(schedule, (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))
@@ -58,20 +58,33 @@ def order_of(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int,
     return Order(n_microbatches, schedule.stage_ranks, splits, fills, ahead, in_flight, later, awaiting(schedule))
 
 
-def _awaiting_alone(alone: InFlight, n_microbatches: int, fills: bool) -> Awaiting:
-    """Of one stage on each rank: in a steady state, which some microbatches more than ranks are enough for, any of its messages.
+def _awaiting_of_single_stages(alone: InFlight, n_microbatches: int) -> Awaiting:
+    """``partitioner.schedules.kind.awaiting`` where each rank runs one stage, in closed form: the schedule need not be written.
 
-    F F ... F | B F | B F ... | B B ... B    what a rank holds grows, stays, where there are more microbatches than that, and shrinks
+    F F ... F | B F B F ... | B B ... B    what a rank holds grows, stays, and shrinks
 
-    Where input halves are in front of the first weight half, what a rank holds shrinks from the third message behind them on.
+    forward           the message of the last forward comes while all the others are held
+    later_forward     a forward is awaited while a backward runs, from two microbatches more than are held on
+    backward          the message of the first backward comes when all are held
+    later_backward    as many where forwards and backwards alternate; without, ``_held_while_shrinking``
     """
-    in_flight = alone.held
-    if n_microbatches > len(in_flight) + 1 and not fills:
-        return Awaiting(in_flight, in_flight, in_flight, in_flight)
-    growing = tuple(min(held, n_microbatches - 1) for held in in_flight)
-    staying = tuple(held if n_microbatches > held + 1 else 0 for held in in_flight)
-    shrinking = tuple(
-        held if held < n_microbatches else n_microbatches - 1 if n_microbatches > behind + 2 else 0
-        for held, behind in zip(in_flight, alone.weights_behind, strict=True)
+    return Awaiting(
+        forward=tuple(min(held, n_microbatches - 1) for held in alone.held),
+        later_forward=tuple(held if n_microbatches > held + 1 else 0 for held in alone.held),
+        backward=alone.held,
+        later_backward=tuple(
+            _held_while_shrinking(held, behind, n_microbatches) for held, behind in zip(alone.held, alone.weights_behind, strict=True)
+        ),
     )
-    return Awaiting(growing, staying, in_flight, shrinking)
+
+
+def _held_while_shrinking(held: int, weights_behind: int, n_microbatches: int) -> int:
+    """Microbatches in flight when a backward is awaited and some backward has ended; 0: none is awaited then.
+
+    Args:
+        held: microbatches in flight at most.
+        weights_behind: input halves in front of the first weight half: only behind that is anything given up.
+    """
+    if held < n_microbatches:
+        return held
+    return n_microbatches - 1 if n_microbatches - weights_behind > 2 else 0

@@ -60,7 +60,7 @@ def check_entries(
         lacking, more = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
         problem = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(more)}"
         raise _other_kind(optimizer, f"the state of {name} {problem}")
-    for what, value in entries.items():
+    for what, value in entries.items():  # a counter of steps may be () in one and (1,) in the other
         found = tuple(value.shape) if isinstance(value, Tensor) else ()
         if expected is not None and found != expected[what] and math.prod(found) * math.prod(expected[what]) != 1:
             raise ConfigError(f"{what} of {name} has shape {found} in the state, and {expected[what]} in the optimizer")
