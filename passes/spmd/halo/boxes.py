@@ -8,6 +8,7 @@ A grid of (2, 2) over a value [batch, channels, height 10, width 8]:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -62,12 +63,12 @@ class TileGrid:
                 return None
             span = None
             for dimension, each in places:
-                sizes = [axes.sizes[axis] for axis in each]
-                if all(isinstance(size, int) for size in sizes) and int(sizes[0]) >= count:
-                    inner = 1
-                    for size in sizes[1:]:
-                        inner *= int(size)
-                    span = Span(dimension, each[0], inner, inner * int(sizes[0]))
+                steps, *within = (axes.sizes[axis] for axis in each)
+                if isinstance(steps, int) and steps >= count:
+                    if not all(isinstance(size, int) for size in within):
+                        return None  # rows of the batch lie within the axis: where a tile starts depends on how many there are
+                    inner = math.prod(map(int, within))
+                    span = Span(dimension, each[0], inner, inner * steps)
             found.append(span)
         return tuple(found)
 

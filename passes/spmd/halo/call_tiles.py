@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -24,6 +25,9 @@ Kind: TypeAlias = Literal["tiles", "reduction", "statistics", "whole"]
 
 _STATISTICS = (aten.batch_norm, aten.group_norm, aten.instance_norm)
 """Normalisations over space, which need statistics of all tiles first."""
+
+_CHANNELS = 1
+"""The dimension of what these normalise along which their scale and shift differ."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +102,20 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
     loops = axes.loops.get(node.name)
     if loops is None or not isinstance(node.meta.get("val"), Tensor) or is_item(node) or draws(node):
         return None
-    if mutated_arguments(node) and packet(node.target) is not aten.batch_norm:
-        return None
     spans = grid.spans(axes, axes.of(node.name))
     operands = [grid.spans(axes, axes.of(operand.name)) for operand in axes.operands[node.name]]
     if spans is None or any(each is None for each in operands):
         return None
     factors = tuple(_factor(loops, axes, node.name, span) for span in spans)
     kind: Kind = "tiles" if any(spans) else "reduction"
-    if packet(node.target) in _STATISTICS and not _is_stored(node):
-        if packet(node.target) is aten.instance_norm and not _is_of_its_own(node):
+    if packet(node.target) in _STATISTICS and any(factor is not None and loops.factors[factor].reduction == "whole" for factor in factors):
+        if not _merges_statistics(node, loops, spans, factors):
             return None
         of_x = tuple(None if span is None else Read(span, 0, None) for span in spans)
         none = (None,) * len(spans)
         return TileCall(node, loops, "statistics", spans, factors, (of_x, *(none for _ in operands[1:])))
+    if mutated_arguments(node):
+        return None  # a part would write parts of a buffer, as often as it is computed
     if kind == "reduction":
         reduced = [_reduced(loops, axes, node.name, grid.axes[index]) for index in range(len(grid.counts))]
         factors = tuple(reduced)
@@ -136,9 +140,15 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
     return TileCall(node, loops, kind, spans, factors, reads)
 
 
-def _is_stored(node: fx.Node) -> bool:
-    """Whether statistics are not those of this batch."""
-    return packet(node.target) is aten.batch_norm and not bound_arguments(node)["training"]
+def _merges_statistics(node: fx.Node, loops: Loops, spans: Sequence[Span | None], factors: Sequence[int | None]) -> bool:
+    """Whether statistics of all tiles give one scale and shift of each channel, which serve all tiles.
+
+    They do not where a view made space the channels, or rows that are normalised each for itself: each tile would need its own.
+    """
+    if packet(node.target) is aten.instance_norm and not _is_of_its_own(node):
+        return False
+    cut = [(span, factor) for span, factor in zip(spans, factors, strict=True) if span is not None]
+    return all(factor is not None and loops.factors[factor].reduction == "whole" and span.dimension != _CHANNELS for span, factor in cut)
 
 
 def _is_of_its_own(node: fx.Node) -> bool:

@@ -18,9 +18,11 @@ from partitioner import ConfigError, Plan, partition
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.ir.errors import InfeasiblePlanError
+from passes.ir.graph import ModelGraph
 from passes.tiling.peak_memory import stream_size
 from passes.tiling.rewrite import grid_over, streamed
 from tests.cost_models.simulator.test_simulated_memory import measured
+from tests.support.samples.turned_space import Lines, Turned
 
 IMAGE = torch.randn(2, 3, 24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -97,8 +99,8 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     model = build().double()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_()  # type: ignore[union-attr]
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+            module.running_mean.normal_()
     return model.eval()
 
 
@@ -123,15 +125,26 @@ def test_any_budget_gives_the_same_numbers(build: Callable[[], nn.Module], tiles
     model = made(build)
     graph = trace(model, (IMAGE,), None, False)
     expected = model(IMAGE)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for budget in (0, sizes_of(model)[-1] // 4, sizes_of(model)[-1]):
-        found = streamed(graph, tiles, budget)
-        names = {**found.parameters, **found.buffers}
-        given = [node.name for node in found.graph.nodes if node.op == "placeholder"]
-        values = {"batch": len(IMAGE), **{name: state[original] for name, original in names.items()}, **found.constants}
-        with torch.no_grad():
-            (result,) = found.module(*(values.get(name, IMAGE) for name in given))
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(computed(streamed(graph, tiles, budget), model, IMAGE), expected, rtol=0, atol=1e-12)
+
+
+def computed(graph: ModelGraph, model: nn.Module, x: Tensor) -> Tensor:
+    """What a graph of a model gives."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {**graph.parameters, **graph.buffers}
+    given = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    values = {"batch": len(x), **{name: state[original] for name, original in names.items()}, **graph.constants}
+    with torch.no_grad():
+        (result,) = graph.module(*(values.get(name, x) for name in given))
+    return torch.as_tensor(result)
+
+
+def test_rows_within_an_axis_of_space() -> None:
+    """A dimension that holds space outside and rows of the batch inside is computed whole: its tiles have no fixed number of elements."""
+    model, x = made(lambda: Lines(nn.Linear(18, 18))), torch.randn(4, 3, 9, 6, dtype=torch.float64)
+    found = streamed(trace(model, (x,), None, False), (2,), 0)
+    torch.testing.assert_close(computed(found, model, x), model(x), rtol=0, atol=1e-12)
 
 
 def test_the_call() -> None:
@@ -230,6 +243,25 @@ def test_a_model_without_parameters(has_buffers: bool, training: bool) -> None:
     model = WithoutParameters(has_buffers).double().train(training)
     pm = partition(model, devices=1, mode={"tile": 2}, example_inputs=(IMAGE,), progress=False)
     trained_alike(model, pm, IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("build", "dims"),
+    [
+        pytest.param(lambda: nn.BatchNorm2d(9), (0, 2, 3, 1), id="batch_norm"),
+        pytest.param(lambda: nn.BatchNorm2d(9, track_running_stats=False), (0, 2, 1, 3), id="batch_norm_without_buffers"),
+        pytest.param(lambda: nn.BatchNorm2d(3), (2, 1, 0, 3), id="batch_norm_of_rows"),
+        pytest.param(lambda: nn.GroupNorm(1, 9), (0, 2, 1, 3), id="one_group"),
+        pytest.param(lambda: nn.GroupNorm(9, 9), (0, 2, 3, 1), id="groups_of_one_channel"),
+        pytest.param(lambda: nn.GroupNorm(3, 3), (2, 1, 0, 3), id="groups_of_rows"),
+        pytest.param(lambda: nn.InstanceNorm2d(9, affine=True), (0, 2, 1, 3), id="instance_norm"),
+    ],
+)
+def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callable[[], nn.Module], dims: tuple[int, ...]) -> None:
+    model, x = made(lambda: Turned(build(), dims)).train(), IMAGE[..., :9, :6].clone()
+    plan = partition(model, devices=1, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False).plan
+    plan = dataclasses.replace(plan, tile_budget=0, weights="")
+    trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(x,), progress=False), x)
 
 
 def test_slices_of_the_model_that_have_steps() -> None:

@@ -20,6 +20,7 @@ from tests.support.models.case import Case
 from tests.support.models.vision.space import SPACE
 from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.samples.tile_operations import OPERATIONS, drawn
+from tests.support.samples.turned_space import Lines, Turned
 
 ONCE, ALWAYS, MEANWHILE = (Constraints(halo=strategy) for strategy in ("recompute", "exchange", "overlap"))
 Grid = int | tuple[int, ...]
@@ -143,6 +144,31 @@ def test_models(case: Case, grid: Grid, *, training: bool) -> None:
     instance = case.build(batch_size=2)
     model = instance.model.train(training)
     assert first_difference_of_tiles(model, instance.args[0], ranks(grid), {"tile": grid}, constraints=ONCE) == ""
+
+
+@pytest.mark.parametrize("constraints", [None, ONCE], ids=["exchange", "recompute"])
+def test_rows_within_an_axis_of_space(constraints: Constraints | None) -> None:
+    """Of a dimension that holds space outside and rows of the batch inside, no rank computes more than its own part."""
+    torch.manual_seed(0)
+    model, x = Lines(nn.Sequential(nn.Linear(18, 18), nn.Tanh())).double(), torch.randn(4, 3, 9, 6, dtype=torch.float64)
+    assert first_difference_of_tiles(model, x, 2, {"tile": 2}, constraints=constraints) == ""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(nn.BatchNorm2d(9), id="batch_norm"),
+        pytest.param(nn.GroupNorm(3, 9), id="group_norm"),
+        pytest.param(nn.Conv2d(9, 9, 3, padding=1, groups=3), id="grouped_convolution"),
+        pytest.param(nn.InstanceNorm2d(9, affine=True), id="instance_norm", marks=pytest.mark.slow),
+        pytest.param(nn.BatchNorm2d(9, track_running_stats=False), id="batch_norm_without_buffers", marks=pytest.mark.slow),
+        pytest.param(nn.LayerNorm((9, 3, 6)), id="layer_norm", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_of_which_space_is_the_channels(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    model, x = Turned(layer, (0, 2, 1, 3)).double(), torch.randn(4, 3, 9, 6, dtype=torch.float64)
+    assert first_difference_of_tiles(model, x, 4, {"tile": (2, 2)}, constraints=ONCE) == ""
 
 
 MESHES: tuple[dict[str, Grid], ...] = ({"data": 2, "tile": 2}, {"tile": 2, "tensor": 2}, {"fsdp": 2, "tile": (2, 1)})
