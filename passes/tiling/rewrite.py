@@ -209,6 +209,8 @@ def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGra
 def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:
     """The grid of so many tiles along each dimension of space, outermost first.
 
+    An axis that is several of these (rows times rows of an image) is cut by the outermost.
+
     Raises:
         ConfigError: space has fewer dimensions.
     """
@@ -218,4 +220,7 @@ def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:
             f"a grid of tiles {tuple(counts)} has {len(counts)} dimensions, the space of this model has {len(space)}",
             remedy=f"pass {len(space)} numbers, or one" if space else 'mode "tile" is for models with convolutions or pooling',
         )
-    return TileGrid(tuple(counts), tuple(frozenset(each) for each in space[: len(counts)]))
+    cut: list[frozenset[int]] = []
+    for each in space[: len(counts)]:
+        cut.append(frozenset(each).difference(*cut))
+    return TileGrid(tuple(counts), tuple(cut))

@@ -55,7 +55,10 @@ class TileGrid:
     axes: tuple[frozenset[int], ...]
 
     def spans(self, axes: Axes, tensor: TensorAxes) -> tuple[Span | None, ...] | None:
-        """For each grid dimension where it cuts a tensor; None for a tensor that holds an axis of space where no interval is one of it."""
+        """For each grid dimension where it cuts a tensor; None for a tensor that holds an axis of space where no interval is one of it.
+
+        None, too, where two grid dimensions cut the same dimension of the tensor: tiles are intervals of each by itself.
+        """
         found: list[Span | None] = []
         for count, cut in zip(self.counts, self.axes, strict=True):
             places = [(dimension, each) for dimension, each in enumerate(tensor) if cut & set(each)]
@@ -70,7 +73,8 @@ class TileGrid:
                     inner = math.prod(map(int, within))
                     span = Span(dimension, each[0], inner, inner * steps)
             found.append(span)
-        return tuple(found)
+        dimensions = [span.dimension for span in found if span is not None]
+        return tuple(found) if len(set(dimensions)) == len(dimensions) else None
 
     def owned(self, spans: Sequence[Span | None], tile: Sequence[int]) -> Box:
         """What a tile owns of a value."""

@@ -22,7 +22,7 @@ from passes.ir.graph import ModelGraph
 from passes.tiling.peak_memory import stream_size
 from passes.tiling.rewrite import grid_over, streamed
 from tests.cost_models.simulator.test_simulated_memory import measured
-from tests.support.samples.turned_space import Lines, Turned
+from tests.support.samples.turned_space import Gram, Lines, Turned
 
 IMAGE = torch.randn(2, 3, 24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -259,6 +259,14 @@ def test_a_model_without_parameters(has_buffers: bool, training: bool) -> None:
 )
 def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callable[[], nn.Module], dims: tuple[int, ...]) -> None:
     model, x = made(lambda: Turned(build(), dims)).train(), IMAGE[..., :9, :6].clone()
+    plan = partition(model, devices=1, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False).plan
+    plan = dataclasses.replace(plan, tile_budget=0, weights="")
+    trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(x,), progress=False), x)
+
+
+def test_one_axis_that_is_height_and_width() -> None:
+    """Tiles cut it along one of the two: no dimension of a value is cut by both."""
+    model, x = made(Gram).train(), torch.randn(4, 3, 11, 9, dtype=torch.float64)
     plan = partition(model, devices=1, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False).plan
     plan = dataclasses.replace(plan, tile_budget=0, weights="")
     trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(x,), progress=False), x)

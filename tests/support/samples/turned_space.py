@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Lines", "Turned"]
+__all__ = ["Gram", "Lines", "Turned"]
 
 
 class Turned(nn.Module):
@@ -40,3 +41,16 @@ class Lines(nn.Module):
         lines = self.first(x).permute(2, 0, 1, 3)
         mixed = self.mix(lines.reshape(-1, lines.shape[2] * lines.shape[3])).view(lines.shape)
         return torch.as_tensor(self.last(mixed.permute(1, 2, 0, 3)))
+
+
+class Gram(nn.Module):
+    """Rows times rows of an image: its height is both dimensions of the product, and then stands beside a width of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ x.transpose(-1, -2)
+        product = product + self.conv(F.relu(product))
+        return F.pad(product[:, :, :, 3:] - product[:, :, :, :-3], (1, 1, 0, 0), mode="replicate")
