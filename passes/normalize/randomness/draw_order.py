@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.graph.aliasing import tensors_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
@@ -49,7 +50,7 @@ def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
             continue
         filled = lie_otherwise.get(node, filled)
         order = memory_order(filled)
-        if order != sorted(order) and _is_expanded(filled):
+        if order != sorted(order) and any(_is_expanded(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)):
             ambiguous.append(node)
         if order != sorted(order) or (packet(node.target) in _NORMAL and not of_numbers(filled, "meta").is_contiguous()):
             _permute(graph, node, order)
