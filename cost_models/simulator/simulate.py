@@ -89,7 +89,7 @@ def _simulated(
     batch: int,
     optimizer: str,
     n_row_parts: int,
-    everybody: Representatives,
+    representatives: Representatives,
     fusion: Fusion,
     mixed_precision: bool,
 ) -> Simulation:
@@ -99,22 +99,22 @@ def _simulated(
     for program in programs:
         device = cluster.devices[program.rank]
         price = prices.setdefault(device, NodePrices(device, cost_model, fusion, copies=cluster.copies))
-        work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), everybody.mesh))
+        work.append(read_program(program, batch // n_row_parts, price, templates.setdefault(device, {}), representatives.mesh))
     runs, traffic = run_ranks(work, Passages(cluster, cost_model).of)
     step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
-    found = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer, mixed=mixed_precision)) for each in work}
-    busy = sum(runs[rank].busy for rank in everybody.of.values())
+    memory = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer, mixed=mixed_precision)) for each in work}
+    busy = sum(runs[rank].busy for rank in representatives.of.values())
     return Simulation(
         step_time=step_time,
-        bubble_fraction=1 - busy / (len(everybody.of) * step_time) if step_time else 0.0,
-        memory=tuple(found[everybody.of[rank]][0] for rank in sorted(everybody.of)),
-        communication=_traffic(traffic, everybody),
+        bubble_fraction=1 - busy / (len(representatives.of) * step_time) if step_time else 0.0,
+        memory=tuple(memory[representatives.of[rank]][0] for rank in sorted(representatives.of)),
+        communication=_traffic(traffic, representatives),
         timeline=Timeline(
             "simulated",
             tuple(runs),
             tuple(each for run in runs.values() for each in _actions(run.computed)),
             tuple(each for run in runs.values() for each in sorted(run.transferred, key=lambda one: one.start)),
-            tuple(curve for _, curve in found.values()),
+            tuple(curve for _, curve in memory.values()),
         ),
         rows=batch,
         latency=_latency(runs),

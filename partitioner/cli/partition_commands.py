@@ -157,6 +157,7 @@ def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
     plan = None
     if arguments.plan is not None:
         decided = [name for name in _DECIDED if getattr(arguments, name) is not None]
+        # A plan may be simulated on another machine than it was made for.
         if decided and (decided != ["cluster"] or arguments.command != "simulate"):
             options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
             raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")

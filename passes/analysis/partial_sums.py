@@ -19,18 +19,23 @@ def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
     """Return the values that add several partial sums, and those that reach such an addition through linear calls only."""
     sums: set[fx.Node] = set()
     for node in graph.nodes:
-        if _contracts(node, axes) or any(all(each in sums and len(each.users) == 1 for each in read) for read in _linear_in(node, axes)):
+        read_alone = {each for each in node.all_input_nodes if each in sums and len(each.users) == 1}
+        if _contracts(node, axes) or any(operands <= read_alone for operands in _linear_in(node, axes)):
             sums.add(node)
     together: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(len(read & sums) > 1 for read in _linear_in(node, axes)):
+        if _added(node, sums, axes):
             together.add(node)
         elif len(node.users) == 1:
             (reader,) = node.users
-            meets = any(node in read and len(read & sums) > 1 for read in _linear_in(reader, axes))
-            if meets or (reader in together and {node} in _linear_in(reader, axes)):
+            if node in _added(reader, sums, axes) or (reader in together and {node} in _linear_in(reader, axes)):
                 together.add(node)
     return frozenset(node.name for node in together)
+
+
+def _added(node: fx.Node, sums: set[fx.Node], axes: Axes) -> set[fx.Node]:
+    """The operands that a call adds up, where several of them are partial sums."""
+    return {each for operands in _linear_in(node, axes) if len(operands & sums) > 1 for each in operands}
 
 
 def _contracts(node: fx.Node, axes: Axes) -> bool:

@@ -167,7 +167,7 @@ class _Writer:
     def _forward(self, use: _Use) -> None:
         joint = use.template.joint
         copies = self._copies[use.region] = _Copies(self.graph, use, self._sizes)
-        copies.give(joint.inputs, [self.values[node] for node in use.inputs])
+        copies.bind(joint.inputs, [self.values[node] for node in use.inputs])
         for node in joint.graph.nodes:
             if node in joint.sources:
                 self.sources.setdefault(copies.write(node), use.region.nodes[use.template.places[node]].name)
@@ -175,7 +175,7 @@ class _Writer:
 
     def _backward(self, use: _Use) -> None:
         joint, copies = use.template.joint, self._copies[use.region]
-        copies.give(joint.gradient_placeholders, [self.gradients[node] for node in use.given])
+        copies.bind(joint.gradient_placeholders, [self.gradients[node] for node in use.given])
         for node in joint.graph.nodes:
             if node.op == "call_function" and node not in joint.sources:
                 copies.write(node)
@@ -201,8 +201,8 @@ class _Copies:
         """What a node of the template is here."""
         return self._nodes[node]
 
-    def give(self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
-        """Let placeholders be nodes that are there."""
+    def bind(self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
+        """Let placeholders of the template stand for nodes of this graph, and their memory for that of the nodes."""
         for placeholder, node in zip(placeholders, nodes, strict=True):
             self._nodes[placeholder] = node
             for (_, inside), (_, outside) in zip(memory_keys(placeholder), memory_keys(node), strict=True):

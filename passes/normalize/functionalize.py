@@ -139,9 +139,9 @@ class _Functionalizer:
         self._results: dict[fx.Node, list[_Name]] = {}
         self._lists: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._renewed: set[fx.Node] = set()
-        self._carriers: set[fx.Node] = set()
+        self._with_gradient: set[fx.Node] = set()
         self._unwritten: dict[str, None] = {}
-        self._lies_otherwise = False
+        self._strides_changed = False
         self._at: fx.Node
         self._like: fx.Node
 
@@ -150,10 +150,10 @@ class _Functionalizer:
             if node.op == "placeholder":
                 self._names[node] = _Name(_Base(node), node, 0)
                 if node.name not in self._without_gradient and is_differentiable(node):
-                    self._carriers.add(node)
+                    self._with_gradient.add(node)
             else:
                 self._visit(node)
-        if self._lies_otherwise:
+        if self._strides_changed:
             for node in self._graph.find_nodes(op="call_function", target=aten.view.default):
                 node.target = aten.reshape.default
         return tuple(self._unwritten)
@@ -203,7 +203,7 @@ class _Functionalizer:
         if name.version != name.base.version:
             assert name.parent is not None
             before, value = name.value, self._view_of(name, self._present(name.parent))
-            if self._is_detached(name) and before in self._carriers:
+            if self._is_detached(name) and before in self._with_gradient:
                 value = self._with_history(before, value)
             name.value, name.version = value, name.base.version
         return name.value
@@ -319,7 +319,7 @@ class _Functionalizer:
             source = self._emit(aten.to.dtype, source, before.dtype)
         if source.meta["val"].shape != before.shape:
             source = self._emit(aten.expand_as.default, source, written)
-        if written in self._carriers and self._differentiable:
+        if written in self._with_gradient and self._differentiable:
             everywhere = self._emit(aten.ones_like.default, written, dtype=torch.bool)
             node.target, node.args, node.kwargs = aten.where.self, (everywhere, source, written), {}
         else:
@@ -335,7 +335,7 @@ class _Functionalizer:
                 f"{node.target} would change the size of what it writes, {sizes[1]}, to {sizes[0]}",
                 "write into a tensor of the size of the result",
             )
-        self._lies_otherwise |= strides[0] != strides[1]
+        self._strides_changed |= strides[0] != strides[1]
         return value if found.dtype == before.dtype else self._emit(aten.to.dtype, value, before.dtype)
 
     def _store(self, name: _Name, value: fx.Node) -> None:
@@ -365,7 +365,7 @@ class _Functionalizer:
             if base.declared is not None:
                 self._graph.erase_node(base.declared)
             base.declared = self._emit(aten.copy_.default, placeholder, value)
-            self._carriers.discard(base.declared)
+            self._with_gradient.discard(base.declared)
         elif placeholder.name in self._inputs:
             self._unwritten[placeholder.name] = None
         else:
@@ -452,22 +452,22 @@ class _Functionalizer:
             return False
         call, _ = name.view
         is_new = call.target is aten.detach.default or packet(call.target) in _UNTRACKED
-        return is_new or (name.source in self._carriers and call not in self._carriers)
+        return is_new or (name.source in self._with_gradient and call not in self._with_gradient)
 
     def _with_history(self, before: fx.Node, value: fx.Node) -> fx.Node:
         """New numbers for a tensor whose gradient goes where that of its old numbers went: what a write without gradients means."""
-        if value in self._carriers:
+        if value in self._with_gradient:
             value = self._emit(aten.detach.default, value)
-        if before not in self._carriers:
+        if before not in self._with_gradient:
             return value
         nothing = self._emit(aten.sub.Tensor, before, self._emit(aten.detach.default, before))
         return self._emit(aten.add.Tensor, nothing, value)
 
     def _follow(self, node: fx.Node) -> None:
         """Note whether a node's value may require a gradient."""
-        reached = any(source in self._carriers for source in node.all_input_nodes)
+        reached = any(source in self._with_gradient for source in node.all_input_nodes)
         if reached and node.target is not aten.detach.default and is_differentiable(node):
-            self._carriers.add(node)
+            self._with_gradient.add(node)
 
     # -- new nodes -----------------------------------------------------------------------------------------------------------------
 

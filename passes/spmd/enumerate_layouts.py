@@ -149,12 +149,15 @@ def layout_choices(
     Raises:
         TooManyChoicesError: a call depends on too many groups.
     """
-    every = {dimension[0]: [*fixed, *(axis for group in groups for axis in group)]}  # told beforehand, for what depends on all of them
-    walk = LayoutWalk(graph, axes, (dimension,), every, (dimension[0],) if rows else (), "rows", None, value_bytes or ValueBytes(graph))
+    name = dimension[0]
+    # All that may be cut: the walk looks at these once, for what lies beside rows. What is cut, each visit says anew.
+    may_be_cut = {name: [*fixed, *(axis for group in groups for axis in group)]}
+    of_rows = (name,) if rows else ()
+    walk = LayoutWalk(graph, axes, (dimension,), may_be_cut, of_rows, "rows", None, value_bytes or ValueBytes(graph))
     choices = _Choices(walk, groups, fixed)
     for node in graph.graph.nodes:
         choices.visit(node)
-    return LayoutChoices(choices.calls, {name: choices.held(name) for name in walk.held})
+    return LayoutChoices(choices.calls, {held: choices.held(held) for held in walk.held})
 
 
 class _Choices:

@@ -142,7 +142,9 @@ def least_shared_step(
 
         step >= p (W - x) + ceil(M / k) x        and        step >= M (W - x) / (R - k)
 
-    of which the first grows with x and the second falls: no x makes both less than they are where they are equal.
+    of which the first grows with x and the second falls: the larger is least where they are equal. With c = M / (R - k), that is at
+
+        x / W = (c - p) / (ceil(M / k) - p + c)        or at x = 0 where c < p: the first is at least p W
 
     Args:
         candidate: whose stages ranks share.
@@ -151,14 +153,19 @@ def least_shared_step(
         shares: of forward and backward.
         exchanged: as ``least_step`` has it; what a split backward exchanges is not in front.
     """
-    count, n_ranks, last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]
+    count, n_ranks, n_last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]  # M, R, k
     is_split = SCHEDULES[candidate.schedule].splits_backward
-    every = whole + sum(exchanged)
-    beside, rounds, rest = (shares.forward[0] if is_split else 1.0), -(-count // last), count / (n_ranks - last)
-    at_last = max(rest - beside, 0.0) / (rounds - beside + rest)
-    fill = (whole + exchanged[0] if is_split else every) * (beside * (1 - at_last) + rounds * at_last)
-    through = whole * shares.through + sum(exchanged) if is_split else every
-    return max(fill, count * every / n_ranks, count * longest / max(candidate.replicas), through)
+    with_exchanges = whole + sum(exchanged)
+    around = shares.forward[0] if is_split else 1.0  # p
+    rounds = -(-count // n_last)  # ceil(M / k)
+    of_others = count / (n_ranks - n_last)  # c
+    last_share = max(of_others - around, 0.0) / (rounds - around + of_others)  # x / W
+    in_front = whole + exchanged[0] if is_split else with_exchanges
+    until_last = in_front * (around * (1 - last_share) + rounds * last_share)
+    average_rank = count * with_exchanges / n_ranks
+    longest_unit = count * longest / max(candidate.replicas)  # on the stage that most ranks share
+    one_microbatch = whole * shares.through + sum(exchanged) if is_split else with_exchanges
+    return max(until_last, average_rank, longest_unit, one_microbatch)
 
 
 @lru_cache(maxsize=1024)

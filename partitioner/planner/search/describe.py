@@ -54,13 +54,13 @@ def contender(words: str, solution: Solution) -> Contender:
 
 
 def searched_words(
-    n_plans: int, n_meshes: int, n_all: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
+    n_plans: int, n_meshes: int, n_all_meshes: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
 ) -> str:
     """What a search did, and what it proved.
 
     Args:
-        n_meshes: of how many plans were worked out.
-        n_all: of how many there could be plans; 1: the mesh was given.
+        n_meshes: on how many meshes plans were worked out.
+        n_all_meshes: how many meshes there are; 1: the mesh was given.
         interrupted: whether somebody ended it.
         n_choices: of axes, that were priced as whole plans on a mesh that was given.
         faster: in words, a plan with other axes that takes less time, and was not taken because the mode means something else.
@@ -77,7 +77,7 @@ def searched_words(
     '3 plans on 20 of 90 meshes were worked out before the search was interrupted; not proved: another could take up to 8 % less time'
     """
     with_axes = f" with {n_choices} choices of axes" if n_choices > 1 else ""
-    where = f"of this mesh{with_axes}" if n_all == 1 else f"on {n_meshes} of {n_all} meshes"
+    where = f"of this mesh{with_axes}" if n_all_meshes == 1 else f"on {n_meshes} of {n_all_meshes} meshes"
     done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
     done += " before the search was interrupted" if interrupted else ""
     if faster:

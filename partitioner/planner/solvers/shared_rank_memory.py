@@ -29,10 +29,10 @@ _MOST_VISITS = 3_000
 def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
     """Whether every rank holds all its stages: those that share one are taken to hold most at the same time, and to compute in turn."""
     between, computing = _held_together(problem, starts)
-    holds, most = np.zeros((2, len(problem.limit)))
+    holds, working = np.zeros((2, len(problem.limit)))
     np.add.at(holds, list(problem.rank), between)
-    np.maximum.at(most, list(problem.rank), computing)
-    return bool((holds + most <= np.array(problem.limit)).all())
+    np.maximum.at(working, list(problem.rank), computing)
+    return bool((holds + working <= np.array(problem.limit)).all())
 
 
 def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Floats]:

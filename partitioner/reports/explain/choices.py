@@ -72,10 +72,14 @@ def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
 
 
 def axes_proof(plan: Plan) -> str:
-    """What is known of the choice of axes; empty where there was none."""
-    if plan.prediction.axes_gap is None:
+    """How good the choice of axes is known to be; empty where there was none.
+
+    Tiles may cut any axes; other mesh dimensions those of parameters.
+    """
+    gap = plan.prediction.axes_gap
+    if gap is None:
         return ""
-    chosen = "those" if any(name in TILES for name, _ in plan.mesh) else "those of parameters"
-    if plan.prediction.axes_gap == 0:
-        return f"of all choices of {chosen} that were priced, the one that takes least"
-    return f"another choice of {chosen} takes up to {100 * plan.prediction.axes_gap:.2g} % less time"
+    eligible = "axes" if any(name in TILES for name, _ in plan.mesh) else "axes of parameters"
+    if gap == 0:
+        return f"of all choices of {eligible} that were priced, the one that takes least"
+    return f"another choice of {eligible} takes up to {100 * gap:.2g} % less time"

@@ -78,21 +78,26 @@ class Interior:
 
 
 def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
-    """The interior of a call, between the borders of the last exchange that it waits for; None where there is none on some rank."""
-    moving = [slide for slide in slides if not slide.is_local]
-    if not moving or len(loops.results) != 1 or any(slide.window.reach.written or slide.window.part is not None for slide in slides):
+    """The interior of a call, between the borders of the last exchange that it waits for; None where it is computed in one piece.
+
+    That is where nothing is exchanged; where a part is another operation, or slides over one of two factors of a dimension; where the
+    windows slide along no one dimension of a single result; and where some rank has no interior, or no border.
+    """
+    exchanged = [slide for slide in slides if not slide.is_local]
+    can_be_split = not any(slide.window.reach.written or slide.window.part is not None for slide in slides)
+    if not exchanged or not can_be_split or len(loops.results) != 1:
         return None
-    slide = moving[-1]
+    slide = exchanged[-1]
     dimensions = [index for index, factors in enumerate(loops.results[0]) if factors == (slide.window.factor,)]
-    intervals = [_inside(slide, rank) for rank in range(len(slide.parts))]
-    found = tuple(each for each in intervals if each is not None)
-    if len(dimensions) != 1 or len(found) != len(slide.parts):
+    inside = [_inside(slide, rank) for rank in range(len(slide.parts))]
+    interiors = tuple(each for each in inside if each is not None)
+    if len(dimensions) != 1 or len(interiors) < len(inside):
         return None
-    before = tuple((start, low) for (start, _), (low, _) in zip(slide.parts, found, strict=True))
-    after = tuple((high, stop) for (_, stop), (_, high) in zip(slide.parts, found, strict=True))
-    if any(one[0] == one[1] and other[0] == other[1] for one, other in zip(before, after, strict=True)):
+    if any(interior == part for interior, part in zip(interiors, slide.parts, strict=True)):  # a rank without a border
         return None
-    return Interior(slide, dimensions[0], (before, found, after))
+    before = tuple((start, first) for (start, _), (first, _) in zip(slide.parts, interiors, strict=True))
+    after = tuple((end, stop) for (_, stop), (_, end) in zip(slide.parts, interiors, strict=True))
+    return Interior(slide, dimensions[0], (before, interiors, after))
 
 
 def _inside(slide: Slide, rank: int) -> tuple[int, int] | None:

@@ -97,7 +97,7 @@ def test_the_explanation_shows_plans_and_proofs() -> None:
 def test_the_gap_of_the_choice_of_axes_is_told() -> None:
     pm = gpt(2, mode="tensor")
     assert pm.plan.prediction.axes_gap == 0.0
-    assert "of all choices of those of parameters that were priced, the one that takes least" in pm.explain()
+    assert "of all choices of axes of parameters that were priced, the one that takes least" in pm.explain()
     assert gpt(2, mode="data").plan.prediction.axes_gap is None
     assert gpt(2, mode="pipeline").plan.prediction.axes_gap is None
 
