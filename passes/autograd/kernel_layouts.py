@@ -7,6 +7,9 @@ where the tensor has the format.
 
 Channels-last is written as a copy. A tensor of one row may be contiguous in channels-last order and still have a batch stride that the
 kernel does not recognise as channels-last; ``contiguous`` would return it unchanged.
+
+The backward of a batch normalisation on the CPU errs, in torch 2.13, where height or width is one and that dimension of the input or of the
+gradient has a stride of no memory format (a permuted image): it reads one in the other's order. Its arguments get a format there, too.
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ LAYOUT_SENSITIVE: Mapping[Any, tuple[str, ...]] = {
 }
 """Kernel -> the arguments that it takes in one memory format alone."""
 
+_AMBIGUOUS: Mapping[Any, tuple[str, ...]] = {aten.native_batch_norm_backward.default: ("grad_out", "input")}
+"""Likewise where a dimension of space has size one: then a tensor may be contiguous in several formats, and have the strides of none."""
+
 
 def request_layouts(graph: fx.Graph) -> None:
     """Pass such arguments through ``contiguous``, with the memory format that their fake tensors have."""
     requested: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        names = LAYOUT_SENSITIVE.get(node.target, ()) if node.op == "call_function" else ()
+        names = _names(node)
         bound = bound_arguments(node) if names else {}
         for name in names:
             source = bound[name]
@@ -44,6 +50,16 @@ def request_layouts(graph: fx.Graph) -> None:
                 bound[name] = requested[source]
         if names:
             node.args, node.kwargs = call_with(node, bound)
+
+
+def _names(node: fx.Node) -> tuple[str, ...]:
+    """The arguments of a call that get a memory format."""
+    if node.op != "call_function":
+        return ()
+    ambiguous = _AMBIGUOUS.get(node.target, ())
+    if ambiguous and 1 in bound_arguments(node)["input"].meta["val"].shape[2:]:
+        return ambiguous
+    return LAYOUT_SENSITIVE.get(node.target, ())
 
 
 def _in_format(graph: fx.Graph, source: fx.Node, reader: fx.Node) -> fx.Node:
