@@ -28,16 +28,7 @@ __all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_op
 
 
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
-
-    Returns:
-        ``"state"``: parameter -> ``exp_avg``, ``step``, ...; nothing for one that has had no gradient; ``"param_groups"``: the options,
-        with names of parameters.
-
-    Raises:
-        ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one for
-            each element, and this process holds a part of the parameter: nobody can say whose parts these are.
-    """
+    """The state of an optimizer, whole, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
     owned: dict[str, Tensor | None] = {}
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -64,10 +55,7 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
 
 
 def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
-    """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
-
-    An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
-    """
+    """The state of an optimizer in blocks; see ``PartitionedModel.sharded_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
     if not optimizer.state:
         _prepare(optimizer)
@@ -84,16 +72,7 @@ def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str
 
 
 def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
-
-    Args:
-        optimizer: of the same kind.
-        state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
-
-    Raises:
-        ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
-            parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
-    """
+    """Let an optimizer go on with the state of another; see ``PartitionedModel.load_optimizer_state_dict``."""
     given, saved_groups = _checked(state, state_dict)
     _check_parameters(state, optimizer)
     name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
