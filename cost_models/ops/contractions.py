@@ -167,7 +167,7 @@ def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], s
 
 def layers(call: Call) -> Products:
     """Every step multiplies with every weight matrix; the list of parameters holds all layers and directions."""
-    length, batch = _steps(call)
+    length, batch = _steps_and_rows(call)
     return tuple(
         Product(1, length * batch, gates, width) if place % 2 == 0 else Product(length, batch, gates, width)
         for place, (gates, width) in enumerate(_matrices(call))
@@ -176,7 +176,7 @@ def layers(call: Call) -> Products:
 
 def weight_gradients(call: Call) -> Products:
     """The gradients of all weights, and those of the states, which flow through all but the first layer's input weights."""
-    length, batch = _steps(call)
+    length, batch = _steps_and_rows(call)
     first = 2 if call.arguments["bidirectional"] else 1
     states = tuple(
         Product(1 if place % 2 == 0 else length, length * batch if place % 2 == 0 else batch, width, gates)
@@ -188,7 +188,7 @@ def weight_gradients(call: Call) -> Products:
 
 def input_gradient(call: Call) -> Products:
     """Through the first layer's input weights, in each direction."""
-    length, batch = _steps(call)
+    length, batch = _steps_and_rows(call)
     n_first = 2 if call.arguments["bidirectional"] else 1
     gates, width = _matrices(call)[0]
     return (Product(1, length * batch, width, gates),) * n_first
@@ -200,11 +200,9 @@ def cell(call: Call) -> Products:
     return tuple(Product(1, rows, *call.shape(name)) for name in ("w_ih", "w_hh"))
 
 
-def _steps(call: Call) -> tuple[Size, Size]:
-    """How many steps, and how many rows each has."""
+def _steps_and_rows(call: Call) -> tuple[Size, Size]:
+    """How many steps a recurrent layer takes, and how many rows each has; ``nn.LSTM`` gives an input without a batch one row."""
     shape = call.shape("input")
-    if len(shape) < 3:
-        return 1, numel(shape[:-1])
     return (shape[1], shape[0]) if call.arguments.get("batch_first") else (shape[0], shape[1])
 
 

@@ -58,7 +58,7 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str | None:
-    """What follows from the bits of tensors; None where one is on the meta device."""
+    """A fingerprint of the bits of tensors, for which few elements are copied to the CPU; None where one is on the meta device."""
     found = hashlib.sha256()
     for tensor in tensors:
         if tensor.is_meta:

@@ -58,24 +58,30 @@ ENOUGH = 0.5
 
 
 def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozenset[fx.Node]]:
-    """The nodes of a joint graph, and the values of the forward that its backward takes from it where it needs them.
+    """The nodes of a joint graph, and the values of the forward that are saved if the backward needs them.
 
     Masks that the backward draws again are drawn with the state of the generator: the graph changes (``_draw_again``).
     """
-    again: dict[fx.Node, fx.Node] = {}
     if recompute == "selective":
-        again = _draw_again(joint, _masks_larger_than_sources(joint))
-        nodes = JointNodes(joint, again)
-        sizes, gradients = _Sizes(nodes), joint.gradients.values()
-        kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
-        enough = ENOUGH * sizes.saved(_where(nodes, lambda node: node not in nodes.bound_views), gradients)
-        if sizes.saved(kept, gradients) <= enough:
-            return nodes, kept
+        return _kept_by_selective(joint)
     if recompute == "none":
-        nodes = JointNodes(joint, again)
+        nodes = JointNodes(joint, {})
         return nodes, _where(nodes, lambda node: node not in nodes.bound_views)
+    nodes = JointNodes(joint, _draw_again(joint, _masks(joint)))
+    return nodes, _where(nodes, nodes.cannot_repeat)
+
+
+def _kept_by_selective(joint: Joint) -> tuple[JointNodes, frozenset[fx.Node]]:
+    """Values that are cheap to repeat are not kept; where what is left is still more than ``ENOUGH``, only those that are dear are."""
+    again = _draw_again(joint, _masks_larger_than_sources(joint))
+    nodes = JointNodes(joint, again)
+    sizes, gradients = _Sizes(nodes), joint.gradients.values()
+    kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
+    enough = ENOUGH * sizes.saved(_where(nodes, lambda node: node not in nodes.bound_views), gradients)
+    if sizes.saved(kept, gradients) <= enough:
+        return nodes, kept
     nodes = JointNodes(joint, {**again, **_draw_again(joint, _masks(joint))})
-    return nodes, _where(nodes, nodes.cannot_repeat if recompute == "full" else lambda node: _is_dear(node, nodes))
+    return nodes, _where(nodes, lambda node: _is_dear(node, nodes))
 
 
 def _where(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:

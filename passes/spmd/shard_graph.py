@@ -124,7 +124,8 @@ def layouts_of_cut(
     """Return the layout of every value: first by the axes, then with parameters sharded in storage, then with halo strategies."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
-    return with_halos(graph, axes, _store(graph, axes, layouts, cut), cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
+    layouts = _with_sharded_storage(graph, axes, layouts, cut)
+    return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 
 def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
@@ -192,10 +193,11 @@ def _product(sizes: Sequence[object]) -> int:
     return result
 
 
-def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
-    """Shard parameters in storage over ``cut.stored``; over other dimensions with Varying uses only, their gradients are reduced.
+def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
+    """Shard parameters in storage over ``cut.stored`` (FSDP); those without a reader stay as they are.
 
-    Parameters without a reader stay whole.
+    A parameter no longer varies over a dimension that shards it: its gradient is not reduced at the end of the step, since the backward of
+    the gather in front of its use is a reduce_scatter.
     """
     stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
     read = {node.name for node in graph.graph.nodes if node.users}
@@ -203,14 +205,14 @@ def _store(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Lay
         layout = list(stored[name])
         for index, dimension in enumerate(cut.mesh.names):
             if name in read and dimension in cut.stored and not isinstance(layout[index], Shard):
-                layout[index] = _storage(axes, name, layout, cut.mesh.length(dimension)) or layout[index]
+                layout[index] = _storage_shard(axes, name, layout, cut.mesh.length(dimension)) or layout[index]
         stored[name] = tuple(layout)
         varying[name] = frozenset(index for index in varying[name] if not isinstance(layout[index], Shard))
         results[name] = (tuple(Varying() if index in varying[name] else place for index, place in enumerate(layout)),)
     return replace(layouts, stored=stored, varying=varying, results=results)
 
 
-def _storage(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
+def _storage_shard(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
     """Return the axis over which a parameter is sharded in storage: one not sharded yet, preferably divisible and outermost.
 
     An axis that is twice in one dimension (the flattened weight of a score matrix) is left out: a shard of it would be ambiguous.

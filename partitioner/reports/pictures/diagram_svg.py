@@ -21,6 +21,9 @@ _MARGIN, _TOP, _GAP = 16, 96, 22
 _BESIDE = 56
 """Room for the end of a label beside the last lane."""
 
+_NARROWEST = 420
+"""Width that a drawing has at least."""
+
 _TITLE_LETTER = 7.6
 """Width of a letter of the title, on average."""
 
@@ -98,33 +101,52 @@ class _Canvas:
     def y(self, row: int) -> float:
         return _TOP + row * _ROW
 
+    @property
+    def widths(self) -> list[int]:
+        """Of each lane."""
+        return [places * _CELL for places in self.layers.width]
+
 
 def diagram_svg(diagram: Diagram) -> str:
-    """The picture."""
+    """The drawing: each box below those that it reads from, in the lane of its rank."""
     number = {box.key: index for index, box in enumerate(diagram.boxes)}
-    flowing = [arrow for arrow in diagram.arrows if arrow.kind != "collective"]
-    edges = [(number[arrow.source], number[arrow.target]) for arrow in flowing]
-    last = [index for index, box in enumerate(diagram.boxes) if box.stage is None]
-    layers = arrange([box.lane for box in diagram.boxes], edges, last)
-    widths = [width * _CELL for width in layers.width]
-    left = [_MARGIN + sum(widths[:lane]) + lane * _GAP for lane in range(len(widths))]
-    canvas = _Canvas(layers, tuple(left))
-    width = max(_MARGIN * 2 + sum(widths) + _GAP * (len(widths) - 1), _MARGIN * 2 + len(diagram.title) * _TITLE_LETTER, 420)
-    reaches_out = any(arrow.kind == "message" and diagram.boxes[number[arrow.target]].lane == len(widths) - 1 for arrow in diagram.arrows)
-    width += _BESIDE if reaches_out else 0
-    height = _TOP + layers.n_rows * _ROW + _MARGIN
+    canvas, bends = _arranged(diagram, number)
+    width, height = _page_size(diagram, number, canvas)
+    # What comes later is drawn over what comes before.
+    arrows = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
     parts = [
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
         f'<text class="h" x="{_MARGIN}" y="22">{escape(diagram.title)}</text>',
         *_legend(diagram),
-        *_lanes(diagram, canvas, widths, height),
+        *_lanes(diagram, canvas, canvas.widths, height),
+        *(_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in arrows),
+        *(_box(box, index, canvas) for index, box in enumerate(diagram.boxes)),
+        *_labels(arrows, diagram, number, canvas),
     ]
-    bends = dict(zip([id(arrow) for arrow in flowing], layers.bends, strict=True))
-    drawn = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
-    parts += [_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in drawn]
-    parts += [_box(box, index, canvas) for index, box in enumerate(diagram.boxes)]
-    parts += _labels(drawn, diagram, number, canvas)
     return document("d", width, height, diagram.title, SVG_STYLE, parts)
+
+
+def _arranged(diagram: Diagram, number: dict[str, int]) -> tuple[_Canvas, dict[int, Sequence[float]]]:
+    """Where the boxes are, and the bends of arrows (by identity).
+
+    A collective has no direction: it puts no box below another. Gradients of shared parameters, the boxes of no stage, stand last.
+    """
+    directed = [arrow for arrow in diagram.arrows if arrow.kind != "collective"]
+    edges = [(number[arrow.source], number[arrow.target]) for arrow in directed]
+    last = [index for index, box in enumerate(diagram.boxes) if box.stage is None]
+    layers = arrange([box.lane for box in diagram.boxes], edges, last)
+    left = tuple(float(_MARGIN + sum(layers.width[:lane]) * _CELL + lane * _GAP) for lane in range(len(layers.width)))
+    return _Canvas(layers, left), dict(zip([id(arrow) for arrow in directed], layers.bends, strict=True))
+
+
+def _page_size(diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> tuple[float, float]:
+    """Width and height: room for the lanes and the title, and beside the last lane for the labels of messages to it."""
+    widths = canvas.widths
+    lanes, title = sum(widths) + _GAP * (len(widths) - 1), len(diagram.title) * _TITLE_LETTER
+    messages = [arrow for arrow in diagram.arrows if arrow.kind == "message"]
+    reaches_last = any(diagram.boxes[number[arrow.target]].lane == len(widths) - 1 for arrow in messages)
+    width = max(2 * _MARGIN + max(lanes, title), _NARROWEST) + (_BESIDE if reaches_last else 0)
+    return width, _TOP + canvas.layers.n_rows * _ROW + _MARGIN
 
 
 def _legend(diagram: Diagram) -> list[str]:

@@ -123,25 +123,33 @@ class Agreement:
         while True:
             for rank in range(self._size):
                 if rank not in found and (line := self._line(rank)) is not None and line.question >= self._question:
-                    # With one more agreement behind it, it has seen what all say, this rank among them.
-                    ahead = line.agreements > self._agreements
-                    found[rank] = self._next_agreement() if ahead else line.value if line.question == self._question else None
+                    found[rank] = self._answer(line)
             if len(found) == self._size or (not knows and None in found.values()):
                 return found
             missing = [rank for rank in range(self._size) if rank not in found]
-            late = CommunicationError(
-                f"rank {self._rank} {'has a new' if knows else 'asks for the'} {what}, and {rank_list(missing)} did not make the same call",
-                remedy=DisagreementError.REMEDY,
-            )
-            if (failure := self._record.first()) is not None:
-                raise failure.error_on(self._rank, late)
-            ended = self._record.left()
-            if gone := [rank for rank in missing if rank in ended]:
-                raise CommunicationError(f"{late.problem}: {rank_list(gone)} {ended[gone[0]]}", remedy=DisagreementError.REMEDY)
-            if time.monotonic() > deadline:
-                raise late
+            self._check_waiting(missing, f"{'has a new' if knows else 'asks for the'} {what}", deadline)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _answer(self, line: _Line) -> str | None:
+        """What a rank says to the present question, by its line; None: it went on with what was agreed before."""
+        if line.agreements > self._agreements:
+            # One agreement more than this rank counts is that on the present question: all ranks said the same.
+            return self._next_agreement()
+        return line.value if line.question == self._question else None
+
+    def _check_waiting(self, missing: list[int], asks: str, deadline: float) -> None:
+        """Raise where it is no use to wait for the missing ranks: something has failed, one of them has ended, or it is too late."""
+        late = CommunicationError(
+            f"rank {self._rank} {asks}, and {rank_list(missing)} did not make the same call", remedy=DisagreementError.REMEDY
+        )
+        if (failure := self._record.first()) is not None:
+            raise failure.error_on(self._rank, late)
+        ended = self._record.left()
+        if gone := [rank for rank in missing if rank in ended]:
+            raise CommunicationError(f"{late.problem}: {rank_list(gone)} {ended[gone[0]]}", remedy=DisagreementError.REMEDY)
+        if time.monotonic() > deadline:
+            raise late
 
     def _next_agreement(self) -> str:
         """What all ranks agreed on that this rank is about to see agreed."""

@@ -220,7 +220,7 @@ def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Ten
             piece = grad.narrow(dim, copy.place, copy.count)
             whole.narrow(dim, copy.start, copy.count).add_(piece if copy.step == 1 else piece.flip(dim))
         return whole
-    # Every element was read once: the gradient is what was read, moved, and zeros where nobody read.
+    # No element was read twice: the gradient is what was read, moved, and zeros where nobody read.
     pieces = []
     for copy, end in zip(ordered, ends, strict=False):
         pieces += [_zeros(grad, dim, copy.start - end)] if copy.start > end else []
