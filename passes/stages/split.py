@@ -16,18 +16,20 @@ last stage's rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import Aliasing, aliasing
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.schemas import packet
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.normalize.randomness.draw_order import draws, draws_in_memory_order
 
 __all__ = ["StageGraph", "split_stages", "stage_of_nodes"]
 
@@ -118,11 +120,18 @@ def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequenc
     stages = stage_of_nodes(graph, first_nodes)
     last = len(first_nodes) - 1
     memory = aliasing(graph.graph)
-    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index]) for index in range(len(first_nodes)))
+    anew = _laid_out_anew(graph, stages) if draws(graph.graph) else frozenset()
+    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index], anew) for index in range(len(first_nodes)))
 
 
 def _stage_graph(
-    graph: ModelGraph, memory: Aliasing, stages: Mapping[str, int], index: int, is_last: bool, device: torch.device
+    graph: ModelGraph,
+    memory: Aliasing,
+    stages: Mapping[str, int],
+    index: int,
+    is_last: bool,
+    device: torch.device,
+    anew: Collection[str],
 ) -> StageGraph:
     outputs = _outputs(graph, stages, index, is_last)
     needed = _needed_nodes(graph, stages, index, outputs)
@@ -147,7 +156,7 @@ def _stage_graph(
         has_batch="batch" in placeholders,
         device=device,
     )
-    module = _copy(graph, memory, stage, needed, device)
+    module = _copy(graph, memory, stage, needed, device, anew)
     return StageGraph(**{**vars(stage), "module": module})
 
 
@@ -190,7 +199,9 @@ def _needed_nodes(graph: ModelGraph, stages: Mapping[str, int], index: int, outp
     return [node for node in graph.computing_nodes() if node in needed]
 
 
-def _copy(graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device) -> fx.GraphModule:
+def _copy(
+    graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device, anew: Collection[str]
+) -> fx.GraphModule:
     nodes = {node.name: node for node in graph.graph.nodes}
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -203,6 +214,7 @@ def _copy(graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequen
         _place(copies[node], device)
         if not memory.written(node):
             _allow_any_layout(node, copies[node], stage)
+    _draw_in_rows(target, anew)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
     verify_writes(target, "cutting stages", owns_memory=True)
@@ -220,6 +232,39 @@ def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
             f"{node.name} depends on the strides of a value received from another stage, which are not preserved",
             remedy="cut elsewhere (Constraints.split_spec), or write it with reshape, transpose and indexing",
         )
+
+
+def _laid_out_anew(graph: ModelGraph, stages: Mapping[str, int]) -> frozenset[str]:
+    """The values whose strides may be others than in the model: they follow from inputs, or values of other stages, which are dense."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            anew = not _is_contiguous(node)
+        else:
+            own = stages.get(node.name)
+            crossing = [source for source in node.all_input_nodes if source.op != "placeholder" and stages.get(source.name) != own]
+            anew = not found.isdisjoint(node.all_input_nodes) or not all(map(_is_contiguous, crossing))
+        if anew and packet(node.target) is not aten.contiguous:
+            found.add(node)
+    return frozenset(node.name for node in found)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.layout != torch.strided or value.is_contiguous()
+
+
+def _draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
+    """Let what is drawn for be row-major: ``draw_in_memory_order`` made it so with the strides that values have in the model."""
+    for node in list(graph.nodes):
+        if not draws_in_memory_order(node):
+            continue
+        for source in node.all_input_nodes:
+            if source.name in anew:
+                with graph.inserting_before(node):
+                    made = graph.call_function(aten.contiguous.default, (source,))
+                made.meta = {**node.meta, "val": source.meta["val"].contiguous()}
+                node.replace_input_with(source, made)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from passes.graph.aliasing import tensors_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
-__all__ = ["FILLED", "draw_in_memory_order", "draws", "memory_order", "normal_in_turn"]
+__all__ = ["FILLED", "draw_in_memory_order", "draws", "draws_in_memory_order", "memory_order", "normal_in_turn"]
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
     lie_otherwise = kernel_values(graph) if draws(graph) else {}
     for node in list(graph.nodes):
         filled = node.meta.pop(FILLED, node.meta.get("val"))
-        if packet(node.target) not in _FILLING:
+        if not draws_in_memory_order(node):
             continue
         filled = lie_otherwise.get(node, filled)
         order = memory_order(filled)
@@ -64,7 +64,12 @@ def _is_expanded(value: Tensor) -> bool:
 
 def draws(graph: fx.Graph) -> bool:
     """Whether a graph has draws whose numbers lie in the order of memory."""
-    return any(node.target == normal_in_turn or packet(node.target) in _FILLING for node in graph.nodes)
+    return any(node.target == normal_in_turn or draws_in_memory_order(node) for node in graph.nodes)
+
+
+def draws_in_memory_order(node: fx.Node) -> bool:
+    """Whether a node draws a number for each element of its result, in the order of the memory that it fills."""
+    return packet(node.target) in _FILLING
 
 
 def memory_order(value: Tensor) -> list[int]:

@@ -314,6 +314,32 @@ def test_an_unread_draw_on_another_rank_comes_first() -> None:
     torch.testing.assert_close(pm(X), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize(("devices", "mode"), [(1, "model"), (2, "model"), (2, "pipeline"), (2, "data")])
+@pytest.mark.parametrize("is_turned", [False, True], ids=["turned_inside", "turned_input"])
+def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is_turned: bool, with_gradients: bool) -> None:
+    """A stage has dense inputs, whatever strides they have in the model: what it turns is not what the model turned back."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x if is_turned else self.first(x).transpose(-1, -2)
+            result: Tensor = self.last(nn.functional.dropout(hidden.transpose(-1, -2) * 2, 0.4))
+            return result
+
+    model, x = Turned().double(), torch.randn(4, 12, 5, dtype=torch.float64)
+    x = x.transpose(-1, -2) if is_turned else x
+    pm = partition(model, devices, mode, example_inputs=(x,), n_microbatches=1 if mode == "pipeline" else None)
+    with torch.set_grad_enabled(with_gradients):
+        torch.manual_seed(5)
+        expected = model(x)
+        torch.manual_seed(5)
+        torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_microbatches_draw_their_own() -> None:
     rows = X[:1].expand(6, 8).contiguous()
     pm = partition(network(), devices=2, mode="pipeline", example_inputs=(rows,), n_microbatches=3)
