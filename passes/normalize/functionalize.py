@@ -44,7 +44,7 @@ from passes.graph.schemas import (
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import OpOverload
-from passes.normalize.randomness.draw_order import FILLED
+from passes.normalize.randomness.draw_order import FILLED, draw_in_rows, laid_out_anew
 from passes.normalize.view_inverses import View, inverse
 
 __all__ = ["functionalize"]
@@ -141,7 +141,7 @@ class _Functionalizer:
         self._renewed: set[fx.Node] = set()
         self._with_gradient: set[fx.Node] = set()
         self._unwritten: dict[str, None] = {}
-        self._strides_changed = False
+        self._laid_out_anew: set[fx.Node] = set()
         self._at: fx.Node
         self._like: fx.Node
 
@@ -153,9 +153,10 @@ class _Functionalizer:
                     self._with_gradient.add(node)
             else:
                 self._visit(node)
-        if self._strides_changed:
+        if self._laid_out_anew:
             for node in self._graph.find_nodes(op="call_function", target=aten.view.default):
                 node.target = aten.reshape.default
+            draw_in_rows(self._graph, {node.name for node in laid_out_anew(self._graph, self._laid_out_anew.__contains__)})
         return tuple(self._unwritten)
 
     def _visit(self, node: fx.Node) -> None:
@@ -328,15 +329,20 @@ class _Functionalizer:
     def _like_before(self, node: fx.Node, value: fx.Node, before: Tensor) -> fx.Node:
         """The value in the type that the written tensor has; its shape cannot change."""
         found = value.meta["val"]
-        sizes, strides = ([list(map(size_of, getattr(each, kind)())) for each in (found, before)] for kind in ("size", "stride"))
+        sizes = [list(map(size_of, each.size())) for each in (found, before)]
         if sizes[0] != sizes[1]:
             self._refuse(
                 node,
                 f"{node.target} would change the size of what it writes, {sizes[1]}, to {sizes[0]}",
                 "write into a tensor of the size of the result",
             )
-        self._strides_changed |= strides[0] != strides[1]
+        self._compare_strides(value, before)
         return value if found.dtype == before.dtype else self._emit(aten.to.dtype, value, before.dtype)
+
+    def _compare_strides(self, value: fx.Node, before: Tensor) -> None:
+        """Note where a value has other strides than the memory that it stands for."""
+        if list(map(size_of, value.meta["val"].stride())) != list(map(size_of, before.stride())):
+            self._laid_out_anew.add(value)
 
     def _store(self, name: _Name, value: fx.Node) -> None:
         """Give a name its new value, and everything that it is a view of."""
@@ -354,6 +360,7 @@ class _Functionalizer:
             value = inverse(name.view, name.source, before, value, self._emit, functools.partial(self._view_of, view))
             if self._is_detached(name):
                 value = self._with_history(before, value)
+            self._compare_strides(value, before.meta["val"])
             parent.value, parent.version = value, base.version
             name = parent
         if base.placeholder is not None:

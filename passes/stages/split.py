@@ -26,10 +26,9 @@ from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import Aliasing, aliasing
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.graph.schemas import packet
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.normalize.randomness.draw_order import draws, draws_in_memory_order
+from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 
 __all__ = ["StageGraph", "split_stages", "stage_of_nodes"]
 
@@ -214,7 +213,7 @@ def _copy(
         _place(copies[node], device)
         if not memory.written(node):
             _allow_any_layout(node, copies[node], stage)
-    _draw_in_rows(target, anew)
+    draw_in_rows(target, anew)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
     verify_writes(target, "cutting stages", owns_memory=True)
@@ -235,36 +234,21 @@ def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
 
 
 def _laid_out_anew(graph: ModelGraph, stages: Mapping[str, int]) -> frozenset[str]:
-    """The values whose strides may be others than in the model: they follow from inputs, or values of other stages, which are dense."""
-    found: set[fx.Node] = set()
-    for node in graph.graph.nodes:
+    """The values that follow from inputs, or values of other stages, which are dense whatever strides they have in the model."""
+
+    def begins(node: fx.Node) -> bool:
         if node.op == "placeholder":
-            anew = not _is_contiguous(node)
-        else:
-            own = stages.get(node.name)
-            crossing = [source for source in node.all_input_nodes if source.op != "placeholder" and stages.get(source.name) != own]
-            anew = not found.isdisjoint(node.all_input_nodes) or not all(map(_is_contiguous, crossing))
-        if anew and packet(node.target) is not aten.contiguous:
-            found.add(node)
-    return frozenset(node.name for node in found)
+            return not _is_contiguous(node)
+        own = stages.get(node.name)
+        crossing = [source for source in node.all_input_nodes if source.op != "placeholder" and stages.get(source.name) != own]
+        return not all(map(_is_contiguous, crossing))
+
+    return frozenset(node.name for node in laid_out_anew(graph.graph, begins))
 
 
 def _is_contiguous(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return not isinstance(value, Tensor) or value.layout != torch.strided or value.is_contiguous()
-
-
-def _draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
-    """Let what is drawn for be row-major: ``draw_in_memory_order`` made it so with the strides that values have in the model."""
-    for node in list(graph.nodes):
-        if not draws_in_memory_order(node):
-            continue
-        for source in node.all_input_nodes:
-            if source.name in anew:
-                with graph.inserting_before(node):
-                    made = graph.call_function(aten.contiguous.default, (source,))
-                made.meta = {**node.meta, "val": source.meta["val"].contiguous()}
-                node.replace_input_with(source, made)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

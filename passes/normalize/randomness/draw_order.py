@@ -11,6 +11,7 @@ Kernels of normal numbers fill row-major memory of 16 numbers and more by anothe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from passes.graph.aliasing import tensors_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
-__all__ = ["FILLED", "draw_in_memory_order", "draws", "draws_in_memory_order", "memory_order", "normal_in_turn"]
+__all__ = [
+    "FILLED",
+    "draw_in_memory_order",
+    "draw_in_rows",
+    "draws",
+    "draws_in_memory_order",
+    "laid_out_anew",
+    "memory_order",
+    "normal_in_turn",
+]
 
 aten = torch.ops.aten
 
@@ -70,6 +80,34 @@ def draws(graph: fx.Graph) -> bool:
 def draws_in_memory_order(node: fx.Node) -> bool:
     """Whether a node draws a number for each element of its result, in the order of the memory that it fills."""
     return packet(node.target) in _FILLING
+
+
+def laid_out_anew(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The values whose strides may be others than in the model: those where it begins, and what follows from them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        follows = begins(node) or not found.isdisjoint(node.all_input_nodes)
+        if follows and packet(node.target) is not aten.contiguous:
+            found.add(node)
+    return found
+
+
+def draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
+    """Let what is drawn for be row-major where it has other strides than in the model, with which its order of memory was found.
+
+    Args:
+        graph: rewritten in place.
+        anew: names of the values that are laid out anew.
+    """
+    for node in list(graph.nodes):
+        if not draws_in_memory_order(node):
+            continue
+        for source in node.all_input_nodes:
+            if source.name in anew:
+                with graph.inserting_before(node):
+                    made = graph.call_function(aten.contiguous.default, (source,))
+                made.meta = {**node.meta, "val": source.meta["val"].contiguous()}
+                node.replace_input_with(source, made)
 
 
 def memory_order(value: Tensor) -> list[int]:

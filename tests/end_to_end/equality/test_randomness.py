@@ -340,6 +340,37 @@ def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is
         torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("is_turned_back", [False, True])
+@pytest.mark.parametrize("write", ["index_add", "through_view", "windows", "copy", "mask"])
+def test_what_is_written_in_place_is_drawn_in_its_memory(write: str, devices: int, *, is_turned_back: bool) -> None:
+    """A write in place keeps the strides of a transpose; the operator without a write may return rows."""
+
+    class Written(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            columns = torch.sin(x.transpose(0, 1))
+            hidden = columns.clone()
+            if write == "index_add":
+                hidden.index_add_(0, torch.tensor([0]), columns.narrow(0, 0, 1))
+            elif write == "through_view":
+                hidden.narrow(1, 0, 1).mul_(2)
+            elif write == "windows":
+                hidden.unfold(0, 2, 2).mul_(2)
+            elif write == "copy":
+                hidden.copy_(columns.contiguous() * 3)
+            else:
+                hidden.masked_fill_(columns > 0, 1.0)
+            hidden = hidden.transpose(0, 1) if is_turned_back else hidden
+            return nn.functional.dropout(hidden * 1.5, 0.4), torch.rand_like(hidden)
+
+    model, x = Written(), torch.randn(4, 6, dtype=torch.float64)
+    pm = partition(model, devices, "model", example_inputs=(x,))
+    torch.manual_seed(5)
+    expected = model(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_microbatches_draw_their_own() -> None:
     rows = X[:1].expand(6, 8).contiguous()
     pm = partition(network(), devices=2, mode="pipeline", example_inputs=(rows,), n_microbatches=3)
