@@ -26,7 +26,7 @@ from passes.ir.comm import primitives as communication
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.tensor_spec import Size, TensorSpec
-from passes.verify.abstract_interpreter import describe_values
+from passes.verify.value_specs import describe_values
 
 __all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,11 +91,23 @@ class MemoryCurve:
     bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """The memory of a rank at one change, in bytes of each category.
+
+    Attributes:
+        time: seconds.
+        most: the momentary peak.
+        after: the level that stays.
+    """
+
+    time: float
+    most: tuple[int, ...]
+    after: tuple[int, ...]
+
+
 def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> tuple[DeviceMemory, MemoryCurve]:
     """Return the peak memory of a rank, and its memory over time.
-
-    Sweep over the changes in order of time. A change allocates or frees a storage, or is the momentary rise inside a task, which counts for
-    peaks only.
 
     Args:
         run: the simulated step of the rank, with its changes of memory.
@@ -102,54 +115,57 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
         optimizer_bytes: state of the optimizer.
     """
     changes = _in_order(run)
+    moments = list(_moments(changes, stays, optimizer_bytes))
+    totals = [sum(moment.most) for moment in moments]
+    place = totals.index(max(totals))
+    memory = DeviceMemory(
+        **dict(zip(CATEGORIES, moments[place].most, strict=True)),
+        peak_time=moments[place].time,
+        alive=_alive(changes[:place], stays),
+        highest={name: _highest(moments, _INDEX[name]) for name in CATEGORIES},
+        kept=_kept(run, moments),
+    )
+    return memory, _curve(moments, totals)
+
+
+def _moments(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage], optimizer_bytes: int) -> Iterator[_Moment]:
+    """The start of a step, and each change: it allocates or frees a storage, or is the momentary rise inside a task."""
     level = [0] * len(CATEGORIES)
     level[_INDEX["optimizer"]] = optimizer_bytes
     for storage in stays:
         level[_INDEX[storage.category]] += storage.bytes
-    total = peak = sum(level)
-    at_peak, place, peak_time = tuple(level), -1, 0.0
-    highest = [(size, 0.0) for size in level]
-    times, sizes = [0.0], [total]
-    between = [(0.0, level[_INDEX["activations"]])]
-    for index, (time, change) in enumerate(changes):
-        above, most = level, total
+    after = tuple(level)
+    yield _Moment(0.0, after, after)
+    for time, change in changes:
         if change.rise is not None:
-            above = [here + more for here, more in zip(level, change.rise.bytes, strict=True)]
-            most, grown = sum(above), range(len(CATEGORIES))
+            yield _Moment(time, tuple(map(operator.add, level, change.rise.bytes)), after)
         else:
             assert change.storage is not None
-            category = _INDEX[change.storage.category]
-            size = change.storage.bytes if change.made else -change.storage.bytes
-            level[category] += size
-            most = total = total + size
-            grown = range(category, category + 1)
-        for category in grown:
-            if above[category] > highest[category][0]:
-                highest[category] = above[category], time
-        if most > peak:
-            peak, at_peak, place, peak_time = most, tuple(above), index, time
-        _extend(times, sizes, time, total, most)
-        if index + 1 == len(changes) or changes[index + 1][0] > time:
-            between.append((time, level[_INDEX["activations"]]))
-    alive = _alive(changes[: place + 1], stays)
-    named = dict(zip(CATEGORIES, at_peak, strict=True))
-    return (
-        DeviceMemory(
-            **named, peak_time=peak_time, alive=alive, highest=dict(zip(CATEGORIES, highest, strict=True)), kept=_kept(run, between)
-        ),
-        MemoryCurve(tuple(times), tuple(sizes)),
-    )
+            level[_INDEX[change.storage.category]] += change.storage.bytes if change.made else -change.storage.bytes
+            after = tuple(level)
+            yield _Moment(time, after, after)
 
 
-def _kept(run: RankRun, activations: Sequence[tuple[float, int]]) -> int:
-    """Return the peak of activations at the ends of actions.
+def _highest(moments: Sequence[_Moment], category: int) -> tuple[int, float]:
+    """The first peak of a category, and its time."""
+    highest = max(moments, key=lambda moment: moment.most[category])
+    return highest.most[category], highest.time
 
-    Args:
-        activations: (time, bytes) of each change.
-    """
+
+def _curve(moments: Sequence[_Moment], totals: Sequence[int]) -> MemoryCurve:
+    """Of the moments at one time, the highest and the last."""
+    times, sizes = [0.0], [totals[0]]
+    for moment, most in zip(moments[1:], totals[1:], strict=True):
+        _extend(times, sizes, moment.time, sum(moment.after), most)
+    return MemoryCurve(tuple(times), tuple(sizes))
+
+
+def _kept(run: RankRun, moments: Sequence[_Moment]) -> int:
+    """Return the peak of activations at the ends of actions."""
     ends = sorted({each.section: each.end for each in run.computed if _ACTION.fullmatch(each.section)}.values())
-    times = [time for time, _ in activations]
-    return max((activations[bisect_right(times, end * (1 + 1e-12)) - 1][1] for end in ends), default=activations[0][1])
+    times = [moment.time for moment in moments]
+    places = [bisect_right(times, end * (1 + 1e-12)) - 1 for end in ends] or [0]
+    return max(moments[place].after[_INDEX["activations"]] for place in places)
 
 
 def _in_order(run: RankRun) -> list[tuple[float, Change]]:

@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from cost_models.ops.work import Work
-from cost_models.simulator.functions import FUNCTIONS, collected, copied
+from cost_models.simulator.message_bytes import copied, moved
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_stage import GraphReader, Group, StageTemplate, read_stage, template_of
-from cost_models.simulator.storages import UNKNOWN, Held, Storage, storages_of
+from cost_models.simulator.storages import Held, Storage, storages_of
 from cost_models.simulator.tasks import Step, Transfer
 from passes.emit.coalesce_collectives import coalesce_collectives
 from passes.emit.inline_stages import communicates, inlined
@@ -37,6 +37,8 @@ from passes.ir.comm.unsummed import AddUnsummed
 from passes.ir.mesh import Mesh
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
+from passes.ir.tensor_spec import Size
+from passes.verify.abstract_interpreter import UNKNOWN, AbstractInterpreter
 
 __all__ = ["RankWork", "Templates", "gradient_nodes", "passed_on", "read_program"]
 
@@ -76,49 +78,61 @@ def read_program(program: Program, batch: int, prices: NodePrices, templates: Te
     return RankWork(program.rank, tuple(reader.steps), tuple(reader.stays), tuple(reader.trained.values()))
 
 
-class _ProgramReader(GraphReader):
+class _ProgramReader(GraphReader, AbstractInterpreter):
+    """Steps through a program: its tensors lie in storages, and its nodes take time."""
+
+    tensor_type = Held
+    batch: int
+    sizes: tuple[int, ...]
+
     def __init__(self, program: Program, batch: int, prices: NodePrices, templates: Templates, mesh: Mesh) -> None:
-        super().__init__(program.module.graph, prices, gradient_nodes(program))
-        self.program = program
+        GraphReader.__init__(self, program.module.graph, prices, gradient_nodes(program))
+        AbstractInterpreter.__init__(self, program, batch)
         self.mesh = mesh
-        self.batch = batch
-        self.sizes: tuple[int, ...] = (batch,)
         self.stays: list[Storage] = []
         self.trained: dict[str, tuple[int, torch.dtype]] = {}
         self._templates = templates
         self._bound: dict[str, Held] = {}
         self._groups: dict[tuple[int, Group], Group] = {}
-        self._pending: dict[fx.Node, tuple[Transfer, Any]] = {}
-        self._copied_out: dict[fx.Node, int] = {}
         self._started: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._transfers: dict[fx.Node, Transfer] = {}
+        self._copied_out: dict[fx.Node, int] = {}
+        self._seconds = 0.0
+        self._inside: list[Step] = []
 
     def run(self) -> None:
         """Step through the program."""
         for node in self.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._input(node)
-            elif node.op == "get_attr":
-                self.values[node] = self._state(str(node.target), node.meta["val"])
+            if node.op in ("placeholder", "get_attr"):
+                self.begin()
+                self.values[node] = self.value_of(node)
             elif node.op == "call_module":
-                self._module(node, self.program.module.get_submodule(str(node.target)))
+                self._module_steps(node)
             elif node.target in communication.COMMUNICATION:
-                self._communicate(node)
+                self._communication_steps(node)
             elif node.op != "output":
                 self.visit(node, _section(node))
 
+    def new(self, shape: Sequence[Size], dtype: torch.dtype) -> Held:
+        return self.tensor(self.node, tuple(map(int, shape)), dtype)
+
+    def view(self, tensor: Held, shape: Sequence[Size]) -> Held:
+        return Held(tensor.storage, tuple(map(int, shape)), tensor.dtype)
+
+    def same_size(self, one: Size, other: Size) -> bool:
+        return one == other
+
     # -- what is there from the start ----------------------------------------------------------------------------------------------
 
-    def _input(self, node: fx.Node) -> Any:
+    def input(self, node: fx.Node) -> Any:
         if node.target == "batch":
             return self.batch
-        fake = node.meta.get("val")
-        if not isinstance(fake, Tensor):
-            return UNKNOWN
-        self.begin()
-        value = self.traced(node)
-        return self._stay(value)
+        return self._stay(self.traced(node)) if isinstance(node.meta.get("val"), Tensor) else UNKNOWN
 
-    def _state(self, name: str, fake: Tensor) -> Held:
+    def state(self, node: fx.Node) -> Held:
+        return self._named_state(str(node.target), node.meta["val"])
+
+    def _named_state(self, name: str, fake: Tensor) -> Held:
         if name not in self._bound:
             held = Held(Storage(name, 0, "parameters"), tuple(int(size) for size in fake.shape), fake.dtype)
             held.storage.bytes = held.bytes
@@ -140,45 +154,30 @@ class _ProgramReader(GraphReader):
 
     # -- modules -------------------------------------------------------------------------------------------------------------------
 
-    def _module(self, node: fx.Node, module: nn.Module) -> None:
-        arguments = self.arguments(node.args)
+    def _module_steps(self, node: fx.Node) -> None:
         self.begin()
-        seconds = 0.0
-        if isinstance(module, StageCall):
-            self._stage(node, module, arguments)
-            return
-        if isinstance(module, LossCall):
-            seconds = self._loss(node, module, arguments)
-        elif isinstance(module, AddUnsummed):
-            self.values[node] = tuple(arguments[0])
-        else:
-            assert isinstance(module, StoreGradients)
-            self._store(module, arguments[0])
-            self.values[node] = None
-        made = self.made
-        self.steps.append(Step("compute", node.name, _section(node), seconds, made, self.end(node)))
+        self._seconds, self._inside = 0.0, []
+        self.values[node] = self.value_of(node)
+        dropped = {id(storage): storage for storage in self.end(node)}
+        given = {id(storage) for storage in storages_of(self.arguments(node.args))}
+        for step in self._inside:  # what the caller still holds is not dropped inside
+            step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
+        own = Step("compute", node.name, _section(node), self._seconds, self.made, list(dropped.values()))
+        self.steps += [*self._inside, own]
 
-    def _stage(self, node: fx.Node, module: StageCall, arguments: Sequence[Any]) -> None:
-        n_saved = len(arguments[0]) if module.takes_tuple else 0
-        if module.takes_tuple:
-            arguments = (*arguments[0], *arguments[1:])
-        placeholders = [each for each in module.graph.graph.nodes if each.op == "placeholder"]
-        n_bound = len(module.bound_names)
-        state = [self._state(name, each.meta["val"]) for name, each in zip(module.bound_names, placeholders, strict=False)]
-        rows = self._rows_of_call(node, placeholders[n_bound:], arguments)
+    def stage(self, module: StageCall, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> Any:
+        node = self.node
+        bound = [each for each in module.graph.graph.nodes if each.op == "placeholder"][: len(module.bound_names)]
+        state = [self._named_state(name, each.meta["val"]) for name, each in zip(module.bound_names, bound, strict=True)]
+        rows = self._rows_of_call(node, placeholders, arguments)
         key = (id(module.graph), rows, self._place if communicates(module) else None)
         if key not in self._templates:
-            self._templates[key] = self.program.rank, self._read(node, module, rows, n_saved)
+            self._templates[key] = self.program.rank, self._read(node, module, rows, len(arguments) - len(node.args) + 1)
         rank, template = self._templates[key]
         there = functools.partial(self._group_here, rank)
-        steps, self.values[node] = template.call(node.name, _section(node), arguments, state, self._next, there)
-        if self.values[node] is UNKNOWN and isinstance(node.meta.get("val"), Tensor):
-            self.values[node] = self.traced(node)  # a count over the batch, whose graph nobody traced
-        dropped = {id(storage): storage for storage in self.end(node)}
-        given = {id(storage) for storage in storages_of([*arguments])}
-        for step in steps:  # what the caller still holds is not dropped inside
-            step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
-        self.steps += [*steps, Step("compute", node.name, _section(node), made=self.made, dropped=list(dropped.values()))]
+        self._inside, results = template.call(node.name, _section(node), arguments, state, self._next, there)
+        # A count over the batch is unknown, whose graph nobody traced.
+        return self.traced(node) if results is UNKNOWN and isinstance(node.meta.get("val"), Tensor) else results
 
     def _read(self, node: fx.Node, module: StageCall, rows: int, n_saved: int) -> StageTemplate:
         """A stage that is called for the first time."""
@@ -227,19 +226,18 @@ class _ProgramReader(GraphReader):
         section = node.meta.get("section")
         return self._rows_of(section.microbatch) if isinstance(section, Action) else self.batch
 
-    def _loss(self, node: fx.Node, module: LossCall, arguments: Sequence[Any]) -> float:
+    def loss(self, module: LossCall, values: Sequence[Held]) -> Any:
         """A loss function that no graph shows: it reads its results, and holds as much again until the gradients of them are there."""
-        values: Sequence[Held] = arguments[0]
         read = sum(value.bytes for value in values)
         dtype = next((value.dtype for value in values), torch.float32)
-        gradients = tuple(self.tensor(node, values[index].shape, values[index].dtype) for index in module.differentiated)
-        loss = self.tensor(node, (), torch.float32)
+        gradients = tuple(self.new(values[index].shape, values[index].dtype) for index in module.differentiated)
+        loss = self.new((), torch.float32)
         if any(value.shape for value in values):
-            self.make(node, sum(gradient.bytes for gradient in gradients))
-        self.values[node] = (loss, *gradients)
-        return self.prices.seconds(Work(0, read + sum(gradient.bytes for gradient in gradients), 1 + len(gradients)), dtype)
+            self.make(self.node, sum(gradient.bytes for gradient in gradients))
+        self._seconds = self.prices.seconds(Work(0, read + sum(gradient.bytes for gradient in gradients), 1 + len(gradients)), dtype)
+        return (loss, *gradients)
 
-    def _store(self, module: StoreGradients, gradients: Any) -> None:
+    def store(self, module: StoreGradients, gradients: Any) -> None:
         for name, gradient in zip(module.names, gradients, strict=True):
             if name is not None and isinstance(gradient, Held):
                 self.trained[name] = (gradient.bytes, gradient.dtype)
@@ -249,79 +247,62 @@ class _ProgramReader(GraphReader):
     # -- functions -----------------------------------------------------------------------------------------------------------------
 
     def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
-        function = FUNCTIONS.get(node.target)
-        keywords = self.arguments(node.kwargs)
-        if function is not None:
-            self.values[node] = function(self, node, *arguments, **keywords)
-        elif isinstance(node.meta.get("val"), Tensor | tuple):
-            self.values[node] = self.traced(node)
-        else:
-            self.values[node] = UNKNOWN
+        value = self.value_of(node)
+        if value is UNKNOWN and isinstance(node.meta.get("val"), Tensor | tuple):
+            value = self.traced(node)
+        self.values[node] = value
         assert callable(node.target)
-        made = sum(storage.bytes for storage in self.made)
-        return self.prices.function(node.target, arguments, self.values[node], made)
+        return self.prices.function(node.target, arguments, value, sum(storage.bytes for storage in self.made))
 
     # -- communication -------------------------------------------------------------------------------------------------------------
 
-    def _communicate(self, node: fx.Node) -> None:
+    def _communication_steps(self, node: fx.Node) -> None:
+        """What a node starts, or waits for, and what is copied into a message in front of it, and out of it behind."""
         self.begin()
-        if node.target is communication.wait:
-            self._wait(node)
-            return
-        arguments, keywords = self.arguments(node.args), self.arguments(node.kwargs)
-        if node.target is communication.send:
-            rank, peer = self.program.rank, keywords["destination"]
-            value = arguments[0]
-            transfer = Transfer(node.name, "message", (rank, peer), (rank, peer, keywords["tag"]), value.bytes, tuple(storages_of(value)))
-        elif node.target is communication.receive:
-            rank, peer = self.program.rank, keywords["source"]
-            buffer = self.tensor(node, arguments[0], arguments[1], "communication")
-            key = (peer, rank, keywords["tag"])
-            transfer = Transfer(node.name, "message", (peer, rank), key, buffer.bytes, buffers=(buffer.storage,))
-            self._pending[node] = transfer, buffer
-        else:
-            transfer = self._collective(node, arguments, keywords)
-        self.values[node] = self._pending[node][1] if node in self._pending else None
-        made = self.made
-        self.steps.append(Step("start", node.name, _section(node), 0.0, made, self.end(node), transfer))
+        self.values[node] = self.value_of(node)
+        is_wait = node.target is communication.wait
+        started = node.args[0] if is_wait else node
+        assert isinstance(started, fx.Node)
+        step = Step("wait" if is_wait else "start", node.name, _section(node), 0.0, self.made, self.end(node), self._transfers[started])
+        self.steps.append(step)
+        if is_wait:
+            self._copy(node, self._copied_out.pop(started, 0))
 
-    def _collective(self, node: fx.Node, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Transfer:
-        group: tuple[int, ...] = keywords["group"]
-        tensors: Sequence[Held] = arguments[0]
+    def send(self, value: Held, destination: int, tag: int) -> None:
+        key = (self.program.rank, destination, tag)
+        self._transfers[self.node] = Transfer(self.node.name, "message", key[:2], key, value.bytes, tuple(storages_of(value)))
+
+    def receive(self, shape: Sequence[Size], dtype: torch.dtype, source: int, tag: int) -> Held:
+        key, buffer = (source, self.program.rank, tag), self.tensor(self.node, tuple(map(int, shape)), dtype, "communication")
+        self._transfers[self.node] = Transfer(self.node.name, "message", key[:2], key, buffer.bytes, buffers=(buffer.storage,))
+        return buffer
+
+    def collective(self, tensors: Sequence[Held], *rest: Any, **keywords: Any) -> list[Held]:
+        node, group = self.node, keywords["group"]
         assert callable(node.target)
-        if len(group) == 1:
-            results: list[Held] = list(tensors)
-            size = 0
-        else:
-            shapes, size = collected(node.target, tensors, arguments[1:], keywords, group.index(self.program.rank))
-            copied_in, self._copied_out[node] = copied(node.target, tensors, shapes, arguments[1:])
+        results, size = list(tensors), 0
+        if len(group) > 1:
+            shapes = [tuple(map(int, result.shape)) for result in self.exchange((tensors, *rest), keywords).results]
+            size = moved(node.target, tensors, shapes, rest, keywords)
+            copied_in, self._copied_out[node] = copied(node.target, tensors, shapes, rest)
             self._copy(node, copied_in)
             results = [self.tensor(node, shape, tensor.dtype, "communication") for shape, tensor in zip(shapes, tensors, strict=True)]
-        inputs = tuple(storages_of(list(tensors)))
-        buffers = tuple(self.made)
-        transfer = Transfer(node.name, node.target.__name__, group, self._next(group), size, inputs, buffers)
-        self._pending[node] = transfer, results
-        return transfer
+        inputs, buffers = tuple(storages_of(list(tensors))), tuple(self.made)
+        self._transfers[node] = Transfer(node.name, node.target.__name__, group, self._next(group), size, inputs, buffers)
+        return results
 
-    def _wait(self, node: fx.Node) -> None:
+    def wait(self, started: Any) -> Any:
         """What has arrived is a value like others; the buffer that it came in is its memory."""
-        started = node.args[0]
-        assert isinstance(started, fx.Node)
-        transfer, value = self._pending.pop(started)
-        buffers = {id(storage) for storage in transfer.buffers}
-        category = self.category(node)
+        node, source = self.node, self.node.args[0]
+        assert isinstance(source, fx.Node)
+        buffers = {id(storage) for storage in self._transfers[source].buffers}
 
         def arrived(held: Held) -> Held:
             if id(held.storage) not in buffers:
                 return held
-            storage = Storage(node.name, held.storage.bytes, category)
-            self.made.append(storage)
-            return Held(storage, held.shape, held.dtype)
+            return Held(self.make(node, held.storage.bytes), held.shape, held.dtype)
 
-        self.values[node] = [arrived(held) for held in value] if isinstance(value, list) else arrived(value)
-        made = self.made
-        self.steps.append(Step("wait", node.name, _section(node), 0.0, made, self.end(node), transfer))
-        self._copy(node, self._copied_out.pop(started, 0))
+        return [arrived(held) for held in started] if isinstance(started, list) else arrived(started)
 
     def _copy(self, node: fx.Node, size: int) -> None:
         """Into a message or out of it."""
@@ -359,14 +340,12 @@ class _CallReader(_ProgramReader):
         state = {names.index(name): held.storage for name, held in self._bound.items()}
         return template_of(self.steps, self._given, state, results)
 
-    def _input(self, node: fx.Node) -> Any:
+    def input(self, node: fx.Node) -> Any:
         if node.target == "batch":
             return self.batch
-        fake = node.meta.get("val")
-        if not isinstance(fake, Tensor):
+        if not isinstance(node.meta.get("val"), Tensor):
             self._given.append(None)
             return self.traced(node)
-        self.begin()
         value = self.traced(node)
         is_saved = len(self._given) < self._n_saved
         storage = Storage(node.name, value.storage.bytes if is_saved else 0, "activations", stays=not is_saved, holders=1)

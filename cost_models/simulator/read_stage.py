@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.simulator.pricing import NodePrices, is_mask, is_part_of_mask, share_taken
-from cost_models.simulator.storages import UNKNOWN, Category, Held, Storage, leaves_of, storages_of
+from cost_models.simulator.storages import Category, Held, Storage, leaves_of, storages_of
 from cost_models.simulator.tasks import Step, Transfer, gathered, merged
 from passes.graph.aliasing import memory_keys
 from passes.graph.dependencies import with_ancestors
@@ -25,6 +25,7 @@ from passes.graph.schemas import packet, viewed_arguments
 from passes.graph.symbolic_sizes import SIZE_OPERATORS, size_of
 from passes.ir.program import StageCall
 from passes.ir.torch_private import OpOverload
+from passes.verify.abstract_interpreter import UNKNOWN
 
 __all__ = ["GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
 

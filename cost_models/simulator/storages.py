@@ -14,22 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CATEGORIES", "UNKNOWN", "Category", "Held", "Storage", "leaves_of", "storages_of"]
+__all__ = ["CATEGORIES", "Category", "Held", "Storage", "leaves_of", "storages_of"]
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "communication"]
 """What memory is for."""
 
 CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "activations", "communication")
 """All of them, in the order in which they are told."""
-
-
-class _Unknown:
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
-"""What the programs are given at run time and nobody knows before: a target, a loss function."""
 
 
 @dataclass(slots=True, eq=False)

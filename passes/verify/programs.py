@@ -5,7 +5,7 @@
 
 What is proved, for every batch size:
 
-- every graph is well formed, and every stage is called with what its graph takes (``passes.verify.abstract_interpreter``);
+- every graph is well formed, and every stage is called with what its graph takes (``passes.verify.value_specs``);
 - every send has exactly one receive, with the same tag, dtype and shape;
 - on each channel (a source and a destination) receives are posted in the order of sending, so a transport without tags serves as well;
 - any two ranks start the collectives that both take part in in the same order: of the same kind, along the same dimensions, each giving
@@ -33,7 +33,8 @@ from passes.ir.comm.primitives import COLLECTIVES, receive, send, wait
 from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.errors import VerificationError
 from passes.ir.program import Program, StageCall
-from passes.verify.abstract_interpreter import Pending, TensorSpec, ValueSpecs, describe_values
+from passes.ir.tensor_spec import TensorSpec
+from passes.verify.value_specs import Pending, ValueSpecs, describe_values
 
 __all__ = ["verify"]
 

@@ -25,7 +25,7 @@ from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.ir.tensor_spec import TensorSpec
-from passes.verify.abstract_interpreter import ValueSpecs, describe_values
+from passes.verify.value_specs import ValueSpecs, describe_values
 
 __all__ = ["collective_transfers", "sent_by_kind"]
 

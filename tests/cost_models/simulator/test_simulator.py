@@ -18,7 +18,7 @@ from cost_models.ops.work import Work
 from cost_models.simulator import read_stage as stage_template
 from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import run_ranks
-from cost_models.simulator.functions import copied
+from cost_models.simulator.message_bytes import copied
 from cost_models.simulator.read_program import RankWork, _ProgramReader
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs

@@ -19,8 +19,8 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import all_reduce, receive, send, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import Program, StoreGradients
-from passes.verify.abstract_interpreter import Pending, describe_values
 from passes.verify.programs import verify
+from passes.verify.value_specs import Pending, describe_values
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.programs import programs

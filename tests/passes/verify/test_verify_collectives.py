@@ -17,8 +17,8 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter, wait
 from passes.ir.errors import VerificationError
 from passes.ir.program import Program
-from passes.verify.abstract_interpreter import ValueSpecs, describe_values
 from passes.verify.programs import verify
+from passes.verify.value_specs import ValueSpecs, describe_values
 from tests.support.processes.collective_cases import CASES, CollectiveCase
 
 

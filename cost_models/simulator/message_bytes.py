@@ -1,0 +1,80 @@
+"""How many bytes a collective moves: between ranks, into its message, and out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cost_models.simulator.storages import Held
+from passes.ir.comm import primitives as communication
+from passes.ir.comm.index_ranges import segments
+
+__all__ = ["copied", "moved"]
+
+
+def moved(
+    function: Callable[..., Any],
+    tensors: Sequence[Held],
+    shapes: Sequence[tuple[int, ...]],
+    rest: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> int:
+    """The bytes that a collective has, as ``cost_models.collectives.alpha_beta`` counts them.
+
+    Args:
+        shapes: of what the collective gives.
+        rest: its arguments behind the tensors.
+        keywords: its arguments by name.
+    """
+    if function in (communication.halo_exchange, communication.halo_add):
+        return _most_given(tensors, rest[0], keywords)
+    if function is communication.all_gather:
+        return sum(math.prod(shape) * tensor.dtype.itemsize for shape, tensor in zip(shapes, tensors, strict=True))
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def copied(
+    function: Callable[..., Any], tensors: Sequence[Held], shapes: Sequence[tuple[int, ...]], dims: Sequence[Sequence[int]]
+) -> tuple[int, int]:
+    """The bytes that a rank copies into the message of a collective, and out of it.
+
+    What is summed is summed in a copy. A single tensor whose parts are runs of memory is sent from where it lies, and lies where it is
+    received; all others are put together. What a halo is put together with is no part of the message, and not counted.
+
+    Args:
+        shapes: of what the collective gives.
+        dims: for each tensor the dimension that is split, that is put together, or one of each.
+    """
+    given = sum(tensor.bytes for tensor in tensors)
+    if function in (communication.halo_exchange, communication.halo_add):
+        return 0, 0
+    if function is communication.all_reduce:
+        return given, 0
+    first, taken = tensors[0], sum(Held(each.storage, shape, each.dtype).bytes for shape, each in zip(shapes, tensors, strict=True))
+    bundled = len(tensors) > 1
+    if function is communication.all_gather:
+        return given * bundled, taken * (bundled or not _leads(shapes[0], dims[0][0]))
+    goes_in = given * (bundled or not _leads(first.shape, dims[0][0]))
+    if function is communication.reduce_scatter:
+        return goes_in, 0
+    return goes_in, taken * (bundled or not _leads(shapes[0], dims[1][0]))
+
+
+def _leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether parts along the dimension are runs of memory."""
+    return math.prod(shape[:dim]) == 1
+
+
+def _most_given(tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any]) -> int:
+    """The most bytes that one rank gives another in a halo exchange."""
+    most = 0
+    for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
+        counts = [
+            sum(copy.count for copy in copies)
+            for reader, each in enumerate(segments(tuple(owned), wanted))
+            for owner, copies in enumerate(each)
+            if owner != reader
+        ]
+        most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
+    return most
