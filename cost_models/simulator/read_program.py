@@ -71,7 +71,7 @@ def read_program(program: Program, batch: int, prices: NodePrices, templates: Te
         batch: rows that the program is given.
         prices: what its nodes cost.
         templates: stages that were read already, on devices of this kind.
-        mesh: whose dimensions collectives name in stages that are not written out.
+        mesh: whose dimensions collectives name in stages that are not inlined.
     """
     reader = _ProgramReader(program, batch, prices, templates, mesh)
     reader.run()
@@ -312,9 +312,9 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
 
 
 class _CallReader(_ProgramReader):
-    """Reads a stage that is written out as a program: what it is given lies in storages of the caller.
+    """Reads a stage as an inlined program: what it is given lies in storages of the caller.
 
-    What a forward saved is dropped where it is last read, as it is in a program that is written out.
+    What a forward saved is dropped where it is last read, as in a program that has it inlined.
     """
 
     def __init__(
