@@ -190,7 +190,7 @@ def draws(node: fx.Node) -> bool:
 def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
     """An argument of a call with numbers in the place of nodes: equal for calls that do the same to values in the same places.
 
-    One, one point nought and True are equal numbers and unlike arguments: types are told apart.
+    Equal numbers may be unlike arguments: types are told apart (1, 1.0 and True), and the digits of floats (0.0 and -0.0).
     """
     if isinstance(argument, fx.Node):
         return "node", places[argument]
@@ -198,7 +198,8 @@ def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
         return tuple(argument_form(part, places) for part in argument)
     if isinstance(argument, dict):
         return tuple((name, argument_form(part, places)) for name, part in argument.items())
-    return type(argument), argument if isinstance(argument, Hashable) else str(argument)
+    is_itself = isinstance(argument, Hashable) and not isinstance(argument, float | complex)
+    return type(argument), argument if is_itself else repr(argument)
 
 
 def node_leaves(argument: Any) -> list[fx.Node]:

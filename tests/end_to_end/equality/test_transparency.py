@@ -14,6 +14,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
+from partitioner import partition
 from tests.support.models.case import Case, Instance
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.transparency import (
@@ -169,6 +170,31 @@ def test_a_loss_that_sums() -> None:
     gradients = {name: parameter.grad for name, parameter in instance.model.named_parameters()}
     assert compare_values(expected.detach(), loss.detach(), case.tolerance) is None
     assert compare_gradients(gradients, pm.full_gradients(), case.tolerance) is None
+
+
+def test_blocks_that_differ_in_the_sign_of_a_zero_are_told_apart() -> None:
+    """0.0 and -0.0 are equal numbers, with reciprocals that are not."""
+
+    class Block(nn.Module):
+        def __init__(self, zero: float) -> None:
+            super().__init__()
+            self.linear, self.norm, self.zero = nn.Linear(8, 8), nn.LayerNorm(8), zero
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(torch.relu(self.linear(x)))
+            return x + torch.sigmoid(torch.full_like(y, self.zero).reciprocal()) * y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(zero) for zero in (0.0, 0.0, 0.0, -0.0, -0.0, -0.0))).double()
+    x, target = torch.randn(2, 4, 8, dtype=torch.float64)
+    pm = partition(model, devices=2, mode="pipeline", example_inputs=(x,))
+    loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    expected = nn.functional.mse_loss(model(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    gradients = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_draws_the_mask_of_the_model_in_one_piece() -> None:
