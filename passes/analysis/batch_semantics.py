@@ -20,7 +20,7 @@ from passes.analysis.batch_roles import Mixed, Role, Roles, RowNumbers, Rows, Sa
 from passes.analysis.batch_sizes import Sizes, depends_on
 from passes.analysis.row_statistics import takes_row_statistics
 from passes.graph.provenance import module_path, place_of
-from passes.graph.schemas import bound_arguments, functional, packet
+from passes.graph.schemas import MEAN, SUM, bound_arguments, functional, packet
 from passes.ir.graph import Combine, RowMixing
 from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, Operand
@@ -281,15 +281,11 @@ def _shifted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | 
     return roles_by_rule(_with(call, **{numbers[0]: 0}), roles, batch)
 
 
-_MEAN, _SUM = 1, 2
-"""What ``reduction`` is in the schemas."""
-
-
 def _counted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
     """A mean over class targets divides by those that are not ignored, weighted by class: no mean of parts, but a sum that is divided."""
-    if call["reduction"] != _MEAN or call.operand("target").known_dtype.is_floating_point:
+    if call["reduction"] != MEAN or call.operand("target").known_dtype.is_floating_point:
         return None
-    summed = roles_by_rule(_with(call, reduction=_SUM), roles, batch)
+    summed = roles_by_rule(_with(call, reduction=SUM), roles, batch)
     return (Total("mean", counted=True),) if summed == (Total("sum"),) else None
 
 

@@ -16,6 +16,9 @@ from torch import fx
 from passes.ir.torch_private import OpOverload
 
 __all__ = [
+    "MEAN",
+    "NO_REDUCTION",
+    "SUM",
     "argument_form",
     "bound_arguments",
     "call_with",
@@ -33,6 +36,9 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+NO_REDUCTION, MEAN, SUM = 0, 1, 2
+"""What the parameter ``reduction`` of losses is in the schemas."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from passes.rules.language import ANY_DIMENSION, Dim, Line, Term
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
 from passes.rules.window import Reach, Window
 
-__all__ = ["MisfitError", "bind", "dimension", "dimensions", "linear_sets", "numbered", "quotient", "write"]
+__all__ = [
+    "MisfitError", "bind", "dimension", "dimensions", "linear_sets", "numbered", "quotient", "rank_and_dimension", "whole", "write",
+]  # fmt: skip
 
 
 _Key: TypeAlias = "tuple[str, int]"
@@ -304,6 +306,11 @@ def numbered(rank: int, marks: Mapping[int, str] | None = None, *, name: str = "
     return [f"{name}{index}{marks.get(index, '') if marks else ''}" for index in range(rank)]
 
 
+def whole(rank: int, *, name: str = "dim") -> list[str]:
+    """Return a term of factors that are not cut."""
+    return numbered(rank, dict.fromkeys(range(rank), "!"), name=name)
+
+
 def write(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str]], *clauses: str) -> str:
     """Return the line of terms that are lists of dimensions."""
     left, right = (", ".join(" ".join(term) or "()" for term in terms) for terms in (operands, results))
@@ -322,3 +329,9 @@ def dimensions(operand: Operand, given: Any) -> list[int]:
     rank = len(operand.shape)
     named = given if isinstance(given, tuple) else () if given is None else (given,)
     return [dimension(rank, each) for each in named] or list(range(rank))
+
+
+def rank_and_dimension(call: Call, name: str = "dim") -> tuple[int, int]:
+    """Return the rank of ``self``, and the dimension that an argument names, counted from the front."""
+    rank = len(call.operand("self").shape)
+    return rank, dimension(rank, call[name])

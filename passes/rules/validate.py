@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.schemas import bound_arguments, draws_random_numbers
+from passes.graph.schemas import bound_arguments, draws_random_numbers, node_leaves
 from passes.ir.comm.index_ranges import Runs, length, take_runs
 from passes.ir.errors import VerificationError
 from passes.ir.torch_private import OpOverload
@@ -93,7 +93,7 @@ class _Prover:
         assert isinstance(node.target, OpOverload)
         self.operator, self.loops = node.target, loops
         self.arguments = bound_arguments(node)
-        self.operands = [each.meta["val"] for each in _nodes(list(self.arguments.values()))]
+        self.operands = [each.meta["val"] for each in node_leaves(self.arguments)]
         self.results = _tensors(node.meta["val"])
         self.sizes = [int(factor.size) for factor in loops.factors]
         self.random = draws_random_numbers(self.operator)
@@ -206,8 +206,7 @@ class _Prover:
             part = LocalCall(self.arguments, parts, made, tuple(sizes), cut)
             arguments.update(self.loops.localize(part))
         remaining = iter([each.clone() for each in operands])
-        given = {name: _replaced(value, remaining) for name, value in arguments.items()}
-        return _tensors(self.operator(**given))
+        return _tensors(self.operator(**fx.map_arg(arguments, lambda _: next(remaining))))
 
     def compare(self, got: Sequence[Tensor], expected: Sequence[Tensor], where: str) -> None:
         tolerance = max(_TOLERANCE.get(tensor.dtype, 1e-12) for tensor in (*self.operands, *self.results))
@@ -221,18 +220,6 @@ class _Prover:
                 torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)
             except AssertionError as error:
                 raise self.fail(f"{where}: result {number} is another: {error}") from None
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    return [node for each in value for node in _nodes(each)] if isinstance(value, list | tuple) else []
-
-
-def _replaced(value: Any, operands: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return next(operands)
-    return [_replaced(each, operands) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -28,16 +28,12 @@ from passes.analysis.replicable import replicable_nodes
 from passes.graph.dependencies import with_ancestors
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.schemas import MEAN, SUM, bound_arguments
 from passes.ir.graph import Input, ModelGraph, Total
 
 __all__ = ["counted_means", "with_totals"]
 
 aten = torch.ops.aten
-
-_MEAN, _SUM = 1, 2
-"""What ``reduction`` is in the schemas."""
-_DEFAULTS = (None, _MEAN, -100)
-"""Of weight, reduction and ignore_index: the arguments behind input and target."""
 
 
 def with_totals(graph: ModelGraph) -> ModelGraph:
@@ -57,7 +53,7 @@ def with_totals(graph: ModelGraph) -> ModelGraph:
 
 def counted_means(graph: ModelGraph) -> list[fx.Node]:
     """Return the calls that compute a mean over the targets that are not ignored."""
-    return [node for node in graph.computing_nodes() if _counts_targets(node) and _loss_arguments(node)[1] == _MEAN]
+    return [node for node in graph.computing_nodes() if _counts_targets(node) and _loss_arguments(node)[1] == MEAN]
 
 
 def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
@@ -74,7 +70,7 @@ def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
 
 def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
     """Whether what a mean divides by follows from the inputs alone."""
-    if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != _MEAN:
+    if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != MEAN:
         return False
     if not _counts_targets(node):
         return True
@@ -127,7 +123,7 @@ def _part(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx
     part = copies[node]
     if _counts_targets(node):
         weight, _, ignore_index = _loss_arguments(node)
-        part.args = (*part.args[:2], copies.get(weight, weight), _SUM, ignore_index, *part.args[5:])
+        part.args = (*part.args[:2], copies.get(weight, weight), SUM, ignore_index, *part.args[5:])
         part.kwargs = {name: value for name, value in part.kwargs.items() if name == "label_smoothing"}
     else:
         batch = next((other for other in copies.values() if other.op == "placeholder" and other.target == "batch"), None)
@@ -149,9 +145,10 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
         return LazyGraphModule({}, target, class_name="Total"), ("batch",)
     weight, _, ignore_index = _loss_arguments(mean)
     results = [part for part in (mean.args[1], weight) if isinstance(part, fx.Node)]
-    needed = _ancestors(results)
+    needed = with_ancestors(results)
     copies: dict[fx.Node, fx.Node] = {}
-    for node in sorted(needed, key=lambda node: node.op != "placeholder"):  # the batch, buffers and constants come first already
+    in_order = [node for node in graph.graph.nodes if node in needed]
+    for node in sorted(in_order, key=lambda node: node.op != "placeholder"):  # the batch, buffers and constants come first already
         copies[node] = target.node_copy(node, copies.__getitem__)
     labels, *weights = (copies[node] for node in results)
     counted = target.call_function(aten.ne.Scalar, (labels, ignore_index))
@@ -165,12 +162,6 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
     return LazyGraphModule({}, target, class_name="Total"), names
 
 
-def _ancestors(results: Sequence[fx.Node]) -> list[fx.Node]:
-    """The results and everything that they are computed from, in graph order."""
-    needed = with_ancestors(results)
-    return [node for node in results[0].graph.nodes if node in needed]
-
-
 def _counts_targets(node: fx.Node) -> bool:
     """Whether a mean divides by its targets, those that are not ignored; else by its rows. Probabilities as targets are never ignored."""
     if node.target not in COUNTED_LOSSES:
@@ -181,6 +172,5 @@ def _counts_targets(node: fx.Node) -> bool:
 
 def _loss_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
     """``weight``, ``reduction`` and ``ignore_index`` of a cross entropy."""
-    names = ("weight", "reduction", "ignore_index")
-    given = dict(zip(names, node.args[2:5], strict=False))
-    return tuple(given.get(name, node.kwargs.get(name, default)) for name, default in zip(names, _DEFAULTS, strict=True))  # type: ignore[return-value]
+    given = bound_arguments(node)
+    return given["weight"], given["reduction"], given["ignore_index"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,15 +32,14 @@ def space(rank: int) -> tuple[str, ...]:
 def windowed(line: str, call: Call, reaches: Mapping[str, Reach], localize: Localize) -> Loops:
     """The loops of a call with windows."""
     loops = bind(parse(line), call, reaches)
-    numbers = {index: factor.name for index, factor in enumerate(loops.factors)}
     inherited = loops.localize
 
     def of_part(part: LocalCall) -> Mapping[str, Any]:
         found = dict(inherited(part)) if inherited is not None else {}
-        found.update(localize(part, frozenset(numbers[factor] for factor in part.cut)))
+        found.update(localize(part, frozenset(loops.factors[factor].name for factor in part.cut)))
         return found
 
-    return Loops(**{**{name: getattr(loops, name) for name in Loops.__dataclass_fields__}, "localize": of_part})
+    return dataclasses.replace(loops, localize=of_part)
 
 
 def spread(value: Any, rank: int) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ def interpolate(rank: int, kind: str) -> Callable[[Call], Loops]:
     def rule(call: Call) -> Loops:
         names, sizes = space(rank), fixed(call, rank)
         steps = steps_of(call, rank)
-        corners, scales = bool(call.get("align_corners")), scales_of(call, rank)
+        corners, scales = bool(call.get("align_corners")), scales_of(call.arguments, rank)
         is_whole = not corners and all(_is_whole(*each) for each in zip(sizes, steps, scales, strict=True))
         reaches = {
             name: _whole_factor(size, step // size, kind) if is_whole else _any_factor(size, step, kind, corners, scale)
@@ -234,13 +234,12 @@ def interpolate(rank: int, kind: str) -> Callable[[Call], Loops]:
     return rule
 
 
-def scales_of(call: Call, rank: int) -> list[float | None]:
-    """The factors that the call names, one for each dimension; None where sizes tell."""
-    if call.get("scale_factors"):
-        return list(call["scale_factors"])
-    if rank == 1:
-        return [call.get("scales")]
-    return [call.get(name) for name in ("scales_d", "scales_h", "scales_w")[3 - rank :]]
+def scales_of(arguments: Mapping[str, Any], rank: int) -> list[float | None]:
+    """The factors that a call names, one for each dimension; None where sizes tell."""
+    if arguments.get("scale_factors"):
+        return list(arguments["scale_factors"])
+    names = ("scales",) if rank == 1 else ("scales_d", "scales_h", "scales_w")[3 - rank :]
+    return [arguments.get(name) for name in names]
 
 
 _NEIGHBOURS = {"nearest": 0, "nearest_exact": 0, "linear": 1, "cubic": 2}
@@ -289,16 +288,13 @@ def padded_space(call: Call) -> Loops:
         size, before = shape[dim], amounts[2 * (rank - 1 - dim)]
         if not isinstance(size, int):
             raise MisfitError("a size that is padded depends on the batch")
-        reaches[f"dim{dim}"] = Reach(STEP - before, STEP - before, size, border=_BORDERS[mode], fill=float(value))
+        reaches[dim] = Reach(STEP - before, STEP - before, size, border=_BORDERS[mode], fill=float(value))
 
     def localize(_part: LocalCall, cut: frozenset[str]) -> Mapping[str, Any]:
         left = [0 if f"dim{rank - 1 - index // 2}" in cut else amount for index, amount in enumerate(amounts)]
         return {name: left} if left != list(amounts) else {}
 
-    terms = [f"dim{index}" for index in range(rank)]
-    windows = [f"{term}~" if index in changed else term for index, term in enumerate(terms)]
-    linear = "linear self value" if "value" in call.arguments else "linear self"
-    return windowed(f"{' '.join(windows)} -> {' '.join(terms)}; {linear}", call, reaches, localize)
+    return _reordered(call, reaches, localize, "linear self value" if "value" in call.arguments else "linear self")
 
 
 def _mode_of(call: Call) -> str:
@@ -306,10 +302,10 @@ def _mode_of(call: Call) -> str:
     return "reflect" if "reflection" in text else "replicate" if "replication" in text else "constant"
 
 
-def _reordered(call: Call, reaches: Mapping[int, Reach], localize: Localize) -> Loops:
+def _reordered(call: Call, reaches: Mapping[int, Reach], localize: Localize, linear: str = "linear self") -> Loops:
     terms = [f"dim{index}" for index in range(len(call.operand("self").shape))]
     windows = [f"{term}~" if index in reaches else term for index, term in enumerate(terms)]
-    line = f"{' '.join(windows)} -> {' '.join(terms)}; linear self"
+    line = f"{' '.join(windows)} -> {' '.join(terms)}; {linear}"
     return windowed(line, call, {terms[index]: reach for index, reach in reaches.items()}, localize)
 
 

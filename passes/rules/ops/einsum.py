@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.rules.bind import MisfitError, dimension, numbered, write
+from passes.rules.bind import MisfitError, dimension, numbered, whole, write
 from passes.rules.call import Call, Operand
 from passes.rules.language import ANY_DIMENSION
 
@@ -93,5 +93,5 @@ def _mask_term(call: Call, heads: str) -> str:
 def layer_norm(call: Call) -> str:
     """Statistics over the last dimensions: those are not cut."""
     count = len(call["normalized_shape"])
-    features = ["features!"] if count == 1 else numbered(count, dict.fromkeys(range(count), "!"), name="features")
+    features = ["features!"] if count == 1 else whole(count, name="features")
     return write([["batch*", *features], features, features], [["batch*", *features]])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from passes.rules.bind import MisfitError, dimension, numbered, write
+from passes.rules.bind import MisfitError, numbered, rank_and_dimension, whole, write
 from passes.rules.call import Call, Operand
 
 __all__ = ["bincount", "everything", "gather", "histogram", "index", "index_put", "index_rows", "index_select", "scatter", "take_along"]
@@ -14,8 +14,7 @@ __all__ = ["bincount", "everything", "gather", "histogram", "index", "index_put"
 
 def index_select(call: Call) -> str:
     """Rows of a dimension, in the order of the index."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     after = numbered(rank)
     after[chosen] = "picks"
     return write([numbered(rank, {chosen: "!"}), ["picks?"]], [after], "linear self")
@@ -25,8 +24,7 @@ def index_rows(*, added: bool) -> Callable[[Call], str]:
     """Rows of a second operand are written, or added, where the index says."""
 
     def rule(call: Call) -> str:
-        rank = len(call.operand("self").shape)
-        chosen = dimension(rank, call["dim"])
+        rank, chosen = rank_and_dimension(call)
         own, rows = numbered(rank, {chosen: "!"}), numbered(rank)
         mark = "" if added else "!"
         rows[chosen] = f"picks{mark}"
@@ -40,8 +38,7 @@ def index_rows(*, added: bool) -> Callable[[Call], str]:
 def gather(call: Call) -> str:
     """Each element of the result is looked up in its own row. An index may have fewer rows than the operand: these are not cut."""
     source, picks = call.operand("self"), call.operand("index")
-    rank = len(source.shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     before, after = numbered(rank, {chosen: "!"}), numbered(rank)
     if after:
         after[chosen] = "picks"
@@ -60,11 +57,9 @@ def _mark_unequal(chosen: int, source: Operand, picks: Operand, before: list[str
 def take_along(call: Call) -> str:
     """``gather`` with broadcasting, or in the flattened operand."""
     source, picks = call.operand("self"), call.operand("indices")
-    rank = len(source.shape)
     if call["dim"] is None:
-        marks = [dict.fromkeys(range(len(operand.shape)), "!") for operand in (source, picks)]
-        return write([numbered(rank, marks[0]), numbered(len(picks.shape), marks[1], name="picks")], [["found!"]])
-    chosen = dimension(rank, call["dim"])
+        return write([whole(len(source.shape)), whole(len(picks.shape), name="picks")], [["found!"]])
+    rank, chosen = rank_and_dimension(call)
     before, after = numbered(rank, {chosen: "!"}), numbered(rank)
     after[chosen] = "picks"
     return write([before, after], [after], "linear self")
@@ -73,8 +68,7 @@ def take_along(call: Call) -> str:
 def scatter(call: Call) -> str:
     """Elements are written into their own row, or added: contributions from parts of the index can be summed."""
     own, picks = call.operand("self"), call.operand("index")
-    rank = len(own.shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     adds = call.operator.overloadpacket is torch.ops.aten.scatter_add
     before, rows = numbered(rank, {chosen: "!"}), numbered(rank)
     if rows:
@@ -125,7 +119,7 @@ def _index_terms(call: Call, mark: str) -> list[list[str]]:
     for number, operand in enumerate(each for each in _indices(call) if each is not None):
         rank = len(operand.shape)
         if _is_mask(operand):
-            terms.append(numbered(rank, dict.fromkeys(range(rank), "!"), name=f"mask{number}_"))
+            terms.append(whole(rank, name=f"mask{number}_"))
         else:
             terms.append([f"picks{rank - 1 - place}{mark}" for place in range(rank)])
     return terms
@@ -163,7 +157,7 @@ def histogram(call: Call) -> str:
     """Counts between fixed bounds are summed over parts; bounds that are read from the values need all of them."""
     rank = len(call.operand("self").shape)
     fixed = call.get("min", 0) != call.get("max", 0)
-    return write([numbered(rank, None if fixed else dict.fromkeys(range(rank), "!"))], [["bins!"]])
+    return write([numbered(rank) if fixed else whole(rank)], [["bins!"]])
 
 
 def bincount(call: Call) -> str:
@@ -175,12 +169,5 @@ def everything(call: Call) -> str:
     """Each result needs every element of every operand: nothing is cut."""
     if not call.operands:
         raise MisfitError("there is no operand")
-    terms = [
-        numbered(len(operand.shape), dict.fromkeys(range(len(operand.shape)), "!"), name=f"operand{operand.index}_")
-        for operand in call.operands
-    ]
-    results = [
-        numbered(len(shape), dict.fromkeys(range(len(shape)), "!"), name=f"result{index}_") for index, shape in enumerate(call.results)
-    ]
-    slots = iter(terms)
-    return write([next(slots) if slot is not None else [] for slot in call.slots], results)
+    operands = [[] if slot is None else whole(len(slot.shape), name=f"operand{slot.index}_") for slot in call.slots]
+    return write(operands, [whole(len(shape), name=f"result{index}_") for index, shape in enumerate(call.results)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from passes.rules.bind import MisfitError, dimension, dimensions, numbered, write
+from passes.graph.schemas import MEAN, NO_REDUCTION, SUM
+from passes.rules.bind import MisfitError, dimension, dimensions, numbered, rank_and_dimension, whole, write
 from passes.rules.call import Call, Operand
 from passes.rules.loops import Reduction
 from passes.rules.ops.indexing import everything
@@ -31,9 +32,6 @@ __all__ = [
     "weight_norm",
 ]
 
-
-_NONE, _MEAN, _SUM = 0, 1, 2
-"""What ``reduction`` is in the schemas."""
 
 _NORMALISED = "batch{0} channels space*{0}, channels, channels, channels, channels -> batch{0} channels space*{0}"
 
@@ -93,9 +91,9 @@ def prelu(call: Call) -> str:
 
 def elementwise_loss(call: Call) -> str:
     """Between elements of tensors that are broadcast together; then their mean or sum."""
-    if call["reduction"] == _NONE:
+    if call["reduction"] == NO_REDUCTION:
         return "..."
-    reduction = {_MEAN: "mean", _SUM: "sum"}.get(call["reduction"])
+    reduction = {MEAN: "mean", SUM: "sum"}.get(call["reduction"])
     if reduction is None:
         raise MisfitError("an unknown reduction")
     return f"{', '.join(['dim*:' + reduction] * len(call.slots))} -> "
@@ -109,13 +107,13 @@ def classification(call: Call) -> str:
     """
     source, target = call.operand("self"), call.operand("target")
     probabilities = target.known_dtype.is_floating_point
-    mark = {_NONE: "", _SUM: ":sum", _MEAN: ":mean" if probabilities else "!"}.get(call["reduction"])
+    mark = {NO_REDUCTION: "", SUM: ":sum", MEAN: ":mean" if probabilities else "!"}.get(call["reduction"])
     if mark is None:
         raise MisfitError("an unknown reduction")
     batch, space = ([f"batch{mark}"], [f"space*{mark}"]) if len(source.shape) > 1 else ([], [])
     classes = [*batch, "classes!", *space]
     picked = classes if probabilities else [*batch, *space]
-    result = [*batch, *space] if call["reduction"] == _NONE else []
+    result = [*batch, *space] if call["reduction"] == NO_REDUCTION else []
     return write([classes, picked, ["classes!"]], [result])
 
 
@@ -127,10 +125,7 @@ def recurrent(call: Call) -> str:
     order = ["batch", "length!"] if call["batch_first"] else ["length!", "batch"]
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
     state_terms = [["layers!", "batch", f"hidden{index}!"] for index in range(len(states))]
-    parameters = [
-        numbered(len(each.shape), dict.fromkeys(range(len(each.shape)), "!"), name=f"weight{index}_")
-        for index, each in enumerate(call["params"])
-    ]
+    parameters = [whole(len(each.shape), name=f"weight{index}_") for index, each in enumerate(call["params"])]
     return write([[*order, "in!"], *state_terms, *parameters], [[*order, "out!"], *state_terms])
 
 
@@ -152,10 +147,10 @@ def vector_loss(*names: str) -> Callable[[Call], str]:
     """
 
     def rule(call: Call) -> str:
-        mark = {_NONE: "", _MEAN: ":mean", _SUM: ":sum"}[call["reduction"]]
+        mark = {NO_REDUCTION: "", MEAN: ":mean", SUM: ":sum"}[call["reduction"]]
         batch = f"batch*{mark}"
         terms = [[batch, "features!"] if name in names else [batch] for name, value in call.values if isinstance(value, Operand)]
-        return write(terms, [["batch*"] if call["reduction"] == _NONE else []])
+        return write(terms, [["batch*"] if call["reduction"] == NO_REDUCTION else []])
 
     return rule
 
@@ -200,8 +195,7 @@ def along(name: str = "dim", *clauses: str) -> Callable[[Call], str]:
 
 def selected_along(call: Call) -> str:
     """Some elements of a dimension, in an order of their own: ``topk``, ``kthvalue``."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     before, after = numbered(rank, {chosen: "!"}), numbered(rank, {chosen: "'!"})
     if len(call.results[0]) == rank:
         return write([before], [after])
@@ -210,8 +204,7 @@ def selected_along(call: Call) -> str:
 
 def difference(call: Call) -> str:
     """Differences of neighbours; what is put in front or behind has a size of its own."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     own, result, front, behind = (numbered(rank, {chosen: f"{chr(39) * primes}!"}) for primes in range(4))
     return write([own, front, behind], [result], "linear self prepend append")
 
@@ -235,8 +228,7 @@ def compared(call: Call) -> str:
 
 def glu(call: Call) -> str:
     """Two halves of a dimension, one gates the other."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     before, after = numbered(rank), numbered(rank)
     before[chosen] = f"(half! dim{chosen})"
     return write([before], [after])

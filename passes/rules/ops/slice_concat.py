@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from passes.rules.bind import MisfitError, bind, dimension, dimensions, numbered, write
+from passes.rules.bind import MisfitError, bind, dimension, dimensions, numbered, rank_and_dimension, write
 from passes.rules.call import Call, Operand
 from passes.rules.language import parse
 from passes.rules.loops import LocalCall, Loops, Size
@@ -16,7 +16,7 @@ from passes.rules.window import STEP, Reach
 
 __all__ = [
     "cat", "diagonal", "meshgrid", "move", "narrow", "permute", "repeat", "repeat_interleave", "reverse", "select",
-    "select_scatter", "slice_", "slice_scatter", "split", "squeeze", "stack", "swap", "unbind", "unfold", "unsqueeze", "with_localize",
+    "select_scatter", "slice_", "slice_scatter", "split", "squeeze", "stack", "swap", "unfold", "unsqueeze", "with_localize",
 ]  # fmt: skip
 
 _LINEAR = "linear self"
@@ -84,17 +84,8 @@ def squeeze(call: Call) -> str:
 
 
 def select(call: Call) -> str:
-    """One element of a dimension."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
-    before = numbered(rank, {chosen: "!"})
-    return write([before], [before[:chosen] + before[chosen + 1 :]], _LINEAR)
-
-
-def unbind(call: Call) -> str:
-    """Every element of a dimension."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    """One element of a dimension, or every one."""
+    rank, chosen = rank_and_dimension(call)
     before = numbered(rank, {chosen: "!"})
     return write([before], [before[:chosen] + before[chosen + 1 :]], _LINEAR)
 
@@ -105,10 +96,8 @@ def slice_(call: Call) -> str | Loops:
     All of it passes the dimension on: an end behind the whole is behind a part too. A part that begins and ends between blocks of equal
     size passes on what is inside a block, and every n-th element what runs over them.
     """
-    source = call.operand("self")
-    rank = len(source.shape)
-    chosen = dimension(rank, call["dim"])
-    size, start, end, step = source.shape[chosen], call["start"] or 0, call["end"], call["step"]
+    rank, chosen = rank_and_dimension(call)
+    size, start, end, step = call.operand("self").shape[chosen], call["start"] or 0, call["end"], call["step"]
     to_the_end = end is None or end == size or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
     if start == 0 and step == 1 and to_the_end:
         text = write([numbered(rank)], [numbered(rank)], _LINEAR)
@@ -162,16 +151,14 @@ def _piece(call: Call, chosen: int, numbers: tuple[int, int], names: tuple[str, 
 
 def slice_scatter(call: Call) -> str:
     """Part of a dimension is written."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     own, written = numbered(rank, {chosen: "!"}), numbered(rank, {chosen: "'!"})
     return write([own, written], [own], "linear self src")
 
 
 def select_scatter(call: Call) -> str:
     """One element of a dimension is written."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     own = numbered(rank, {chosen: "!"})
     return write([own, own[:chosen] + own[chosen + 1 :]], [own], "linear self src")
 
@@ -184,8 +171,7 @@ def split(argument: str | None) -> Callable[[Call], Loops]:
     """
 
     def rule(call: Call) -> Loops:
-        rank = len(call.operand("self").shape)
-        chosen = dimension(rank, call["dim"])
+        rank, chosen = rank_and_dimension(call)
         (before, *after), clauses = _blocks(chosen, rank, [call.operand("self").shape[chosen], *(shape[chosen] for shape in call.results)])
         cut_at_indices = call.get("indices") is not None  # places, which say nothing of a part
         equal = not cut_at_indices and len({shape[chosen] for shape in call.results}) == 1
@@ -274,7 +260,7 @@ def repeat_interleave(call: Call) -> Loops | str:
     rank, copies = len(source.shape), call["repeats"]
     before, after = numbered(rank), numbered(rank)
     if isinstance(copies, Operand):
-        return _repeat_unevenly(call, source)
+        return _repeat_unevenly(call)
     if call["dim"] is None:
         after = [f"({' '.join(before)} copies)" if before else "copies"]
     else:
@@ -289,19 +275,17 @@ def repeat_interleave(call: Call) -> Loops | str:
     return dataclasses.replace(loops, localize=localize)
 
 
-def _repeat_unevenly(call: Call, source: Operand) -> str:
+def _repeat_unevenly(call: Call) -> str:
     if "self" not in call.arguments or call["dim"] is None:
         raise MisfitError("the number of results follows from values")
-    rank = len(source.shape)
-    chosen = dimension(rank, call["dim"])
+    rank, chosen = rank_and_dimension(call)
     repeats = [f"dim{chosen}!"] if len(call.operand("repeats").shape) else []
     return write([numbered(rank, {chosen: "!"}), repeats], [numbered(rank, {chosen: "'!"})], _LINEAR)
 
 
 def unfold(call: Call) -> str | Loops:
     """Sliding windows along a dimension; sharded with a halo where its sizes are integers."""
-    rank = len(call.operand("self").shape)
-    chosen = dimension(rank, call["dimension"])
+    rank, chosen = rank_and_dimension(call, "dimension")
     name, source = f"dim{chosen}", call.operand("self").shape[chosen]
     window, step = call["size"], call["step"]
     if not all(isinstance(number, int) for number in (source, window, step)):

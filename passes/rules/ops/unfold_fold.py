@@ -15,7 +15,7 @@ from typing import Any
 from passes.rules.bind import MisfitError
 from passes.rules.call import Call
 from passes.rules.loops import Factor, LocalCall, Loops
-from passes.rules.ops.conv_pool import scattered, sliding
+from passes.rules.ops.conv_pool import scattered, sliding, spread
 from passes.rules.window import Window
 
 __all__ = ["fold", "unfold"]
@@ -26,7 +26,7 @@ _NAMES = ("kernel_size", "dilation", "padding", "stride")
 def unfold(call: Call) -> Loops:
     """``im2col``: a part of the places is made of the rows that their windows reach."""
     *batch, channels, height, width = call.operand("self").shape
-    kernel, dilation, padding, stride = _numbers(call)
+    kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
     if not isinstance(height, int) or not isinstance(width, int):
         raise MisfitError("the size of space depends on the batch")
     sizes, rank = (height, width), len(batch) + 3
@@ -61,7 +61,7 @@ def unfold(call: Call) -> Loops:
 def fold(call: Call) -> Loops:
     """``col2im``: rows of the image are put together from rows of places."""
     *batch, _, places = call.operand("self").shape
-    kernel, dilation, padding, stride = _numbers(call)
+    kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
     sizes = tuple(call["output_size"])
     steps = _places(sizes, kernel, dilation, padding, stride)
     if places != steps[0] * steps[1]:
@@ -93,16 +93,6 @@ def fold(call: Call) -> Loops:
         windows=(Window(0, dimension, height, reaches[0], rows), Window(0, dimension, width, reaches[1], columns)),
         localize=localize,
     )
-
-
-def _numbers(call: Call) -> list[list[int]]:
-    found = []
-    for name in _NAMES:
-        value = list(call[name])
-        if not all(isinstance(number, int) for number in value):
-            raise MisfitError("a window's size depends on the batch")
-        found.append(value * 2 if len(value) == 1 else value)
-    return found
 
 
 def _places(

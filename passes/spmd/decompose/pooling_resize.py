@@ -6,7 +6,8 @@ for the steps from ``start`` to ``stop`` and elements counted from ``first``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 from passes.graph.schemas import packet
 from passes.ir.comm.index_ranges import length
 from passes.ir.errors import PartitionError
+from passes.rules.ops.conv_pool import scales_of, spread
 from passes.rules.window import Reach
 
 __all__ = ["Along", "WindowWriter", "write_windows"]
@@ -45,31 +47,25 @@ class Along:
     is_fetched: bool
 
 
+@dataclass(frozen=True)
 class WindowWriter:
     """Writes calls on parts.
 
-    Args:
+    Attributes:
         emit: writes one call: function, arguments, keywords, name.
         arguments: of the operation, its tensors those of the part.
         space: its dimensions of space.
         name: of the call that is written out.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node],
-        arguments: Mapping[str, Any],
-        space: Sequence[Along],
-        name: str,
-    ) -> None:
-        self._emit = emit
-        self.arguments = arguments
-        self.space = tuple(space)
-        self._name = name
+    emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]
+    arguments: Mapping[str, Any]
+    space: tuple[Along, ...]
+    name: str
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, named after the operation."""
-        return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
+        return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
 
     @property
     def x(self) -> fx.Node:
@@ -111,7 +107,7 @@ def _average(write: WindowWriter) -> fx.Node:
     for along in write.space:
         if not along.is_fetched:
             x = _padded(write, x, along)
-    kernel, stride, padding = (_spread(write.arguments[name], rank) for name in ("kernel_size", "stride", "padding"))
+    kernel, stride, padding = (list(spread(write.arguments[name], rank)) for name in ("kernel_size", "stride", "padding"))
     stride = stride or kernel
     function = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[rank]
     if rank == 1:
@@ -159,7 +155,8 @@ def _adaptive_average(write: WindowWriter) -> fx.Node:
             found = write.taken(x, along, write.call(aten.add.Scalar, first, offset))
             inside = write.call(aten.gt.Scalar, counts, offset)
             terms.append(write.call(aten.mul.Tensor, found, write.upright(inside, along)))
-        x = write.call(aten.div.Tensor, _sum(write, terms), write.upright(counts, along))
+        total = functools.reduce(functools.partial(write.call, aten.add.Tensor), terms)
+        x = write.call(aten.div.Tensor, total, write.upright(counts, along))
     return x
 
 
@@ -188,9 +185,8 @@ def _linear(write: WindowWriter) -> fx.Node:
         index = write.call(aten.to.dtype, below, torch.int64)
         above = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, 1), None, along.reach.size - 1)
         one, other = write.taken(x, along, index), write.taken(x, along, above)
-        x = _sum(
-            write, [write.call(aten.mul.Tensor, one, write.call(aten.rsub.Scalar, weight, 1.0)), write.call(aten.mul.Tensor, other, weight)]
-        )
+        of_one = write.call(aten.mul.Tensor, one, write.call(aten.rsub.Scalar, weight, 1.0))
+        x = write.call(aten.add.Tensor, of_one, write.call(aten.mul.Tensor, other, weight))
     return x
 
 
@@ -212,7 +208,7 @@ def _cubic(write: WindowWriter) -> fx.Node:
         for offset, weight in zip((-1, 0, 1, 2), weights, strict=True):
             shifted = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, offset), 0, along.reach.size - 1)
             terms.append(write.call(aten.mul.Tensor, write.taken(x, along, shifted), write.upright(weight, along)))
-        x = _sum(write, terms)
+        x = functools.reduce(functools.partial(write.call, aten.add.Tensor), terms)
     return x
 
 
@@ -243,35 +239,14 @@ def _centres(write: WindowWriter, along: Along, scale: float) -> fx.Node:
 
 def _scales(write: WindowWriter) -> list[float]:
     """How many elements a step is, in each dimension."""
-    given = _given_scales(write)
     found = []
-    for along, scale in zip(write.space, given, strict=True):
+    for along, scale in zip(write.space, scales_of(write.arguments, len(write.space)), strict=True):
         size, steps = along.reach.size, along.steps
         if write.arguments.get("align_corners"):
             found.append((size - 1) / (steps - 1) if steps > 1 else 0.0)
         else:
             found.append(1.0 / scale if scale else size / steps)
     return found
-
-
-def _given_scales(write: WindowWriter) -> Sequence[float | None]:
-    rank = len(write.space)
-    if write.arguments.get("scale_factors"):
-        return list(write.arguments["scale_factors"])
-    names = ("scales",) if rank == 1 else ("scales_d", "scales_h", "scales_w")[3 - rank :]
-    return [write.arguments.get(name) for name in names]
-
-
-def _sum(write: WindowWriter, terms: Sequence[fx.Node]) -> fx.Node:
-    total = terms[0]
-    for term in terms[1:]:
-        total = write.call(aten.add.Tensor, total, term)
-    return total
-
-
-def _spread(value: Any, rank: int) -> list[int]:
-    numbers = list(value) if isinstance(value, list | tuple) else [value]
-    return numbers * rank if len(numbers) == 1 else numbers
 
 
 _WRITERS: Mapping[Any, Callable[[WindowWriter], fx.Node]] = {

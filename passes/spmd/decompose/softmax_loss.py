@@ -18,15 +18,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from passes.graph.schemas import MEAN, NO_REDUCTION
 from passes.spmd.decompose.builder import InsideWriter
 
 __all__ = ["causal_attention", "cross_entropy", "embedding", "log_softmax", "softmax"]
 
 
 aten = torch.ops.aten
-
-_NONE, _MEAN = 0, 1
-"""What ``reduction`` is in the schemas."""
 
 
 def embedding(write: InsideWriter) -> fx.Node:
@@ -78,10 +76,10 @@ def cross_entropy(write: InsideWriter) -> fx.Node:
     picked = write.total(write.call(aten.mul.Tensor, write.call(aten.squeeze.dim, picked, dim), inside))
     losses = write.call(aten.sub.Tensor, write.call(aten.squeeze.dim, write.call(aten.log.default, total), dim), picked)
     losses = write.call(aten.mul.Tensor, losses, counted)
-    if write["reduction"] == _NONE:
+    if write["reduction"] == NO_REDUCTION:
         return losses
     loss = write.call(aten.sum.default, losses)
-    return write.call(aten.div.Tensor, loss, write.call(aten.sum.default, counted)) if write["reduction"] == _MEAN else loss
+    return write.call(aten.div.Tensor, loss, write.call(aten.sum.default, counted)) if write["reduction"] == MEAN else loss
 
 
 # -- causal attention of queries that are cut --------------------------------------------------------------------------------------
