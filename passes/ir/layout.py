@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["BATCH", "SPACE", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varying"]
+__all__ = ["BATCH", "SPACE", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varying", "shards_of"]
 
 BATCH = "batch"
 """The name of the axis that holds the samples of the inputs."""
@@ -62,3 +62,8 @@ Placement: TypeAlias = Replicate | Varying | Shard | Partial
 
 Layout: TypeAlias = tuple[Placement, ...]
 """A placement for each dimension of the mesh that cuts axes, outermost first."""
+
+
+def shards_of(layout: Layout, dimension: int) -> tuple[Shard | None, ...]:
+    """Return the placements that shard one dimension of a tensor, and None for the others; an axis may occur in several dimensions."""
+    return tuple(place if isinstance(place, Shard) and place.dimension == dimension else None for place in layout)

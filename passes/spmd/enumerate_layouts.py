@@ -14,7 +14,7 @@ A call is worked out for each choice of what it depends on. What a value turns o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -255,20 +255,16 @@ class _Choices:
 
     def held(self, name: str) -> Outcomes[HeldLayout]:
         """How a parameter is held, now that all its readers are known."""
-        state = self._states.get(name)
-        if state is None:
+        states = self._states.get(name)
+        if states is None:
             return Outcomes((), {(): HeldLayout(Replicate(), ())})
-        return _mapped(state, _held)
+        return Outcomes(states.scope, {choice: _held(state) for choice, state in states.found.items()}).reduced()
 
 
 def _held(state: _State) -> HeldLayout:
     shards = [use for use in state.reads if isinstance(use, Shard)]
     stored = max(shards, key=shards.count) if shards else Replicate()
     return HeldLayout(stored, tuple((stored, use) for use in dict.fromkeys(state.reads) if use != stored))
-
-
-def _mapped(outcomes: Outcomes[_State], function: Callable[[_State], HeldLayout]) -> Outcomes[HeldLayout]:
-    return Outcomes(outcomes.scope, {choice: function(state) for choice, state in outcomes.found.items()}).reduced()
 
 
 def _read(node: fx.Node, axes: Axes) -> Sequence[fx.Node]:

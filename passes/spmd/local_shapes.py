@@ -17,7 +17,7 @@ import sympy
 from passes.analysis.axes import TensorAxes
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.errors import ConfigError
-from passes.ir.layout import Layout, Shard
+from passes.ir.layout import Layout, Shard, shards_of
 from passes.rules.loops import Size
 
 __all__ = ["Extents"]
@@ -49,25 +49,21 @@ class Extents:
 
     def parts(self, axis: int, index: int, layout: Sequence[object]) -> tuple[Size, ...]:
         """The sizes of an axis along one mesh dimension, where the outer mesh dimensions of a layout have cut it already."""
-        size = self.whole(self.sizes[axis])
-        for outer in range(index):
-            if _cuts(layout, outer, axis):
-                size = self._split(size, outer)[self.coordinate[outer]]
-        return self._split(size, index)
+        return self._split(self.axis(axis, layout[:index]), index)
 
     def axis(self, axis: int, layout: Sequence[object]) -> Size:
-        """The size of an axis where the whole layout cuts it."""
+        """The size of an axis where a layout, over all mesh dimensions or the outer ones, cuts it."""
         size = self.whole(self.sizes[axis])
-        for index in range(len(self.mesh)):
-            if _cuts(layout, index, axis):
+        for index, place in enumerate(layout):
+            if _cuts(place, axis):
                 size = self._split(size, index)[self.coordinate[index]]
         return size
 
     def interval(self, axis: int, layout: Sequence[object]) -> tuple[int, int]:
         """Where, in an axis of fixed size, the part at the coordinate starts and ends."""
         start, size = 0, int(self.sizes[axis])
-        for index in range(len(self.mesh)):
-            if _cuts(layout, index, axis):
+        for index, place in enumerate(layout):
+            if _cuts(place, axis):
                 parts = microbatch_sizes(size, self.mesh[index][1])
                 start += sum(parts[: self.coordinate[index]])
                 size = parts[self.coordinate[index]]
@@ -75,8 +71,7 @@ class Extents:
 
     def dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
         """The size of one dimension of a tensor."""
-        kept = tuple(place if isinstance(place, Shard) and place.dimension == dimension else None for place in layout)
-        return product(self.axis(axis, kept) for axis in axes)
+        return product(self.axis(axis, shards_of(layout, dimension)) for axis in axes)
 
     def shape(self, axes: TensorAxes, layout: Layout) -> tuple[Size, ...]:
         """The shape of a tensor."""
@@ -121,6 +116,5 @@ def _plain(size: sympy.Expr) -> Size:
     return int(size) if size.is_Integer else size
 
 
-def _cuts(layout: Sequence[object], index: int, axis: int) -> bool:
-    place = layout[index]
+def _cuts(place: object, axis: int) -> bool:
     return isinstance(place, Shard) and place.axis == axis

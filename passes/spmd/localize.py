@@ -15,6 +15,7 @@ Every change of layout is made once for all its readers. Shapes are checked: eac
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from passes.graph.schemas import bound_arguments, call_with, packet
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Placement, Shard
+from passes.ir.layout import Shard
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.spmd.decompose.builder import InsideCut, InsideWriter
@@ -220,7 +221,7 @@ class _Localizer:
         given = self._given(arguments, by_place)
         if loops.localize is not None:
             local = self._local_call(node, loops, arguments, by_place, slides, piece)
-            given.update({name: self._emit_sizes(value) for name, value in loops.localize(local).items()})
+            given.update({name: pytree.tree_map_only(sympy.Expr, self._size_node, value) for name, value in loops.localize(local).items()})
         copy = self.emit(node.target, *call_with(node, given), node.name, node)
         for slide in slides:
             copy = self._own_results(node, loops, slide, copy)
@@ -261,11 +262,7 @@ class _Localizer:
 
     def _written(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
         """An operation whose part is not the same operation, written as smaller ones."""
-
-        def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
-            return self.emit(function, args, kwargs, name, node)
-
-        return write_windows(node, WindowWriter(emit, given, space_of(loops, slides), node.name))
+        return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, space_of(loops, slides), node.name))
 
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
         """An operation that reduces over what is cut, written as smaller ones."""
@@ -291,10 +288,8 @@ class _Localizer:
         axes_of = zip(loops.factors, self.axes.factors[node.name], strict=True)
         own = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
 
-        def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
-            return self.emit(function, args, kwargs, name, node)
-
-        return inside.on_part(InsideWriter(emit, self._size_node, cuts, given, factors, own, node.name))
+        emit = functools.partial(self.emit, like=node)
+        return inside.on_part(InsideWriter(emit, self._size_node, tuple(cuts), given, factors, own, node.name))
 
     def _inner(self, node: fx.Node, cut: Cut) -> Size:
         """The size of what a factor holds inside the axis that is cut."""
@@ -306,7 +301,7 @@ class _Localizer:
         share = sympy.Integer(1)
         for index, cut in enumerate(self.layouts.cuts[node.name]):
             if cut is not None and loops.factors[cut.factor].reduction == "mean":
-                layout = tuple(_shard(cut.axis) if place == index else None for place in range(len(self.extents.mesh)))
+                layout = tuple(Shard(cut.axis, 0) if place == index else None for place in range(len(self.extents.mesh)))
                 share *= sympy.cancel(sympy.sympify(self.extents.axis(cut.axis, layout)) / self.extents.whole(self.extents.sizes[cut.axis]))
         if share == 1:
             return copy
@@ -322,7 +317,7 @@ class _Localizer:
         piece: Slide | None = None,
     ) -> LocalCall:
         results = self.layouts.results[node.name]
-        cut_axes = tuple(None if cut is None else _shard(cut.axis) for cut in self.layouts.cuts[node.name])
+        cut_axes = tuple(None if cut is None else Shard(cut.axis, 0) for cut in self.layouts.cuts[node.name])
         factors = []
         for factor, axes in enumerate(self.axes.factors[node.name]):
             own = tuple(
@@ -375,9 +370,6 @@ class _Localizer:
         self.known.describe(node)
         return node
 
-    def _emit_sizes(self, value: Any) -> Any:
-        return pytree.tree_map_only(sympy.Expr, self._size_node, value)
-
     def _size_node(self, size: Size) -> fx.Node | int:
         if isinstance(size, int):
             return size
@@ -390,10 +382,6 @@ class _Localizer:
             return list(shape)
         symbol, value = self.graph.batch, self.batch.meta["val"]
         return [size if isinstance(size, int) else sympy.lambdify(symbol, size)(value) for size in shape]
-
-
-def _shard(axis: int) -> Placement:
-    return Shard(axis, 0)
 
 
 def _equal(one: Sequence[Size], other: Sequence[Size]) -> bool:

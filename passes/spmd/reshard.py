@@ -29,7 +29,7 @@ from passes.analysis.axes import TensorAxes
 from passes.graph.dependencies import is_differentiable
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.functional import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
-from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
+from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying, shards_of
 from passes.rules.loops import Size
 from passes.spmd.local_shapes import Extents, product
 from passes.stages.boundary_layouts import stage_within
@@ -175,7 +175,7 @@ class Resharder:
         if isinstance(have, Partial) and isinstance(to, Replicate):
             return self._emit(all_reduce, (source, over, have.operation), {}, label.format("all_reduce"), like)
         if isinstance(have, Partial) and isinstance(to, Shard) and have.operation == "sum":
-            return self._along(reduce_scatter, value, layout, index, to, source, label.format("reduce_scatter"), like)
+            return self._along(reduce_scatter, value, layout, index, to, label.format("reduce_scatter"), like)
         if isinstance(have, Replicate) and isinstance(to, Varying):
             if not is_differentiable(source):
                 return source
@@ -183,28 +183,19 @@ class Resharder:
         if isinstance(have, Replicate) and isinstance(to, Partial):
             return self._emit(keep_first, (source, over), {}, label.format("first"), like)
         if isinstance(have, Replicate) and isinstance(to, Shard):
-            return self._along(take, value, layout, index, to, source, label.format("take"), like)
+            return self._along(take, value, layout, index, to, label.format("take"), like)
         if isinstance(have, Shard) and isinstance(to, Varying | Replicate):
             operator, word = (all_gather, "all_gather") if isinstance(to, Varying) else (replicate, "replicate")
-            return self._along(operator, value, layout, index, have, source, label.format(word), like)
+            return self._along(operator, value, layout, index, have, label.format(word), like)
         if isinstance(have, Shard) and isinstance(to, Shard):
-            return self._exchange(value, layout, index, have, to, source, label.format("exchange"), like)
+            return self._exchange(value, layout, index, have, to, label.format("exchange"), like)
         raise AssertionError(f"no change from {have} to {to}")
 
-    def _along(
-        self,
-        operator: Any,
-        value: _Value,
-        layout: Layout,
-        index: int,
-        shard: Shard,
-        source: fx.Node,
-        name: str,
-        like: fx.Node,
-    ) -> fx.Node:
+    def _along(self, operator: Any, value: _Value, layout: Layout, index: int, shard: Shard, name: str, like: fx.Node) -> fx.Node:
         """A collective along an axis: where the axis is not the outermost of its dimension, that is unfolded around it."""
+        source = value.copies[layout]
         over, count = self._extents.mesh[index]
-        kept = _kept(layout, shard)
+        kept = shards_of(layout, shard.dimension)
         parts = self._extents.parts(shard.axis, index, kept)
         place = self._extents.coordinate[index]
         outer, inner = self._around(value, layout, shard)
@@ -236,13 +227,11 @@ class Resharder:
         """The sizes, on this rank, of what a dimension holds outside and inside an axis."""
         axes = value.axes[shard.dimension]
         position = axes.index(shard.axis)
-        kept = _kept(layout, shard)
+        kept = shards_of(layout, shard.dimension)
         sizes = [self._extents.axis(axis, kept) for axis in axes]
         return product(sizes[:position]), product(sizes[position + 1 :])
 
-    def _exchange(
-        self, value: _Value, layout: Layout, index: int, have: Shard, to: Shard, source: fx.Node, name: str, like: fx.Node
-    ) -> fx.Node:
+    def _exchange(self, value: _Value, layout: Layout, index: int, have: Shard, to: Shard, name: str, like: fx.Node) -> fx.Node:
         over, count = self._extents.mesh[index]
         place = self._extents.coordinate[index]
         inner: list[Size] = []
@@ -252,11 +241,11 @@ class Resharder:
                 changed = self._change(value, layout, index, Replicate(), like)
                 return self._write(value, changed, index, to, like)
             inner.append(inside)
-        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, _kept(layout, have))]
-        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, _kept(layout, to))]
+        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, shards_of(layout, have.dimension))]
+        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, shards_of(layout, to.dimension))]
         even = len(set(concat)) == 1 and len(set(split)) == 1
         sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (*self._written(split, place), *self._written(concat, place))
-        return self._emit(exchange, (source, to.dimension, have.dimension, over, count, *sizes), {}, name, like)
+        return self._emit(exchange, (value.copies[layout], to.dimension, have.dimension, over, count, *sizes), {}, name, like)
 
 
 def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
@@ -264,11 +253,6 @@ def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
     while written is not source:
         written.meta["custom"] = {CHANGE: change}
         written = written.all_input_nodes[0]
-
-
-def _kept(layout: Layout, shard: Shard) -> tuple[Shard | None, ...]:
-    """The cuts of the dimension that a shard is in; an axis may occur in another, too."""
-    return tuple(each if isinstance(each, Shard) and each.dimension == shard.dimension else None for each in layout)
 
 
 def _can_exchange(layout: Layout, index: int, need: Layout) -> bool:

@@ -181,16 +181,8 @@ def _blocks(axes: Axes, stored: Mapping[str, Layout], every: Iterable[Extents]) 
 
 def _block(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
     if not any(isinstance(place, Shard) for place in layout):
-        return whole_block(tuple(_product([extents.sizes[axis] for axis in dimension]) for dimension in axes))
+        return whole_block(tuple(math.prod(int(extents.sizes[axis]) for axis in dimension) for dimension in axes))
     return block_of(axes, layout, extents)
-
-
-def _product(sizes: Sequence[object]) -> int:
-    result = 1
-    for size in sizes:
-        assert isinstance(size, int)
-        result *= size
-    return result
 
 
 def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:

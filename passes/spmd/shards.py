@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from passes.analysis.axes import TensorAxes
-from passes.ir.layout import Layout, Shard
+from passes.ir.layout import Layout, shards_of
 from passes.spmd.local_shapes import Extents
 
 __all__ = ["Block", "block_of", "whole_block"]
@@ -76,8 +76,7 @@ def block_of(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
     intervals: list[tuple[int, int]] = []
     part: list[int] = []
     for dimension, each in enumerate(axes):
-        kept = tuple(place if isinstance(place, Shard) and place.dimension == dimension else None for place in layout)
-        found = [extents.interval(axis, kept) for axis in each]
+        found = [extents.interval(axis, shards_of(layout, dimension)) for axis in each]
         unfolded += [int(extents.sizes[axis]) for axis in each]
         intervals += found
         part.append(math.prod(stop - start for start, stop in found))

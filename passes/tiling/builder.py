@@ -16,6 +16,7 @@ from passes.graph.schemas import bound_arguments, call_with
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.comm.index_ranges import Run, Runs
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Size
 from passes.spmd.decompose.pooling_resize import Along, WindowWriter, write_windows
 from passes.spmd.halo.boxes import Box, Interval, Span
@@ -171,7 +172,7 @@ class TileWriter:
             return self._written(call, box, given, starts, name)
         if loops.localize is not None:
             local = loops.localize(self._local_call(call, box, operands, cut))
-            given.update({key: self._sizes(value) for key, value in local.items()})
+            given.update(pytree.tree_map_only(sympy.Expr, self.size, dict(local)))
         positional, keywords = call_with(node, given)
         result = self.emit(node.target, positional, name, node, **keywords)
         for span, factor, own in zip(call.spans, call.factors, box, strict=True):
@@ -222,7 +223,7 @@ class TileWriter:
     def _written(self, call: TileCall, box: Box, given: Mapping[str, Any], starts: Mapping[int, int], name: str) -> fx.Node:
         rank = len(call.loops.operands[0])
         intervals = {span.dimension: own for span, own in zip(call.spans, box, strict=True) if span is not None}
-        space = []
+        space: list[Along] = []
         for window in call.loops.windows:
             steps = 1 if window.factor is None else int(call.loops.factors[window.factor].size)
             start, stop = intervals.get(window.dimension) or (0, steps)
@@ -232,13 +233,7 @@ class TileWriter:
         def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], each: str) -> fx.Node:
             return self.emit(function, args, each, call.node, **kwargs)
 
-        return write_windows(call.node, WindowWriter(emit, given, space, name))
-
-    def _sizes(self, value: Any) -> Any:
-        """An argument of a part, with its sizes as arguments."""
-        if isinstance(value, list | tuple):
-            return [self._sizes(each) for each in value]
-        return self.size(value) if isinstance(value, sympy.Expr) else value
+        return write_windows(call.node, WindowWriter(emit, given, tuple(space), name))
 
     def size(self, size: Size) -> Any:
         """A size as an argument."""

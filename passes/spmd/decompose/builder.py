@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,10 +35,11 @@ class InsideCut:
     own: Size
 
 
+@dataclass(frozen=True)
 class InsideWriter:
     """Writes calls on parts.
 
-    Args:
+    Attributes:
         emit: writes one call: function, arguments, keywords, name.
         write_size: writes a size of the whole operation.
         cuts: the mesh dimensions that cut inside.
@@ -48,23 +49,13 @@ class InsideWriter:
         name: of the call that is written out.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node],
-        write_size: Callable[[Size], Any],
-        cuts: Sequence[InsideCut],
-        arguments: Mapping[str, Any],
-        factors: Mapping[str, Size],
-        own: Mapping[str, Size],
-        name: str,
-    ) -> None:
-        self._emit = emit
-        self._write_size = write_size
-        self.cuts = tuple(cuts)
-        self.arguments = arguments
-        self.factors = factors
-        self.own = own
-        self._name = name
+    emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]
+    write_size: Callable[[Size], Any]
+    cuts: tuple[InsideCut, ...]
+    arguments: Mapping[str, Any]
+    factors: Mapping[str, Size]
+    own: Mapping[str, Size]
+    name: str
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -79,13 +70,13 @@ class InsideWriter:
             name: self.call(aten.to.dtype, value, torch.float32) if name in _WIDENED and _is_half(value) else value
             for name, value in self.arguments.items()
         }
-        result = write(InsideWriter(self._emit, self._write_size, self.cuts, arguments, self.factors, self.own, self._name))
+        result = write(replace(self, arguments=arguments))
         wanted = self.arguments.get("dtype") or dtype
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, named after the operation."""
-        return self._emit(function, args, kwargs, f"{self._name}_{function.__name__.partition('.')[0]}")
+        return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
 
     def rank(self, name: str) -> int:
         """How many dimensions an argument has."""
@@ -94,20 +85,20 @@ class InsideWriter:
     def total(self, part: fx.Node) -> fx.Node:
         """The sum over all parts."""
         for cut in self.cuts:
-            part = self._emit(collectives.all_reduce, (part, cut.over, "sum"), {}, f"{self._name}_all_reduce_{cut.over}")
+            part = self.emit(collectives.all_reduce, (part, cut.over, "sum"), {}, f"{self.name}_all_reduce_{cut.over}")
         return part
 
     def greatest(self, part: fx.Node) -> fx.Node:
         """The maximum over all parts, without a gradient."""
         part = self.call(aten.detach.default, part)
         for cut in self.cuts:
-            part = self._emit(collectives.all_reduce, (part, cut.over, "max"), {}, f"{self._name}_greatest_{cut.over}")
+            part = self.emit(collectives.all_reduce, (part, cut.over, "max"), {}, f"{self.name}_greatest_{cut.over}")
         return part
 
     def vary(self, whole: fx.Node) -> fx.Node:
         """A whole value on its way into work that is cut."""
         for cut in self.cuts:
-            whole = self._emit(collectives.vary, (whole, cut.over), {}, f"{self._name}_vary_{cut.over}")
+            whole = self.emit(collectives.vary, (whole, cut.over), {}, f"{self.name}_vary_{cut.over}")
         return whole
 
     def from_own_start(self, index: fx.Node) -> fx.Node:
@@ -115,13 +106,13 @@ class InsideWriter:
         for cut in self.cuts:
             even = len(set(cut.parts)) == 1
             sizes: tuple[Any, Any] = ([], 0) if even else (list(cut.parts), cut.own)
-            arguments = (index, cut.over, len(cut.parts), self._write_size(cut.own), *sizes)
-            index = self._emit(collectives.local_index, arguments, {}, f"{self._name}_local_index")
+            arguments = (index, cut.over, len(cut.parts), self.write_size(cut.own), *sizes)
+            index = self.emit(collectives.local_index, arguments, {}, f"{self.name}_local_index")
         return index
 
     def own_size(self) -> Any:
         """How long this rank's part is of what is cut."""
-        return self._write_size(self.cuts[-1].own)
+        return self.write_size(self.cuts[-1].own)
 
     def local_index(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Indices into the axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
@@ -131,7 +122,7 @@ class InsideWriter:
 
     def count(self, *factors: str) -> Any:
         """How many elements the whole operation reduces over: the product of factors' sizes."""
-        return self._write_size(product(self.factors[name] for name in factors))
+        return self.write_size(product(self.factors[name] for name in factors))
 
 
 _HALF = (torch.bfloat16, torch.float16)

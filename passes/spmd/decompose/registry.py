@@ -15,7 +15,7 @@ from passes.spmd.decompose import softmax_loss as attention
 from passes.spmd.decompose import softmax_loss as classes
 from passes.spmd.decompose.builder import InsideWriter
 
-__all__ = ["SINGLE_BYTES", "Inside", "Kernels", "inside_of"]
+__all__ = ["SINGLE_BYTES", "Inside", "Kernels", "inside_of", "takes_own_statistics"]
 
 aten = torch.ops.aten
 
@@ -88,7 +88,8 @@ def _is_without_dropout(arguments: Mapping[str, Any]) -> bool:
     return not arguments["dropout_p"]
 
 
-def _is_without_storage(arguments: Mapping[str, Any]) -> bool:
+def takes_own_statistics(arguments: Mapping[str, Any]) -> bool:
+    """Whether an instance normalisation takes the statistics of its input, and stores none."""
     return bool(arguments["use_input_stats"]) and arguments["running_mean"] is None
 
 
@@ -119,7 +120,7 @@ _INSIDE: Mapping[Any, Inside] = {
     aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
     aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
     aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=_is_without_storage, single=True, kernels=_OF_IMAGES),
+    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
     aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
     aten.softmax: Inside(classes.softmax, ("dim",), single=True, returns=(1,)),
     aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True, returns=(1,)),

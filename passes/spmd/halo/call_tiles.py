@@ -14,6 +14,7 @@ from passes.graph.aliasing import mutated_arguments
 from passes.graph.schemas import bound_arguments, draws, packet
 from passes.rules.loops import Loops
 from passes.rules.window import Window
+from passes.spmd.decompose.registry import takes_own_statistics
 from passes.spmd.halo.boxes import Box, Span, TileGrid, aligned
 
 __all__ = ["Kind", "Read", "TileCall", "tile_call"]
@@ -117,8 +118,7 @@ def tile_call(node: fx.Node, axes: Axes, grid: TileGrid) -> TileCall | None:
     if mutated_arguments(node):
         return None  # a part would write parts of a buffer, as often as it is computed
     if kind == "reduction":
-        reduced = [_reduced(loops, axes, node.name, grid.axes[index]) for index in range(len(grid.counts))]
-        factors = tuple(reduced)
+        factors = tuple(_reduced(loops, axes, node.name, cut) for cut in grid.axes)
         if not any(factor is not None for factor in factors):
             return None
     for factor in factors:
@@ -145,15 +145,10 @@ def _merges_statistics(node: fx.Node, loops: Loops, spans: Sequence[Span | None]
 
     They do not where a view made space the channels, or rows that are normalised each for itself: each tile would need its own.
     """
-    if packet(node.target) is aten.instance_norm and not _is_of_its_own(node):
+    if packet(node.target) is aten.instance_norm and not takes_own_statistics(bound_arguments(node)):
         return False
     cut = [(span, factor) for span, factor in zip(spans, factors, strict=True) if span is not None]
     return all(factor is not None and loops.factors[factor].reduction == "whole" and span.dimension != _CHANNELS for span, factor in cut)
-
-
-def _is_of_its_own(node: fx.Node) -> bool:
-    arguments = bound_arguments(node)
-    return bool(arguments["use_input_stats"]) and arguments["running_mean"] is None
 
 
 def _factor(loops: Loops, axes: Axes, name: str, span: Span | None) -> int | None:

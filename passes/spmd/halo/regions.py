@@ -233,10 +233,7 @@ def _parts(extents: Extents, axis: int, index: int) -> list[int]:
 
 def _inner(extents: Extents, axes: Sequence[int]) -> int:
     """How much the outermost axis of a dimension holds of it in each of its steps."""
-    result = 1
-    for axis in axes[1:]:
-        result *= int(extents.sizes[axis])
-    return result
+    return math.prod(int(extents.sizes[axis]) for axis in axes[1:])
 
 
 def _intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
