@@ -33,7 +33,7 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
         (
             node.op,
             str(node.target) if node.op == "call_function" else "",
-            argument_form((node.args, node.kwargs), places),
+            argument_form((node.args, node.kwargs), places.__getitem__),
             _described(node.meta.get("val")),
             node.op == "placeholder" and node.name in differentiable,
         )

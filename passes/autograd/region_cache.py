@@ -141,7 +141,7 @@ class RegionTemplates:
         inputs = self.inputs(stage, region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
         read = tuple((_form_of_value(examples[node]), node in differentiable, _is_bound(stage, node)) for node in inputs)
-        calls = tuple((node.target, argument_form(node.args, places), argument_form(node.kwargs, places)) for node in region.nodes)
+        calls = tuple((node.target, argument_form((node.args, node.kwargs), places.__getitem__)) for node in region.nodes)
         return str(stage.device), read, calls, tuple(places[node] for node in region.outputs)
 
 

@@ -17,9 +17,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, fx
 
+from passes.graph.dependencies import boundary
 from passes.graph.repeated_subgraphs import longest_run, signatures
 
-__all__ = ["Region", "RegionStep", "boundary", "regions_of"]
+__all__ = ["Region", "RegionStep", "regions_of"]
 
 aten = torch.ops.aten
 
@@ -44,13 +45,6 @@ class Region:
 
 RegionStep: TypeAlias = Region | fx.Node
 """A region, or a node that counts sizes."""
-
-
-def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """What nodes read from outside, in order of first use, and those of them that are read outside."""
-    inside = set(nodes)
-    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    return tuple(inputs), tuple(node for node in nodes if any(user not in inside for user in node.users))
 
 
 def regions_of(graph: fx.Graph) -> tuple[RegionStep, ...]:

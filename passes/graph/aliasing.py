@@ -19,7 +19,15 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from passes.graph.schemas import bound_arguments, node_leaves, packet, viewed_arguments, views_its_arguments, written_arguments
+from passes.graph.schemas import (
+    bound_arguments,
+    drops_nothing,
+    node_leaves,
+    packet,
+    viewed_arguments,
+    views_its_arguments,
+    written_arguments,
+)
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.primitives import draw_alike
 from passes.ir.torch_private import OpOverload, tree_leaves
@@ -44,12 +52,6 @@ __all__ = [
 aten = torch.ops.aten
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """With probability zero, and in evaluation, dropout returns its argument; fake tensors have a copy of it."""
-    bound = bound_arguments(node)
-    return bound["p"] == 0 or not bound["train"]
-
-
 def _shuffles_nothing(node: fx.Node) -> bool:
     """One group, or groups of one channel, keep the order of channels; the kernel of the CPU copies them even so."""
     value, groups = node.meta["val"], bound_arguments(node)["groups"]
@@ -66,28 +68,18 @@ def _as_fake_tensors_say(_: fx.Node) -> None:
 
 
 _UNANNOTATED_VIEWS: Mapping[Any, Callable[[fx.Node], bool | None]] = {
-    aten._unsafe_view: _as_fake_tensors_say,  # noqa: SLF001
-    aten.alpha_dropout: _drops_nothing,
-    aten.atleast_1d: _as_fake_tensors_say,
-    aten.atleast_2d: _as_fake_tensors_say,
-    aten.atleast_3d: _as_fake_tensors_say,
-    aten.broadcast_tensors: _as_fake_tensors_say,
-    aten.cartesian_prod: _as_fake_tensors_say,
-    aten.channel_shuffle: _shuffles_nothing,
-    aten.conj_physical: _as_fake_tensors_say,
-    aten.dropout: _drops_nothing,
-    aten.einsum: _as_fake_tensors_say,
-    aten.feature_alpha_dropout: _drops_nothing,
-    aten.feature_dropout: _drops_nothing,
-    aten.meshgrid: _as_fake_tensors_say,
-    aten.native_channel_shuffle: _shuffles_nothing,
+    **dict.fromkeys((aten.alpha_dropout, aten.dropout, aten.feature_alpha_dropout, aten.feature_dropout), drops_nothing),
+    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), _shuffles_nothing),
+    **dict.fromkeys(
+        (
+            aten._unsafe_view, aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.cartesian_prod,  # noqa: SLF001
+            aten.conj_physical, aten.einsum, aten.meshgrid, aten.sum_to_size, aten.type_as, aten.unsafe_chunk, aten.unsafe_split,
+            aten.unsafe_split_with_sizes,
+        ),
+        _as_fake_tensors_say,
+    ),
     aten.native_dropout: _never,
-    aten.sum_to_size: _as_fake_tensors_say,
-    aten.type_as: _as_fake_tensors_say,
-    aten.unsafe_chunk: _as_fake_tensors_say,
-    aten.unsafe_split: _as_fake_tensors_say,
-    aten.unsafe_split_with_sizes: _as_fake_tensors_say,
-}
+}  # fmt: skip
 """Operators that may return their first tensor, or a view of it, though their schemas do not say so, and whether a call does."""
 
 _MAY_COPY = frozenset({aten.contiguous, aten.flatten, aten.ravel, aten.reshape, aten.reshape_as, aten.to})
@@ -255,27 +247,21 @@ def new_memory() -> Hashable:
 
 
 class _DisjointSets:
-    """Union-find over hashable keys; the root of a set is its oldest key."""
+    """Union-find over hashable keys."""
 
     def __init__(self) -> None:
         self._parent: dict[Any, Any] = {}
-        self._age: dict[Any, int] = {}
 
     def root(self, key: Any) -> Any:
-        self._age.setdefault(key, len(self._age))
         path = []
         while (parent := self._parent.get(key, key)) != key:
             path.append(key)
             key = parent
-        for passed in path:
-            self._parent[passed] = key
+        self._parent.update(dict.fromkeys(path, key))
         return key
 
     def join(self, one: Any, other: Any) -> None:
-        one, other = self.root(one), self.root(other)
-        if self._age[one] > self._age[other]:
-            one, other = other, one
-        self._parent[other] = one
+        self._parent[self.root(other)] = self.root(one)
 
 
 def memory_keys(node: fx.Node) -> list[tuple[torch.Tensor, Hashable]]:

@@ -77,11 +77,11 @@ def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx
     Args:
         names: the buffers whose writes leave the graph.
     """
-    if not declared_writes(module.graph, names):
+    writes = declared_writes(module.graph, names)
+    if not writes:
         return module, ()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    writes = declared_writes(module.graph, names)
     for node in module.graph.nodes:
         if node.op != "output" and node not in writes.values():
             copies[node] = graph.node_copy(node, copies.__getitem__)

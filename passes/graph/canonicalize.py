@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import may_require_gradient
-from passes.graph.schemas import bound_arguments
+from passes.graph.schemas import bound_arguments, drops_nothing
 from passes.ir.torch_private import OpOverload
 
 __all__ = ["remove_dead", "remove_noise", "simplify"]
@@ -66,11 +66,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if node.target is aten.t.default and source.target is aten.t.default:
         inner = source.args[0]
         return inner if isinstance(inner, fx.Node) else None
-    if node.target is aten.slice.Tensor:
-        start, end, step = [*node.args, *(None, None, None, None, 1)[len(node.args) :]][2:5]
-        if start in (None, 0) and end in (None, _EVERYTHING) and step == 1:
-            return source
-    return None
+    return source if node.target is aten.slice.Tensor and _keeps_everything(node) else None
 
 
 # -- no-ops of a model -------------------------------------------------------------------------------------------------------------
@@ -95,7 +91,7 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
         elif (
             (node.target in _IDENTITIES and _IDENTITIES[node.target](node))
             or (node.target is aten.detach.default and node.args[0] not in carriers)
-            or (node.target is aten.lift_fresh_copy.default and not _is_returned(node))
+            or (node.target is aten.lift_fresh_copy.default and not any(user.op == "output" for user in node.users))
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -116,10 +112,6 @@ def _source(node: fx.Node) -> Tensor:
     return value
 
 
-def _is_returned(node: fx.Node) -> bool:
-    return any(user.op == "output" for user in node.users)
-
-
 def _is_about_sizes(node: fx.Node) -> bool:
     """Return whether a node asserts something about sizes, which the trace has proved; assertions about values stay."""
     return node.target is _ASSERT_NUMBER and not _reads_values(node.args[0])
@@ -132,16 +124,6 @@ def _reads_values(argument: Any) -> bool:
     if isinstance(argument.target, OpOverload):
         return True
     return any(_reads_values(source) for source in argument.all_input_nodes)
-
-
-def _always(_: fx.Node) -> bool:
-    return True
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Dropout with probability 0, or in evaluation."""
-    bound = bound_arguments(node)
-    return bound["p"] == 0 or not bound["train"]
 
 
 def _converts_nothing(node: fx.Node) -> bool:
@@ -169,12 +151,12 @@ def _is_dense_already(node: fx.Node) -> bool:
 
 
 _IDENTITIES: Mapping[Any, Callable[[fx.Node], bool]] = {
-    aten.alias.default: _always,
+    aten.alias.default: lambda _: True,
     aten.contiguous.default: _is_dense_already,
-    aten.dropout.default: _draws_nothing,
-    aten.feature_dropout.default: _draws_nothing,
-    aten.alpha_dropout.default: _draws_nothing,
-    aten.feature_alpha_dropout.default: _draws_nothing,
+    aten.dropout.default: drops_nothing,
+    aten.feature_dropout.default: drops_nothing,
+    aten.alpha_dropout.default: drops_nothing,
+    aten.feature_alpha_dropout.default: drops_nothing,
     aten.slice.Tensor: _keeps_everything,
     aten.to.dtype: _converts_nothing,
     aten.to.dtype_layout: _converts_nothing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import tree_leaves
 
-__all__ = ["is_differentiable", "may_require_gradient", "parameter_values", "with_ancestors"]
+__all__ = ["boundary", "is_differentiable", "may_require_gradient", "parameter_values", "with_ancestors"]
 
 
 def with_ancestors(
@@ -29,6 +29,13 @@ def with_ancestors(
             found.add(node)
             waiting += sources(node)
     return found
+
+
+def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What nodes read from outside, in order of first use, and those of them that are read outside."""
+    inside = set(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    return tuple(inputs), tuple(node for node in nodes if any(user not in inside for user in node.users))
 
 
 # -- which values may carry a gradient, whatever the caller asks for ---------------------------------------------------------------

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
-from passes.graph.schemas import draws, node_leaves, written_arguments
+from passes.graph.schemas import argument_form, draws, node_leaves, written_arguments
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import enable_python_dispatcher
 
-__all__ = ["FakeTensorCache", "fake_mode"]
+__all__ = ["FakeTensorCache", "fake_mode", "fake_result"]
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class FakeTensorCache:
     def describe(self, node: fx.Node) -> None:
         """Set what a new node gives (``meta["val"]``) and the memory that it lies in."""
         if not self._shared:
-            node.meta["val"] = _run(node)
+            node.meta["val"] = fake_result(node)
             return
         if written := written_arguments(node):
             node.meta["val"] = written[0].meta["val"]
@@ -67,7 +67,7 @@ class FakeTensorCache:
         given = [pair for source in node_leaves((node.args, node.kwargs)) for pair in memory_keys(source)]
         key = None if draws(node) or mutated_arguments(node) else self._call(node, [key for _, key in given])
         if key is None or key not in self._known:
-            node.meta["val"] = _run(node)
+            node.meta["val"] = fake_result(node)
             places = _places(node, [tensor for tensor, _ in given])
             if key is not None:
                 self._known[key] = node.meta["val"], places
@@ -84,29 +84,22 @@ class FakeTensorCache:
             source, dimension, start, stop = node.args
             arguments = source, dimension, operator.sub(stop, start)
         shared = tuple(map(list(memory).index, memory))
-        return node.target, self._plain(arguments), self._plain(node.kwargs), shared, torch.is_grad_enabled()
+        forms = argument_form((arguments, node.kwargs), self._form_of)
+        return node.target, forms, shared, torch.is_grad_enabled()
 
-    def _plain(self, argument: Any) -> Hashable:
-        if isinstance(argument, fx.Node):
-            value = argument.meta["val"]
-            if id(value) not in self._forms:
-                self._forms[id(value)] = value, _form(value)  # its identity tells it apart while it lives
-            return "value", self._forms[id(value)][1]
-        if isinstance(argument, tuple | list):
-            return tuple(self._plain(part) for part in argument)
-        if isinstance(argument, dict):
-            return tuple((name, self._plain(part)) for name, part in argument.items())
-        return type(argument), argument if isinstance(argument, Hashable) else str(argument)
+    def _form_of(self, node: fx.Node) -> Hashable:
+        value = node.meta["val"]
+        if id(value) not in self._forms:
+            self._forms[id(value)] = value, _form(value)  # its identity tells it apart while it lives
+        return self._forms[id(value)][1]
 
 
-def _run(node: fx.Node) -> Any:
+def fake_result(node: fx.Node) -> Any:
+    """Return what a call gives for the fake tensors of its arguments (inside ``fake_mode``); a list as a tuple."""
     assert callable(node.target)
-    found = node.target(*fx.map_arg(node.args, _value), **fx.map_arg(node.kwargs, _value))
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    found = node.target(*arguments, **keywords)
     return tuple(found) if isinstance(found, list) else found
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _form(value: Any) -> Hashable:

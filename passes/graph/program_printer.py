@@ -102,7 +102,7 @@ def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
         if "comment" in node.meta:
             lines.append(f"    # {node.meta['comment']}")
             origin = ""  # the heading of what comes next would seem to be the comment's
-        lines.append("    " + _statement(node) + _comment(node))
+        lines.append("    " + _statement(node) + (f"  # {_bytes(node.meta['bytes'])}" if "bytes" in node.meta else ""))
     return lines
 
 
@@ -110,10 +110,6 @@ def _heading(section: Action | str) -> str:
     if isinstance(section, Action):
         return f"{section}: {_WORDS[section.kind]} of stage {section.stage} on microbatch {section.microbatch}"
     return section
-
-
-def _comment(node: fx.Node) -> str:
-    return f"  # {_bytes(node.meta['bytes'])}" if "bytes" in node.meta else ""
 
 
 def _bytes(size: int) -> str:
@@ -232,17 +228,14 @@ class _Operator(str):
 
 
 def _records(graph: fx.Graph) -> list[Record]:
-    def saved(argument: Any) -> Any:
-        return fx.node.map_aggregate(argument, _stand_in)
-
     kept = ("section", "message", "reduces", "bytes", "comment", "origin")
     return [
         (
             node.op,
             node.name,
             _stand_in(node.target),
-            saved(node.args),
-            saved(node.kwargs),
+            fx.node.map_aggregate(node.args, _stand_in),
+            fx.node.map_aggregate(node.kwargs, _stand_in),
             {key: node.meta[key] for key in kept if key in node.meta},
         )
         for node in graph.nodes
@@ -260,19 +253,14 @@ def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor]
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
-    def found(argument: Any) -> Any:
-        if isinstance(argument, _Reference):
-            return nodes[argument]
-        if isinstance(argument, _Operator):
-            return argument.found()
-        if isinstance(argument, tuple | list):
-            return type(argument)(found(part) for part in argument)
-        if isinstance(argument, Mapping):
-            return {key: found(part) for key, part in argument.items()}
-        return argument
+    def found(leaf: Any) -> Any:
+        if isinstance(leaf, _Reference):
+            return nodes[leaf]
+        return leaf.found() if isinstance(leaf, _Operator) else leaf
 
     for op, node_name, target, args, kwargs, node_meta in records:
-        node = graph.create_node(op, found(target), tuple(found(args)), found(kwargs), name=node_name)
+        arguments, keywords = fx.node.map_aggregate((args, kwargs), found)
+        node = graph.create_node(op, found(target), arguments, keywords, name=node_name)
         node.meta.update(node_meta)
         nodes[node_name] = node
     module = ProgramModule(dict(attributes), graph, class_name=name)

@@ -6,7 +6,7 @@ The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "call_with",
     "draws",
     "draws_random_numbers",
+    "drops_nothing",
     "functional",
     "node_leaves",
     "out_parameters",
@@ -181,6 +182,12 @@ def draws_random_numbers(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def drops_nothing(dropout: fx.Node) -> bool:
+    """Whether a call of dropout gives its argument: with probability zero, and in evaluation."""
+    bound = bound_arguments(dropout)
+    return bound["p"] == 0 or not bound["train"]
+
+
 _DROPPED_SHARES = ("dropout_p", "dropout")
 """What attention and recurrent networks call the share of elements that they set to zero."""
 
@@ -193,17 +200,17 @@ def draws(node: fx.Node) -> bool:
     return given.get("train") is not False and not any(given.get(name, 1.0) == 0.0 for name in _DROPPED_SHARES)
 
 
-def argument_form(argument: Any, places: Mapping[fx.Node, int]) -> Hashable:
-    """An argument of a call with numbers in the place of nodes: equal for calls that do the same to values in the same places.
+def argument_form(argument: Any, form_of: Callable[[fx.Node], Hashable]) -> Hashable:
+    """An argument of a call with forms in the place of nodes (numbers, say): equal for calls that do the same to values of equal forms.
 
     Equal numbers may be unlike arguments: types are told apart (1, 1.0 and True), and the digits of floats (0.0 and -0.0).
     """
     if isinstance(argument, fx.Node):
-        return "node", places[argument]
+        return "node", form_of(argument)
     if isinstance(argument, tuple | list):
-        return tuple(argument_form(part, places) for part in argument)
+        return tuple(argument_form(part, form_of) for part in argument)
     if isinstance(argument, dict):
-        return tuple((name, argument_form(part, places)) for name, part in argument.items())
+        return tuple((name, argument_form(part, form_of)) for name, part in argument.items())
     is_itself = isinstance(argument, Hashable) and not isinstance(argument, float | complex)
     return type(argument), argument if is_itself else repr(argument)
 

@@ -22,15 +22,6 @@ from passes.ir.torch_private import FloorDiv, Mod, ModularIndexing
 __all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_at", "size_of"]
 
 
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Pow: operator.pow,
-    FloorDiv: operator.floordiv,
-    Mod: operator.mod,
-    sympy.Mod: operator.mod,
-}
-
 SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
     operator.add: sympy.Add,
     operator.mul: sympy.Mul,
@@ -39,6 +30,8 @@ SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
     operator.mod: Mod,
 }
 """What ``emit_size`` writes sizes with, and the expression that each stands for."""
+
+_OPERATORS = {**{expression: function for function, expression in SIZE_OPERATORS.items()}, sympy.Mod: operator.mod}
 
 
 def size_of(value: int | torch.SymInt) -> int | sympy.Expr:

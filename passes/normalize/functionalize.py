@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, mutated_arguments, viewed_node, writes_statistics
 from passes.graph.dependencies import is_differentiable
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode, fake_result
 from passes.graph.provenance import place_of
 from passes.graph.schemas import (
     bound_arguments,
@@ -256,7 +256,7 @@ class _Functionalizer:
         if node.target is aten.view.default:
             node.target = aten.reshape.default
         node.meta = {key: value for key, value in node.meta.items() if key != OWN_MEMORY}
-        node.meta["val"] = _run(node)
+        node.meta["val"] = fake_result(node)
         self._renewed.add(node)
 
     # -- writing -------------------------------------------------------------------------------------------------------------------
@@ -296,11 +296,11 @@ class _Functionalizer:
 
     def _describe(self, node: fx.Node) -> None:
         try:
-            value = _run(node)
+            value = fake_result(node)
         except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
             self._refuse(node, f"{node.target} cannot be computed here without writing in place: {error}", "write it with other operations")
         node.meta = {key: each for key, each in node.meta.items() if key != OWN_MEMORY}
-        node.meta["val"] = tuple(value) if isinstance(value, list) else value
+        node.meta["val"] = value
         self._follow(node)
 
     def _make_copy(self, node: fx.Node) -> None:
@@ -483,16 +483,9 @@ class _Functionalizer:
         with self._graph.inserting_before(self._at):
             node = self._graph.call_function(target, arguments, keywords)
         node.meta = {key: value for key, value in self._like.meta.items() if key not in ("val", OWN_MEMORY)}
-        node.meta["val"] = _run(node) if target is not aten.copy_.default else arguments[0].meta["val"]
+        node.meta["val"] = fake_result(node) if target is not aten.copy_.default else arguments[0].meta["val"]
         self._follow(node)
         return node
-
-
-def _run(node: fx.Node) -> Any:
-    """What a call gives for fake tensors."""
-    assert callable(node.target)
-    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    return node.target(*arguments, **keywords)
 
 
 def _is_view(target: OpOverload) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.dependencies import is_differentiable
+from passes.graph.dependencies import boundary, is_differentiable
 from passes.graph.provenance import place_of
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import make_fx
@@ -44,10 +44,8 @@ def inline_vmap(module: fx.GraphModule) -> None:
     while (region := _next_region(module.graph)) is not None:
         for node in region:
             _refuse_custom_function(node)
-        inside = set(region)
-        sources = dict.fromkeys(source for node in region for source in node.all_input_nodes)
-        inputs = [source for source in sources if source not in inside and source.op != "get_attr"]
-        results = [node for node in region if any(user not in inside for user in node.users)]
+        sources, results = boundary(region)
+        inputs = [source for source in sources if source.op != "get_attr"]
         traced = _trace_below_vmap(module, region, inputs, results)
         _replace(module.graph, region, inputs, results, traced)
     for node in list(module.graph.nodes):

@@ -138,7 +138,7 @@ class Templates:
         inputs = self.inputs(region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
         read = tuple((self._kind(node), _described(node.meta["val"]), node in differentiable) for node in inputs)
-        calls = tuple((node.target, argument_form(node.args, places), argument_form(node.kwargs, places)) for node in region.nodes)
+        calls = tuple((node.target, argument_form((node.args, node.kwargs), places.__getitem__)) for node in region.nodes)
         return str(self._stage.device), read, calls, tuple((places[node], node in given) for node in region.outputs)
 
 

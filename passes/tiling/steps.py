@@ -18,6 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from passes.graph.dependencies import boundary
+
 __all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Region", "Size", "Step", "is_streamed", "steps_of"]
 
 aten = torch.ops.aten
@@ -145,7 +147,4 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _region(nodes: Sequence[fx.Node]) -> Region:
-    inside = set(nodes)
-    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    return Region(nodes[0].meta.get(TILE, ""), tuple(nodes), tuple(inputs), outputs)
+    return Region(nodes[0].meta.get(TILE, ""), tuple(nodes), *boundary(nodes))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode, fake_result
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import emit_size, size_of
@@ -71,7 +71,7 @@ class _Emitter:
         label = name or f"{self.node.name}_{getattr(function, '__name__', 'size').partition('.')[0]}"
         node = self.target.create_node("call_function", function, args, kwargs, name=label)
         node.meta = {key: value for key, value in self.node.meta.items() if key != "val"}
-        node.meta["val"] = function(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        node.meta["val"] = fake_result(node)
         return node
 
     def dropped(self, like: fx.Node, p: float, name: str) -> fx.Node:
@@ -81,10 +81,6 @@ class _Emitter:
         mask = self.call(dropout_mask, sizes, p, value.dtype, value.device, name=f"{self.node.name}_mask")
         kept = self.call(aten.mul.Tensor, like, mask, name=f"{self.node.name}_kept")
         return self.call(aten.mul.Tensor, kept, 1.0 / (1.0 - p) if p < 1 else 0.0, name=name)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _writer(node: fx.Node) -> Callable[[_Emitter], fx.Node] | None:

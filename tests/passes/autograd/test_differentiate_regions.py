@@ -160,7 +160,9 @@ def assert_same(one: Joint, other: Joint) -> None:
             theirs.op,
             theirs.target if theirs.op == "call_function" else theirs.name,
         )
-        assert argument_form((mine.args, mine.kwargs), places[0]) == argument_form((theirs.args, theirs.kwargs), places[1])
+        assert argument_form((mine.args, mine.kwargs), places[0].__getitem__) == argument_form(
+            (theirs.args, theirs.kwargs), places[1].__getitem__
+        )
         assert lies(mine) == lies(theirs), mine
         assert module_path(mine) == module_path(theirs)
         assert (mine in one.sources) == (theirs in other.sources)
