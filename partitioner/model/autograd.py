@@ -14,8 +14,8 @@ from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.base import Runtime
 from passes.autograd.staged_model import Differentiation
+from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
-from passes.emit.programs import differentiated_outputs
 from passes.ir.errors import ConfigError
 
 __all__ = ["PartitionedForward", "tracked_call"]

@@ -16,7 +16,7 @@ from typing import Literal
 from passes.autograd.staged_model import LoweredStages
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Item", "Message", "Script", "gradient_sources", "number_messages", "step_scripts", "sweep_scripts"]
+__all__ = ["Item", "Message", "Script", "differentiated_outputs", "gradient_sources", "number_messages", "step_scripts", "sweep_scripts"]
 
 MessageKind = Literal["activation", "gradient", "output", "loss"]
 
@@ -185,6 +185,15 @@ def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message
     return tuple(message for message in messages if message.source != rank)
 
 
+def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
+    """The results whose gradients the backward takes, in order."""
+    assert lowered.differentiation is not None
+    wanted = lowered.differentiation.outputs
+    return tuple(
+        name for name in lowered.returned if name in wanted and name in lowered.training[lowered.producer(name)].outputs_with_gradient
+    )
+
+
 def gradient_sources(lowered: LoweredStages, value: str) -> list[int]:
     """The stages that give a gradient of a value, later first; -1 in front for the loss."""
     assert lowered.differentiation is not None
@@ -217,10 +226,5 @@ def _loss_gradients(lowered: LoweredStages, action: Action) -> tuple[Message, ..
     """Behind the last stage's forward: gradients of outputs that other ranks computed."""
     if lowered.differentiation is None or action.stage != len(lowered.stages) - 1:
         return ()
-    outputs = [value for value in lowered.returned if value in lowered.differentiation.outputs]
-    messages = [_gradient(lowered, value, action.microbatch, -1) for value in outputs if _takes_gradient(lowered, value)]
+    messages = [_gradient(lowered, value, action.microbatch, -1) for value in differentiated_outputs(lowered)]
     return tuple(message for message in messages if message.source != message.destination)
-
-
-def _takes_gradient(lowered: LoweredStages, value: str) -> bool:
-    return value in lowered.training[lowered.producer(value)].outputs_with_gradient

@@ -20,7 +20,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -136,7 +136,7 @@ class _Inliner:
             if isinstance(child, StageCall) and is_inlined(node, self.module, all_stages=self.all_stages):
                 self.values[node] = self._inline(child, node)
                 continue
-            arguments, keywords = self._mapped(node.args, self.values), self._mapped(node.kwargs, self.values)
+            arguments, keywords = fx.map_arg(node.args, self.values.__getitem__), fx.map_arg(node.kwargs, self.values.__getitem__)
             if node.target is operator.getitem and not isinstance(arguments[0], fx.Node):
                 self.values[node] = arguments[0][arguments[1]]
                 continue
@@ -157,14 +157,11 @@ class _Inliner:
         module.meta.update(self.module.meta)
         return module
 
-    def _mapped(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-        return fx.node.map_aggregate(argument, lambda each: values[each] if isinstance(each, fx.Node) else each)
-
     # -- one call of a stage -------------------------------------------------------------------------------------------------------
 
     def _inline(self, stage: StageCall, call: fx.Node) -> Any:
         """Inline a stage; return its results as nodes of the program, and tuples of these."""
-        arguments = list(self._mapped(call.args, self.values))
+        arguments: list[Any] = list(fx.map_arg(call.args, self.values.__getitem__))
         placeholders = [node for node in stage.graph.graph.nodes if node.op == "placeholder"]
         if stage.takes_tuple:
             spread = arguments[0]
@@ -184,7 +181,7 @@ class _Inliner:
                 if source in state:
                     values[source] = self._state(state[source], source.meta.get("val"))
             if node.op == "output":
-                return self._mapped(node.args[0], values)
+                return fx.map_arg(node.args[0], values.__getitem__)
             values[node] = self._node(node, values, f"{node.name}_{label}")
         raise AssertionError("a graph ends with its output")
 
@@ -203,17 +200,15 @@ class _Inliner:
         return self.bound[name]
 
     def _node(self, node: fx.Node, values: Mapping[fx.Node, Any], name: str) -> Any:
-        arguments = self._mapped(node.args, values)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         write = _WRITERS.get(node.target)
         if write is not None:
             return write(self, node, arguments, name)
         assert callable(node.target)
         if draws(node):
             group = self.mesh.group(self.rank, self.mesh.cutting.names)
-            drawn = self._call(communication.draw_alike, (node.target, group, *arguments), name, **self._mapped(node.kwargs, values))
-            return self._describe(drawn, node)
-        copy = self._call(node.target, arguments, name, **self._mapped(node.kwargs, values))
-        return self._describe(copy, node)
+            return self._describe(self._call(communication.draw_alike, (node.target, group, *arguments), name, **keywords), node)
+        return self._describe(self._call(node.target, arguments, name, **keywords), node)
 
     def _describe(self, copy: fx.Node, node: fx.Node) -> fx.Node:
         """Copy the metadata of a stage's node to its copy for one microbatch."""
@@ -228,25 +223,20 @@ class _Inliner:
     # -- collectives ---------------------------------------------------------------------------------------------------------------
 
     def communicate(
-        self, node: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...], name: str, /, **keywords: Any
-    ) -> fx.Node:
-        """Write a collective of one tensor: its start, its wait, and the getitem of its result."""
-        return self.communicate_part(node, function, arguments, keywords, name, Fraction(1))
-
-    def communicate_part(
         self,
         node: fx.Node,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
         name: str,
-        share: Fraction,
+        share: Fraction | int = 1,
+        /,
+        **keywords: Any,
     ) -> fx.Node:
-        """Write a collective as ``communicate`` does, of which a fraction of the tensor is sent.
+        """Write a collective of one tensor: its start, its wait, and the getitem of its result.
 
         Args:
             node: the collective in the stage's graph.
-            share: the fraction, for reports and simulation.
+            share: the fraction of the tensor that is sent, for reports and simulation.
         """
         started = self._call(function, arguments, f"start_{name}", **keywords)
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -273,19 +263,24 @@ class _Inliner:
         return self._describe(self._call(function, arguments, name), node)
 
 
+_Write: TypeAlias = Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]
+"""Writes an operator of a stage: the node, its arguments in the program, its name there."""
+
+
 def _all_reduce(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, over, operation = arguments
     return inliner.communicate(node, communication.all_reduce, ([x],), name, group=inliner.group(over), operation=operation)
 
 
-def _gathered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
-    x, dim, over, _, sizes, _ = arguments
-    return inliner.communicate(node, communication.all_gather, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+def _along(function: Callable[..., Any]) -> _Write:
+    """Return what writes a collective along one dimension: a gather, or a reduction of which each rank gets a part."""
 
+    def write(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+        x, dim, over, _, sizes, _ = arguments
+        keywords = {"sizes": (tuple(sizes),)} if sizes else {}
+        return inliner.communicate(node, function, ([x], (dim,)), name, group=inliner.group(over), **keywords)
 
-def _scattered(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
-    x, dim, over, _, sizes, _ = arguments
-    return inliner.communicate(node, communication.reduce_scatter, ([x], (dim,)), name, group=inliner.group(over), **_sizes(sizes))
+    return write
 
 
 def _exchanged(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
@@ -293,10 +288,6 @@ def _exchanged(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], nam
     sizes = {"split_sizes": (tuple(split),), "concat_sizes": (tuple(concat),)} if split else {}
     dims = ([x], (split_dim,), (concat_dim,))
     return inliner.communicate(node, communication.all_to_all, dims, name, group=inliner.group(over), **sizes)
-
-
-def _sizes(sizes: Sequence[int]) -> dict[str, Any]:
-    return {"sizes": (tuple(sizes),)} if sizes else {}
 
 
 def _taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
@@ -311,14 +302,16 @@ def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: s
 
 def _fetched(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, owned, wanted, _, _, fill = arguments
-    fetch = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,), "fill": fill}
-    return inliner.communicate_part(node, communication.halo_exchange, *fetch, name, _halo_share(inliner.place(over), owned, wanted))
+    share = _halo_share(inliner.place(over), owned, wanted)
+    halo = {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,), "fill": fill}
+    return inliner.communicate(node, communication.halo_exchange, ([x], (dim,)), name, share, **halo)
 
 
 def _given_back(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, owned, wanted, *_ = arguments
-    give = ([x], (dim,)), {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,)}
-    return inliner.communicate_part(node, communication.halo_add, *give, name, _halo_share(inliner.place(over), owned, wanted, back=True))
+    share = _halo_share(inliner.place(over), owned, wanted, back=True)
+    halo = {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,)}
+    return inliner.communicate(node, communication.halo_add, ([x], (dim,)), name, share, **halo)
 
 
 def _halo_share(place: int, owned: Sequence[int], wanted: str, *, back: bool = False) -> Fraction:
@@ -356,13 +349,13 @@ def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name:
     return inliner.call(node, torch.ops.aten.sub.Scalar, (index, start), name)
 
 
-_WRITERS: Mapping[Any, Callable[[_Inliner, fx.Node, tuple[Any, ...], str], Any]] = {
+_WRITERS: Mapping[Any, _Write] = {
     collectives.all_reduce: _all_reduce,
     collectives.vary: lambda _inliner, _node, arguments, _name: arguments[0],
-    collectives.all_gather: _gathered,
-    collectives.replicate: _gathered,
+    collectives.all_gather: _along(communication.all_gather),
+    collectives.replicate: _along(communication.all_gather),
     collectives.take: _taken,
-    collectives.reduce_scatter: _scattered,
+    collectives.reduce_scatter: _along(communication.reduce_scatter),
     collectives.exchange: _exchanged,
     collectives.keep_first: _first,
     collectives.local_index: _indexed,

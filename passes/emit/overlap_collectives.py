@@ -57,7 +57,7 @@ def _reordered(graph: fx.Graph, order: _Order) -> dict[fx.Node, int]:
     """Return each node's position in the new order."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     for node in nodes:
-        if not order.is_late(node):
+        if node not in order.late:
             order.place(node)
     for node in nodes:
         order.place(node)  # waits for results without a reader
@@ -69,17 +69,16 @@ class _Order:
 
     Args:
         early: start collectives as soon as their operands are computed; else where they are written.
+
+    Attributes:
+        late: nodes that move down to their first readers.
     """
 
     def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
-        self._late = _late_nodes(graph)
+        self.late = _late_nodes(graph)
         self._ahead = _gathered_ahead(graph) if early else {}
-        self._starts = _early_starts(graph, self._late) if early else {}
-
-    def is_late(self, node: fx.Node) -> bool:
-        """Return whether a node moves down to its first reader."""
-        return node in self._late
+        self._starts = _early_starts(graph, self.late) if early else {}
 
     def place(self, node: fx.Node) -> None:
         """Append a node after its inputs, then the collectives that can start now that it is computed."""

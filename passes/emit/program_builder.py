@@ -498,10 +498,7 @@ class StageEmitter(Emitter):
             stage = self.lowered.training[index]
             if name in stage.parameters_with_gradient:
                 parts.append(self.item(gradients, stage.parameters_with_gradient.index(name), f"{name}_gradient_stage{index}"))
-        if parts:
-            return self._sum(parts, f"{name}_gradient")
-        fake = self.fake(name)
-        return self.call(torch.zeros, (tuple(fake.shape),), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
+        return self._sum(parts, f"{name}_gradient") if parts else self._no_gradient(name, None)
 
     def input_gradients(self) -> tuple[fx.Node | None, ...]:
         """For each differentiated model input its gradient over the batch, summed over all ranks, on every rank."""
@@ -529,15 +526,13 @@ class StageEmitter(Emitter):
             if (name, microbatch) in self._input_gradients
         }
         if not found and batch_dim is None:
-            fake = self.fake(name)
-            return self.call(torch.zeros, (self.shape(fake, None),), f"{name}_no_gradient", dtype=fake.dtype, device=self.device)
+            return self._no_gradient(name, None)
         if batch_dim is None:
             return self.call(total, (list(found.values()),), f"{name}_gradient_here")
         parts = [found[number] if number in found else self._no_gradient(name, number) for number in range(self.n_microbatches)]
         return self.call(concatenate, (parts, batch_dim), f"{name}_gradient_here")
 
-    def _no_gradient(self, name: str, microbatch: int) -> fx.Node:
-        """Zeros for the rows of a microbatch that another rank computes."""
-        fake = self.fake(name)
-        keywords = {"dtype": fake.dtype, "device": self.device}
-        return self.call(torch.zeros, (self.shape(fake, microbatch),), f"{name}_no_gradient_mb{microbatch}", **keywords)
+    def _no_gradient(self, name: str, microbatch: int | None) -> fx.Node:
+        """Zeros: for the rows of a microbatch that another rank computes, or (None) for a whole value that gets no gradient here."""
+        fake, label = self.fake(name), f"{name}_no_gradient" if microbatch is None else f"{name}_no_gradient_mb{microbatch}"
+        return self.call(torch.zeros, (self.shape(fake, microbatch),), label, dtype=fake.dtype, device=self.device)

@@ -25,14 +25,22 @@ import torch
 from torch import fx
 
 from passes.autograd.staged_model import LoweredStages, reached_gradients
-from passes.emit.communication_plan import Item, Message, Script, number_messages, step_scripts, sweep_scripts
+from passes.emit.communication_plan import (
+    Item,
+    Message,
+    Script,
+    differentiated_outputs,
+    number_messages,
+    step_scripts,
+    sweep_scripts,
+)
 from passes.emit.program_builder import StageEmitter
 from passes.ir.comm.microbatch import concatenate, microbatch_weights, split_batch, split_target, total, weighted_total
 from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import LossCall, Program, ProgramKind
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["LossForm", "LossReduction", "differentiated_outputs", "emit_backward", "emit_forward", "emit_train_step"]
+__all__ = ["LossForm", "LossReduction", "emit_backward", "emit_forward", "emit_train_step"]
 
 LossReduction = Literal["mean", "sum", "batch"]
 """What a loss is over the rows of a batch: their mean, their sum, or a function of all of them at once."""
@@ -145,15 +153,6 @@ def emit_backward(
     return tuple(programs)
 
 
-def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
-    """The results whose gradients the backward takes, in order."""
-    assert lowered.differentiation is not None
-    wanted = lowered.differentiation.outputs
-    return tuple(
-        name for name in lowered.returned if name in wanted and name in lowered.training[lowered.producer(name)].outputs_with_gradient
-    )
-
-
 def _program(kind: ProgramKind, lowered: LoweredStages, rank: int, module: fx.GraphModule) -> Program:
     return Program(kind, rank, module, tuple(stage.index for stage in lowered.stages_of(rank)))
 
@@ -171,19 +170,13 @@ def _is_last_forward(lowered: LoweredStages, action: Action) -> bool:
 
 def _send_all(emitter: StageEmitter, item: Item) -> None:
     for message in item.sends:
-        if message.kind == "activation":
-            emitter.send(message, emitter.values[message.value, _microbatch(message)])
-        elif message.kind == "gradient":
-            emitter.send(message, emitter.value_gradients[message.value, _microbatch(message), message.consumer])
-        elif message.microbatch is None:
-            emitter.send(message, emitter.values[message.value, None])
+        if message.kind == "gradient":
+            assert message.microbatch is not None
+            emitter.send(message, emitter.value_gradients[message.value, message.microbatch, message.consumer])
+        elif message.kind == "activation" or message.microbatch is None:
+            emitter.send(message, emitter.values[message.value, message.microbatch])
         else:
             emitter.send(message, emitter.value(message.value, message.microbatch))
-
-
-def _microbatch(message: Message) -> int:
-    assert message.microbatch is not None
-    return message.microbatch
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------------------
@@ -230,8 +223,8 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
     lowered = emitter.lowered
     values = [_over_batch(emitter, name) for name in lowered.returned]
     rows = emitter.batch
-    if _row_parts(lowered) > 1:
-        rows = emitter.call(operator.mul, (emitter.batch, _row_parts(lowered)), "rows_of_all_ranks")
+    if of_ranks := _of_ranks(lowered):
+        rows = emitter.call(operator.mul, (emitter.batch, *of_ranks), "rows_of_all_ranks")
     arguments = (values, emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
     call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
     loss = emitter.item(call, 0, "loss_of_batch")
@@ -243,10 +236,10 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
         _cut_gradient(emitter, name, emitter.item(call, 1 + position, f"{name}_gradient_of_loss"))
 
 
-def _row_parts(lowered: LoweredStages) -> int:
-    """How many ranks cut the batch whose rows a result has all, rank after rank."""
+def _of_ranks(lowered: LoweredStages) -> tuple[int, ...]:
+    """How many ranks cut the batch whose rows a result has all, rank after rank; empty where none do."""
     part = lowered.graph.part
-    return part.n_row_parts if part.results == "whole" else 1
+    return (part.n_row_parts,) if part.results == "whole" and part.n_row_parts > 1 else ()
 
 
 def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.Node:
@@ -290,8 +283,7 @@ def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
     if len(parts) == 1 or output.combine == "same":
         return parts[0]
     if output.combine == "concatenate":
-        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
-        return emitter.call(concatenate, (parts, output.batch_dim, *of_ranks), f"{name}_batch")
+        return emitter.call(concatenate, (parts, output.batch_dim, *_of_ranks(emitter.lowered)), f"{name}_batch")
     if output.combine == "mean":
         return emitter.call(weighted_total, (parts, _mean_weights(emitter)), f"{name}_batch")
     assert output.combine == "sum", "a result that mixes the batch has one microbatch"
@@ -330,8 +322,8 @@ def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
     parts = None
     if output.combine == "concatenate" and emitter.n_microbatches > 1:
-        of_ranks = (_row_parts(emitter.lowered),) if _row_parts(emitter.lowered) > 1 else ()
-        parts = emitter.call(split_batch, (gradient, emitter.sizes(), output.batch_dim, *of_ranks), f"{name}_gradient_parts")
+        arguments = (gradient, emitter.sizes(), output.batch_dim, *_of_ranks(emitter.lowered))
+        parts = emitter.call(split_batch, arguments, f"{name}_gradient_parts")
     for microbatch in emitter.collected:
         label = f"{name}_gradient_of_loss_mb{microbatch}"
         part = gradient if parts is None else emitter.item(parts, microbatch, label)
