@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ class _Axis:
         self.size = size
         self.parent: _Axis | None = None
         self.parts: tuple[_Axis, ...] = ()
-        self.roles: dict[str, int] = {}
+        self.roles: Counter[str] = Counter()
 
 
 def _root(axis: _Axis) -> _Axis:
@@ -130,7 +131,7 @@ def _split(axis: _Axis, outer: Size, inner: Size) -> None:
     """Split a leaf into an outer and an inner part."""
     axis.parts = (_Axis(outer), _Axis(inner))
     for part in axis.parts:
-        part.roles = dict(axis.roles)
+        part.roles = Counter(axis.roles)
 
 
 def _unify(left: Sequence[_Axis], right: Sequence[_Axis]) -> None:
@@ -158,8 +159,7 @@ def _unify(left: Sequence[_Axis], right: Sequence[_Axis]) -> None:
 
 def _join(first: _Axis, second: _Axis) -> None:
     second.parent = first
-    for name, count in second.roles.items():
-        first.roles[name] = first.roles.get(name, 0) + count
+    first.roles.update(second.roles)
 
 
 def find_axes(graph: fx.Graph) -> Axes:
@@ -193,8 +193,7 @@ def find_axes(graph: fx.Graph) -> Axes:
                 continue
             slid = _single(tensors[tensor_operands(node)[window.operand]])[window.dimension] if window.part is None else [axes[window.part]]
             (outermost, *_) = _leaves(slid)
-            role = found.factors[window.factor].name
-            outermost.roles[role] = outermost.roles.get(role, 0) + 1
+            outermost.roles[found.factors[window.factor].name] += 1
         tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, found.results, strict=True)]
         loops[node.name], factors[node.name] = found, axes
     return _numbered(tensors, loops, factors, unruled)

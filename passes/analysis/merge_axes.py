@@ -12,6 +12,7 @@ cut and each rank takes the keys and values that it needs.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 from passes.analysis.axes import Axes, TensorAxes, find_axes
@@ -59,9 +60,7 @@ def _merged(axes: Axes, pair: tuple[int, int]) -> Axes:
     outer, inner = (axes.sizes[axis] for axis in pair)
     assert isinstance(outer, int)
     assert isinstance(inner, int)
-    roles = dict(axes.roles[pair[0]])
-    for role, times in axes.roles[pair[1]].items():
-        roles[role] = roles.get(role, 0) + times
+    roles = Counter(axes.roles[pair[0]]) + Counter(axes.roles[pair[1]])
 
     def dimension(each: tuple[int, ...]) -> tuple[int, ...]:
         found: list[int] = []

@@ -183,8 +183,10 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The options of a union, those of unions in it too, None last."""
-    found = [each for option in typing.get_args(annotation) for each in (_options(option) if _is_union(option) else [option])]
+    """The options of a union, those of unions in it too, None last; any other annotation is its only option."""
+    if not _is_union(annotation):
+        return [annotation]
+    found = [each for option in typing.get_args(annotation) for each in _options(option)]
     return sorted(found, key=lambda option: option is type(None))
 
 
@@ -326,8 +328,7 @@ def _mismatch(value: Any, annotation: Any, path: str, plain: bool, example: str)
 
 def _hint(value: Any, annotation: Any, path: str, plain: bool) -> str | None:
     """What the caller may have meant."""
-    options = _options(annotation) if _is_union(annotation) else [annotation]
-    for option in options:
+    for option in _options(annotation):
         origin, arguments = typing.get_origin(option) or option, typing.get_args(option)
         if isinstance(value, type) and (_is_protocol(origin) or (isinstance(origin, type) and issubclass(value, origin))):
             return f"pass an object of the class: {path}={value.__name__}(...)"
@@ -342,9 +343,7 @@ def _hint(value: Any, annotation: Any, path: str, plain: bool) -> str | None:
 
 
 def _is_item(value: Any, annotation: Any, plain: bool) -> bool:
-    return annotation is not Any and any(
-        _is_kind(value, option, plain) for option in (_options(annotation) if _is_union(annotation) else [annotation])
-    )
+    return annotation is not Any and any(_is_kind(value, option, plain) for option in _options(annotation))
 
 
 # -- arguments of calls, fields of dataclasses -------------------------------------------------------------------------------------

@@ -135,19 +135,9 @@ def _part(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], own
     return _resized(x, dim, own if sizes else x.shape[dim] // count)
 
 
-def _exchanged(
-    x: Tensor,
-    split_dim: int,
-    concat_dim: int,
-    over: str,
-    count: int,
-    split_sizes: Sequence[Any],
-    split_own: Any,
-    concat_sizes: Sequence[Any],
-    concat_own: Any,
-) -> Tensor:
-    part = _part(x, split_dim, over, count, split_sizes, split_own)
-    return _whole(part, concat_dim, over, count, concat_sizes, concat_own)
+def _exchanged(x: Tensor, split_dim: int, concat_dim: int, over: str, count: int, *sizes: Any) -> Tensor:
+    part = _part(x, split_dim, over, count, *sizes[:2])
+    return _whole(part, concat_dim, over, count, *sizes[2:])
 
 
 def _dense(x: Tensor, *_rest: object) -> Tensor:
@@ -158,11 +148,13 @@ def _alike(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty_strided(x.shape, x.stride())
 
 
-def _halo(x: Tensor, dim: int, _over: str, _owned: Sequence[int], _wanted: str, _own: int, size: int, _fill: float) -> Tensor:
+def _read(x: Tensor, dim: int, *rest: Any) -> Tensor:
+    *_, size, _ = rest
     return _resized(x, dim, size)
 
 
-def _home(x: Tensor, dim: int, _over: str, _owned: Sequence[int], _wanted: str, own: int, _size: int, _fill: float) -> Tensor:
+def _own(x: Tensor, dim: int, *rest: Any) -> Tensor:
+    *_, own, _, _ = rest
     return _resized(x, dim, own)
 
 
@@ -175,10 +167,10 @@ _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     take: _part,
     reduce_scatter: _part,
     exchange: _exchanged,
-    halo_exchange: _halo,
-    halo_add: _home,
-    take_runs: lambda x, dim, _over, _wanted, _own, size, _fill: _resized(x, dim, size),
-    put_runs: lambda x, dim, _over, _wanted, own, _size, _fill: _resized(x, dim, own),
+    halo_exchange: _read,
+    halo_add: _own,
+    take_runs: _read,
+    put_runs: _own,
 }
 
 
@@ -186,18 +178,8 @@ def _identity(grad: Tensor, *_rest: object) -> Tensor:
     return grad
 
 
-def _exchange_back(
-    grad: Tensor,
-    split_dim: int,
-    concat_dim: int,
-    over: str,
-    count: int,
-    split_sizes: Any,
-    split_own: Any,
-    concat_sizes: Any,
-    concat_own: Any,
-) -> Tensor:
-    back: Tensor = exchange(grad, concat_dim, split_dim, over, count, concat_sizes, concat_own, split_sizes, split_own)
+def _exchange_back(grad: Tensor, split_dim: int, concat_dim: int, over: str, count: int, *sizes: Any) -> Tensor:
+    back: Tensor = exchange(grad, concat_dim, split_dim, over, count, *sizes[2:], *sizes[:2])
     return back
 
 
