@@ -7,17 +7,18 @@ nodes             y = f(x)                   forward: all in front of the first 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from passes.analysis.axes import is_item
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import aliasing, mutated_arguments
+from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import bound_arguments, draws
 from passes.ir.comm.functional import COLLECTIVES, all_gather, replicate, take, vary
 
-__all__ = ["JointNodes", "computed_by", "is_item"]
+__all__ = ["JointNodes", "computed_by"]
 
 GATHERED_AGAIN = ("fsdp",)
 """Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
@@ -74,16 +75,13 @@ class JointNodes:
             stop: whether a value is there already.
             in_backward: whether the backward runs them, which has some values of the forward from nodes of its own.
         """
-        found: set[fx.Node] = set()
-        stack = [node for node in results if not stop(node)]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                sources = (*node.all_input_nodes, *self.earlier_writers(node))
-                read = (self.again.get(source, source) for source in sources) if in_backward else sources
-                stack += [source for source in read if not stop(source)]
-        return found
+
+        def sources(node: fx.Node) -> list[fx.Node]:
+            read = (*node.all_input_nodes, *self.earlier_writers(node))
+            present = (self.again.get(source, source) for source in read) if in_backward else read
+            return [source for source in present if not stop(source)]
+
+        return with_ancestors((node for node in results if not stop(node)), sources)
 
     def read_in_backward(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """What nodes read where the backward runs them."""
@@ -137,10 +135,8 @@ class JointNodes:
 
 def _first_backward(nodes: Sequence[fx.Node], gradients: set[fx.Node]) -> int:
     """Position of the first node that depends on a gradient: autograd runs nothing of the backward before it."""
-    for index, node in enumerate(nodes):
-        if node.op == "call_function" and any(source in gradients for source in node.all_input_nodes):
-            return index
-    return len(nodes)
+    backward = (index for index, node in enumerate(nodes) if node.op == "call_function" and not gradients.isdisjoint(node.all_input_nodes))
+    return next(backward, len(nodes))
 
 
 def _is_gathered_again(node: fx.Node) -> bool:
@@ -152,8 +148,3 @@ def computed_by(node: fx.Node) -> fx.Node:
     source = node.args[0] if is_item(node) else node
     assert isinstance(source, fx.Node)
     return source
-
-
-def is_item(node: fx.Node) -> bool:
-    """Whether a node takes a tuple apart."""
-    return node.target is operator.getitem

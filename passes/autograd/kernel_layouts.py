@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.schemas import bound_arguments, call_with
+from passes.normalize.randomness.kernel_order import suggested_format
 
 __all__ = ["LAYOUT_SENSITIVE", "request_layouts"]
 
@@ -63,13 +64,11 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 
 def _in_format(graph: fx.Graph, source: fx.Node, reader: fx.Node) -> fx.Node:
-    value = source.meta["val"]
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
-    is_channels_last = channels_last is not None and not value.is_contiguous() and value.is_contiguous(memory_format=channels_last)
+    memory_format = suggested_format(source.meta["val"])
     with graph.inserting_before(reader):
-        if is_channels_last:
-            made = graph.call_function(aten.clone.default, (source,), {"memory_format": channels_last})
-        else:
+        if memory_format is torch.contiguous_format:
             made = graph.call_function(aten.contiguous.default, (source,))
-    made.meta = {**reader.meta, "val": value}
+        else:
+            made = graph.call_function(aten.clone.default, (source,), {"memory_format": memory_format})
+    made.meta = {**reader.meta, "val": source.meta["val"]}
     return made

@@ -12,17 +12,19 @@ What the forward saves is the policy of ``recompute`` (``passes.autograd.recompu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from passes.autograd.joint_graph import computed_by, is_item
+from passes.analysis.axes import is_item
+from passes.autograd.joint_graph import computed_by
 from passes.autograd.recompute import Recompute, kept_values
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import verify_writes
+from passes.graph.dependencies import with_ancestors
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import draws
 from passes.ir.comm.functional import AGAIN
@@ -85,13 +87,13 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
     first = cut.with_items(cut.with_overwritten_readers(cut.backward_nodes(of_arguments, set()), whole), whole)
     second = whole - first
     kept = cut.read_by(second, of_parameters)
-    owned = cut.owned(of_parameters, of_arguments)
+    shared = cut.shared(of_parameters, of_arguments)
     weight_bound = cut.bound_read_by(second, of_parameters)
     return DifferentiatedStage(
         forward=cut.graph(cut.nodes.inputs, cut.forward_body([*joint.outputs, *saved]), joint.outputs, saved, f"{label}Forward"),
-        backward=cut.graph(given, whole, of_arguments, owned, f"{label}Backward"),
+        backward=cut.graph(given, whole, of_arguments, of_parameters, f"{label}Backward", shared),
         backward_input=cut.graph(given, first, of_arguments, kept, f"{label}BackwardInput"),
-        backward_weight=cut.graph([*weight_bound, *kept], second, (), owned, f"{label}BackwardWeight"),
+        backward_weight=cut.graph([*weight_bound, *kept], second, (), of_parameters, f"{label}BackwardWeight", shared),
         backward_bound=tuple(node.name for node in bound),
         weight_bound=tuple(node.name for node in weight_bound),
         outputs_with_gradient=joint.outputs_with_gradient,
@@ -99,7 +101,7 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
         parameters_with_gradient=parameters,
         saved_values=tuple(node.meta["val"] for node in saved),
         dependence=_dependence(joint),
-        received=tuple(index for index, result in enumerate(owned) if cut.is_received(result.node) and not result.shared),
+        received=tuple(index for index, node in enumerate(of_parameters) if cut.is_received(node) and node not in shared),
     )
 
 
@@ -162,9 +164,9 @@ class _Cut:
         read = {source for node in nodes for source in node.all_input_nodes} | set(results)
         return [node for node in self.nodes.inputs if node in self.nodes.bound and node in read]
 
-    def owned(self, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[_Result]:
-        """The gradients, those marked that share memory with another value: what is added up, and ``.grad``, is nobody else's memory."""
-        return [_Result(node, self._shares_memory(node, gradients, others) or _overlaps(node)) for node in gradients]
+    def shared(self, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> set[fx.Node]:
+        """The gradients that share memory with another value: what is added up, and ``.grad``, is nobody else's memory."""
+        return {node for node in gradients if self._shares_memory(node, gradients, others) or _overlaps(node)}
 
     def _shares_memory(self, gradient: fx.Node, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
         elsewhere = [*(node for node in gradients if node is not gradient), *others, *self.nodes.inputs, *self.nodes.tangents]
@@ -182,10 +184,11 @@ class _Cut:
         inputs: Sequence[fx.Node],
         body: set[fx.Node],
         values: Sequence[fx.Node],
-        group: Sequence[fx.Node | _Result],
+        group: Sequence[fx.Node],
         name: str,
+        shared: Collection[fx.Node] = (),
     ) -> fx.GraphModule:
-        """The graph from the inputs through the body. Output: the values, then the group as one tuple."""
+        """The graph from the inputs through the body. Output: the values, then the group as one tuple, copies of those that are shared."""
         target = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
@@ -197,10 +200,9 @@ class _Cut:
             if again is self.nodes.again and node in self.nodes.forward:
                 copies[node].meta[AGAIN] = True
         collected = []
-        for result in group:
-            source = result.node if isinstance(result, _Result) else result
+        for source in group:
             copied = copies[source]
-            if isinstance(result, _Result) and result.shared:
+            if source in shared:
                 copied = target.call_function(aten.clone.default, (copied,))
                 copied.meta = dict(source.meta)
             collected.append(copied)
@@ -227,22 +229,12 @@ class _Cut:
 
     def _place(self, node: fx.Node, body: set[fx.Node], placed: dict[fx.Node, None]) -> None:
         """Place a node behind what it reads, in the order of the joint graph."""
-        missing: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if current in body and current not in placed and current not in missing:
-                missing.add(current)
-                stack += self.nodes.read_in_backward([current])
+
+        def unplaced(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            return [each for each in nodes if each in body and each not in placed]
+
+        missing = with_ancestors(unplaced([node]), lambda reader: unplaced(self.nodes.read_in_backward([reader])))
         placed.update(dict.fromkeys(sorted(missing, key=self.nodes.position.__getitem__)))
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A gradient that leaves the graph, and whether it needs a copy to own its memory."""
-
-    node: fx.Node
-    shared: bool
 
 
 def _overlaps(node: fx.Node) -> bool:

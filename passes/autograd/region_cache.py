@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.autograd.regions import Region, RegionStep, regions_of
+from passes.autograd.regions import Region, RegionStep, region_module, regions_of
 from passes.autograd.trace_joint import Joint, differentiate_from
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.stages.split import StageGraph
@@ -68,9 +67,10 @@ class RegionTemplates:
         """
         form = self._form(stage, region, examples, differentiable)
         if form not in self._known:
-            module = self._module(stage, region)
+            inputs = self.inputs(stage, region)
+            module = region_module(inputs, region)
             with fake_mode(stage.module.graph), torch.enable_grad():
-                given = [_fresh(examples[node], node in differentiable) for node in self.inputs(stage, region)]
+                given = [_fresh(examples[node], node in differentiable) for node in inputs]
                 self._known[form] = list(fx.Interpreter(module).run(*given))
         found: list[Tensor] = self._known[form]
         return found
@@ -99,7 +99,7 @@ class RegionTemplates:
             n_bound = sum(_is_bound(stage, node) for node in inputs)
             alone = StageGraph(
                 index=stage.index,
-                module=self._module(stage, region),
+                module=region_module(inputs, region),
                 parameters=tuple(names[:n_bound]),
                 buffers=(),
                 constants=(),
@@ -124,18 +124,6 @@ class RegionTemplates:
             self._known[form] = RegionTemplate(joint, region, sources)
         found: RegionTemplate = self._known[form]
         return found
-
-    def _module(self, stage: StageGraph, region: Region) -> fx.GraphModule:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs(stage, region):
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = {"val": node.meta["val"]}
-        for node in region.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in region.outputs))
-        graph.lint()
-        return LazyGraphModule({}, graph, class_name="Region")
 
     def _form(self, stage: StageGraph, region: Region, examples: Mapping[fx.Node, Any], differentiable: Collection[fx.Node]) -> Hashable:
         inputs = self.inputs(stage, region)

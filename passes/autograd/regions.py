@@ -10,7 +10,7 @@ Any cut is right; one at repeating blocks makes many regions alike. What only co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.dependencies import boundary
+from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.repeated_subgraphs import longest_run, signatures
 
-__all__ = ["Region", "RegionStep", "regions_of"]
+__all__ = ["Region", "RegionStep", "region_module", "regions_of"]
 
 aten = torch.ops.aten
 
@@ -104,3 +105,23 @@ def _writes_across(regions: Sequence[Region]) -> bool:
             readers.setdefault(source, set()).add(index)
     written = {write.args[0] for region in regions for write in region.nodes if write.target is aten.copy_.default}
     return any(len(readers.get(place, ())) > 1 for place in written if isinstance(place, fx.Node))
+
+
+def region_module(inputs: Sequence[fx.Node], region: Region, without: Collection[str] = ()) -> fx.GraphModule:
+    """Return a region as a graph of its own, whose output is the tuple of its outputs.
+
+    Args:
+        inputs: those of the region, in the order of the placeholders.
+        without: keys of ``meta`` that copies do not have.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in region.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in without}
+    graph.output(tuple(copies[node] for node in region.outputs))
+    graph.lint()
+    return LazyGraphModule({}, graph, class_name="Region")

@@ -34,7 +34,7 @@ from passes.graph.symbolic_sizes import emit_size
 from passes.stages.split import StageGraph
 from passes.tiling.backward_builder import GradientWriter, write_out
 from passes.tiling.region_cache import Template, Templates
-from passes.tiling.steps import Piece, Put, Region, Step, steps_of
+from passes.tiling.steps import Piece, Put, Step, TiledRegion, steps_of
 
 __all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
 
@@ -53,7 +53,7 @@ class _Flow:
 
     steps: tuple[Step, ...]
     requiring: frozenset[fx.Node]
-    templates: Mapping[Region, Template]
+    templates: Mapping[TiledRegion, Template]
     outputs: tuple[fx.Node, ...]
     dependence: Mapping[fx.Node, frozenset[str]]
 
@@ -88,7 +88,7 @@ def _placeholders(stage: StageGraph, names: Collection[str]) -> frozenset[fx.Nod
 def _requiring(steps: Sequence[Step], templates: Templates, differentiable: frozenset[fx.Node]) -> frozenset[fx.Node]:
     found = set(differentiable)
     for step in steps:
-        if isinstance(step, Region):
+        if isinstance(step, TiledRegion):
             tracked = templates.requiring(step, found)
             found.update(node for node, is_tracked in zip(step.outputs, tracked, strict=True) if is_tracked)
         elif isinstance(step, Put):
@@ -102,9 +102,9 @@ def _flow(steps: Sequence[Step], templates: Templates, differentiable: frozenset
     """Follow gradients from the outputs back to the wanted placeholders."""
     requiring = _requiring(steps, templates, differentiable)
     dependence: dict[fx.Node, frozenset[str]] = {node: frozenset({node.name}) for node in outputs if node in requiring}
-    found: dict[Region, Template] = {}
+    found: dict[TiledRegion, Template] = {}
     for step in reversed(steps):
-        if isinstance(step, Region):
+        if isinstance(step, TiledRegion):
             given = [node for node in step.outputs if node in dependence]
             if not given:
                 continue
@@ -134,7 +134,7 @@ class _Writer:
         self.stage, self.templates, self.flow = stage, templates, flow
         self.forward = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
-        self.results: dict[Region, list[fx.Node]] = {}
+        self.results: dict[TiledRegion, list[fx.Node]] = {}
         self.pieces = {step.node: step for step in flow.steps if isinstance(step, Piece)}
 
     def run(self) -> DifferentiatedStage:
@@ -176,7 +176,7 @@ class _Writer:
     # -- forward -------------------------------------------------------------------------------------------------------------------
 
     def _compute(self, step: Step) -> None:
-        if isinstance(step, Region) and step in self.flow.templates:
+        if isinstance(step, TiledRegion) and step in self.flow.templates:
             template = self.flow.templates[step]
             given = [self.values[node] for node in self.templates.inputs(step)]
             found = write_out(self.forward, template.training.forward.graph, given, step.tile)
@@ -184,7 +184,7 @@ class _Writer:
             self.values.update(zip(step.outputs, found[:count], strict=True))
             self.results[step] = found[count:]
             return
-        for node in step.nodes if isinstance(step, Region) else (step.node,):
+        for node in step.nodes if isinstance(step, TiledRegion) else (step.node,):
             self.values[node] = self.forward.node_copy(node, self.values.__getitem__)
 
     def _kept(self, bound: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -193,7 +193,7 @@ class _Writer:
         saved: dict[fx.Node, None] = {self.values[self.batch]: None} if self.batch is not None else {}
         places = {new: old for old, new in self.values.items()}
         for step in reversed(self.flow.steps):
-            if not isinstance(step, Region) or step not in self.flow.templates:
+            if not isinstance(step, TiledRegion) or step not in self.flow.templates:
                 continue
             inputs = self.templates.inputs(step)
             of_template = self.flow.templates[step].training.backward_bound
@@ -277,7 +277,7 @@ class _Backward:
 
     def _differentiate(self, step: Step) -> None:
         """Write the backward of one step: a region's template; a slice adds to its source; a tile's write gives the tile its gradient."""
-        if isinstance(step, Region):
+        if isinstance(step, TiledRegion):
             if step in self.flow.templates:
                 self._region(step, self.flow.templates[step])
             return
@@ -288,7 +288,7 @@ class _Backward:
             if whole in self.write.gradients:
                 self.write.add(step.tile, self.write.part(self.write.gradients[whole], slices, f"{step.tile.name}_gradient"))
 
-    def _region(self, region: Region, template: Template) -> None:
+    def _region(self, region: TiledRegion, template: Template) -> None:
         training, stage = template.training, template.stage
         if training.backward is None:
             return

@@ -9,6 +9,7 @@ From the mean ``m`` and variance ``v`` of each tile, and its fraction ``w`` of a
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -40,12 +41,8 @@ def tile_statistics(write: TileWriter, node: fx.Node, x: fx.Node, label: str) ->
     dims = [0] if packet(node.target) is aten.batch_norm else []
     dims += range(2, grouped.meta["val"].dim())
     both = write.emit(aten.var_mean.correction, (grouped, dims), f"{node.name}_statistics_{label}", node, correction=0, keepdim=True)
-    variance, mean = (_item(write, both, index, node) for index in (0, 1))
+    variance, mean = (write.emit(operator.getitem, (both, index), f"{both.name}_{index}", node) for index in (0, 1))
     return mean, variance
-
-
-def _item(write: TileWriter, both: fx.Node, index: int, like: fx.Node) -> fx.Node:
-    return write.emit(operator.getitem, (both, index), f"{both.name}_{index}", like)
 
 
 def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[float, Statistics]]) -> Scaling:
@@ -58,12 +55,13 @@ def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[flo
     def emit(function: Any, *args: Any) -> fx.Node:
         return write.emit(function, args, f"{node.name}_{function.__name__.partition('.')[0]}", node)
 
-    mean = _total(emit, [emit(aten.mul.Tensor, each, share) for share, (each, _) in tiles])
+    add = functools.partial(emit, aten.add.Tensor)
+    mean = functools.reduce(add, [emit(aten.mul.Tensor, each, share) for share, (each, _) in tiles])
     spreads = []
     for share, (each, variance) in tiles:
         distance = emit(aten.sub.Tensor, each, mean)
         spreads.append(emit(aten.mul.Tensor, emit(aten.add.Tensor, variance, emit(aten.mul.Tensor, distance, distance)), share))
-    variance = _total(emit, spreads)
+    variance = functools.reduce(add, spreads)
     if packet(node.target) is aten.batch_norm and bound_arguments(node)["running_mean"] is not None:
         _store(write, node, mean, variance, emit)
     return _scaling(write, node, mean, variance, emit)
@@ -88,13 +86,6 @@ def _store(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, e
         flat = emit(aten.detach.default, emit(aten.reshape.default, new, [-1]))
         kept = emit(aten.mul.Tensor, stored, 1.0 - momentum)
         emit(aten.copy_.default, stored, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, flat, momentum)))
-
-
-def _total(emit: Emit, parts: Sequence[fx.Node]) -> fx.Node:
-    total = parts[0]
-    for part in parts[1:]:
-        total = emit(aten.add.Tensor, total, part)
-    return total
 
 
 def _scaling(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> Scaling:

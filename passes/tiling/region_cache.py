@@ -17,14 +17,14 @@ from torch import Tensor, fx
 
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.recompute import Recompute
+from passes.autograd.regions import region_module
 from passes.autograd.trace_joint import contiguous_like, differentiate
 from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.stages.split import StageGraph
-from passes.tiling.steps import TEMPLATES, TILE, Region
+from passes.tiling.steps import TEMPLATES, TILE, TiledRegion
 
 __all__ = ["Template", "Templates"]
 
@@ -58,14 +58,14 @@ class Templates:
         }
         self._known: dict[Hashable, Any] = stage.module.meta.setdefault(TEMPLATES, {})
 
-    def inputs(self, region: Region) -> list[fx.Node]:
+    def inputs(self, region: TiledRegion) -> list[fx.Node]:
         """The inputs of a region in the order of a stage: parameters, buffers and constants, the rest."""
         return sorted(region.inputs, key=self._kind)
 
     def _kind(self, node: fx.Node) -> int:
         return self._kinds.get(node.name, 2) if node.op == "placeholder" else 2
 
-    def requiring(self, region: Region, differentiable: Collection[fx.Node]) -> tuple[bool, ...]:
+    def requiring(self, region: TiledRegion, differentiable: Collection[fx.Node]) -> tuple[bool, ...]:
         """Which outputs autograd would track.
 
         Args:
@@ -73,10 +73,11 @@ class Templates:
         """
         form = self._form(region, differentiable, ())
         if form not in self._known:
-            module = self._module(region)
+            inputs = self.inputs(region)
+            module = region_module(inputs, region, without=(OWN_MEMORY, TILE))
             with fake_mode(self._stage.module.graph), torch.enable_grad():
                 given = []
-                for node in self.inputs(region):
+                for node in inputs:
                     value = node.meta["val"]
                     if isinstance(value, Tensor):
                         value = contiguous_like(value, self._stage.device)
@@ -87,7 +88,7 @@ class Templates:
         found: tuple[bool, ...] = self._known[form]
         return found
 
-    def template(self, region: Region, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Template:
+    def template(self, region: TiledRegion, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Template:
         """The region's training graphs, under the names of the first region like it.
 
         Args:
@@ -101,7 +102,7 @@ class Templates:
             names = [[node.name for node in inputs if self._kind(node) == kind] for kind in range(3)]
             stage = StageGraph(
                 index=self._stage.index,
-                module=self._module(region),
+                module=region_module(inputs, region, without=(OWN_MEMORY, TILE)),
                 parameters=tuple(names[0]),
                 buffers=tuple(names[1]),
                 constants=(),
@@ -121,20 +122,7 @@ class Templates:
         found: Template = self._known[form]
         return found
 
-    def _module(self, region: Region) -> fx.GraphModule:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs(region):
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = {"val": node.meta["val"]}
-        for node in region.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {key: value for key, value in node.meta.items() if key not in (OWN_MEMORY, TILE)}
-        graph.output(tuple(copies[node] for node in region.outputs))
-        graph.lint()
-        return LazyGraphModule({}, graph, class_name="Region")
-
-    def _form(self, region: Region, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Hashable:
+    def _form(self, region: TiledRegion, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Hashable:
         inputs = self.inputs(region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
         read = tuple((self._kind(node), _described(node.meta["val"]), node in differentiable) for node in inputs)

@@ -167,8 +167,7 @@ class _Streamer:
         """Write the reduction of one tile; for a mean, weighted with the tile's fraction of the elements."""
         held: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
-            if operand not in self.writer.whole:
-                held[operand] = (self._tile(operand, need, label), need)
+            held |= self._held(operand, need, label)
         share = 1.0
         for index, read in enumerate(reads):
             interval, factor = box[index], call.factors[index]

@@ -11,16 +11,17 @@ rows = batch * 4                             Size        a number, known whereve
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import fx
 
+from passes.autograd.regions import Region
 from passes.graph.dependencies import boundary
 
-__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Region", "Size", "Step", "is_streamed", "steps_of"]
+__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Size", "Step", "TiledRegion", "is_streamed", "steps_of"]
 
 aten = torch.ops.aten
 
@@ -79,23 +80,17 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Region:
+class TiledRegion(Region):
     """Nodes that are computed together.
 
     Attributes:
         tile: which tile of which sweep; empty: computed whole.
-        nodes: in order.
-        inputs: what they read from outside, in order of first use.
-        outputs: those that are read outside.
     """
 
     tile: str
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
 
 
-Step: TypeAlias = Piece | Put | Size | Region
+Step: TypeAlias = Piece | Put | Size | TiledRegion
 """What a streamed graph is made of."""
 
 
@@ -106,10 +101,7 @@ def is_streamed(graph: fx.Graph) -> bool:
 
 def steps_of(graph: fx.Graph) -> list[Step]:
     """All steps of a graph, in an order in which they can be run."""
-    return list(_steps(graph))
-
-
-def _steps(graph: fx.Graph) -> Iterator[Step]:
+    steps: list[Step] = []
     pieces: set[fx.Node] = set()
     region: list[fx.Node] = []
     for node in graph.nodes:
@@ -117,22 +109,21 @@ def _steps(graph: fx.Graph) -> Iterator[Step]:
             continue
         tile = node.meta.get(TILE, "")
         if region and tile != region[0].meta.get(TILE, ""):
-            yield _region(region)
+            steps.append(_region(region))
             region = []
         if _is_size(node):
-            yield Size(node)
+            steps.append(Size(node))
         elif tile and _is_piece(node, pieces):
             pieces.add(node)
-            yield Piece(node)
+            steps.append(Piece(node))
         elif node.meta.get(FOR_WHOLE):
             if region:
-                yield _region(region)
+                steps.append(_region(region))
                 region = []
-            yield Put(node)
+            steps.append(Put(node))
         else:
             region.append(node)
-    if region:
-        yield _region(region)
+    return [*steps, _region(region)] if region else steps
 
 
 def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
@@ -146,5 +137,5 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
-def _region(nodes: Sequence[fx.Node]) -> Region:
-    return Region(nodes[0].meta.get(TILE, ""), tuple(nodes), *boundary(nodes))
+def _region(nodes: Sequence[fx.Node]) -> TiledRegion:
+    return TiledRegion(tuple(nodes), *boundary(nodes), nodes[0].meta.get(TILE, ""))

@@ -21,14 +21,13 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_at
 from passes.ir.torch_private import FakeTensorMode, tree_map_only
 
-__all__ = ["kernel_values", "of_numbers"]
+__all__ = ["kernel_values", "of_numbers", "suggested_format"]
 
 aten = torch.ops.aten
 
 
-def _suggested(bound: Mapping[str, Any]) -> torch.memory_format:
-    """Channels-last where the input is, else row-major: what ``Tensor::suggest_memory_format`` says."""
-    given: Tensor = bound["input"]
+def suggested_format(given: Tensor) -> torch.memory_format:
+    """Channels-last where a tensor is, else row-major: what ``Tensor::suggest_memory_format`` says."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.dim())
     if channels_last is None or given.is_contiguous() or not given.is_contiguous(memory_format=channels_last):
         return torch.contiguous_format
@@ -37,7 +36,7 @@ def _suggested(bound: Mapping[str, Any]) -> torch.memory_format:
 
 def _normalized(value: Any, bound: Mapping[str, Any]) -> Any:
     first, *others = value if isinstance(value, tuple | list) else (value,)
-    made = first.clone(memory_format=_suggested(bound))
+    made = first.clone(memory_format=suggested_format(bound["input"]))
     return (made, *others) if others else made
 
 
@@ -81,16 +80,12 @@ def kernel_values(graph: fx.Graph) -> dict[fx.Node, Any]:
             return known[node]
 
         for node in graph.nodes:
-            correct = _KERNELS.get(packet(node.target)) if _is_on_cpu(node) else None
+            correct = _KERNELS.get(packet(node.target)) if any(each.device.type == "cpu" for each in tensors_of(node)) else None
             if node.op == "call_function" and (correct is not None or any(source in found for source in node.all_input_nodes)):
                 value = _result(node, value_of, correct)
                 if _strides(value) != _strides(value_of(node)):
                     found[node] = value
     return found
-
-
-def _is_on_cpu(node: fx.Node) -> bool:
-    return any(tensor.device.type == "cpu" for tensor in tensors_of(node))
 
 
 def _result(node: fx.Node, value_of: Callable[[fx.Node], Any], correct: Callable[[Any, Mapping[str, Any]], Any] | None) -> Any:
