@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -25,20 +25,6 @@ __all__ = ["FittedSizes", "OpenSizes", "Sizes", "depends_on", "pair_nodes"]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Sizes(Protocol):
-    """Where the sizes and numbers of a graph are read."""
-
-    @property
-    def batch(self) -> sympy.Symbol:
-        """The symbol of the batch size."""
-
-    def call(self, node: fx.Node) -> Call | None:
-        """What a node calls, as sharding rules see it; None when a value in front of it is no tensor and no number of known meaning."""
-
-    def number(self, node: fx.Node) -> Any:
-        """The number that a node gives, if it follows from the batch size; else None."""
-
-
 def depends_on(batch: sympy.Symbol, value: Any) -> bool:
     """Whether a number, a size of a tensor, or one in a list depends on the batch size."""
     if isinstance(value, Operand):
@@ -50,14 +36,20 @@ def depends_on(batch: sympy.Symbol, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpenSizes:
-    """Of a graph with an open batch size."""
+    """Of a graph with an open batch size.
+
+    Attributes:
+        batch: its symbol.
+    """
 
     batch: sympy.Symbol
 
     def call(self, node: fx.Node) -> Call | None:
+        """What a node calls, as sharding rules see it; None when a value in front of it is no tensor and no number of known meaning."""
         return call_of(node)
 
     def number(self, node: fx.Node) -> Any:
+        """The number that a node gives, if it follows from the batch size; else None."""
         value = node.meta.get("val")
         if not isinstance(value, _SYMBOLIC):
             return value if isinstance(value, int | float) else None
@@ -106,6 +98,10 @@ class FittedSizes:
         if own * first == other * second:
             return sympy.nsimplify(own) * first / self.batch
         return self.batch ** sympy.Symbol("unknown", positive=True)  # neither a multiple of the batch nor a part of one
+
+
+Sizes: TypeAlias = OpenSizes | FittedSizes
+"""Where the sizes and numbers of a graph are read."""
 
 
 def pair_nodes(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:

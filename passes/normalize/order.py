@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import sympy
@@ -56,25 +56,19 @@ class ExportedGraph:
     notes: tuple[str, ...] = ()
 
 
-def _tie_parameters(exported: ExportedGraph, _: None) -> ExportedGraph:
-    tie_parameters(exported.graph, exported.tied)
-    return replace(exported)
+def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGraph, None], ExportedGraph]:
+    """Return a step that rewrites the graph in place, and finds nothing that the user should know."""
+
+    def step(exported: ExportedGraph, _: None) -> ExportedGraph:
+        rewrite(exported)
+        return replace(exported)
+
+    return step
 
 
-def _inline_vmap(exported: ExportedGraph, _: None) -> ExportedGraph:
+def _inline_vmap(exported: ExportedGraph) -> None:
     with traced_in(exported.autocast):
         inline_vmap(exported.module)
-    return replace(exported)
-
-
-def _write_casts(exported: ExportedGraph, _: None) -> ExportedGraph:
-    write_casts(exported.module, exported.autocast)
-    return replace(exported)
-
-
-def _inline(exported: ExportedGraph, _: None) -> ExportedGraph:
-    inline_subgraphs(exported.module, exported.without_gradient)
-    return replace(exported)
 
 
 def _symbolic_batch(exported: ExportedGraph, _: None) -> ExportedGraph:
@@ -96,11 +90,6 @@ def _functionalize(exported: ExportedGraph, _: None) -> ExportedGraph:
 
 def _unwritten(name: str) -> str:
     return f"the model writes into its input {name}; partitioned, it leaves the caller's tensor as it is"
-
-
-def _remove_noise(exported: ExportedGraph, _: None) -> ExportedGraph:
-    remove_noise(exported.graph, exported.without_gradient)
-    return replace(exported)
 
 
 def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
@@ -128,13 +117,13 @@ FUNCTIONAL = ("functionalize", "remove_noise", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
 NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
-    Phase("tie_parameters", _tie_parameters),
-    Phase("inline_vmap", _inline_vmap),
-    Phase("write_casts", _write_casts),
-    Phase("inline", _inline),
+    Phase("tie_parameters", _rewriting(lambda exported: tie_parameters(exported.graph, exported.tied))),
+    Phase("inline_vmap", _rewriting(_inline_vmap)),
+    Phase("write_casts", _rewriting(lambda exported: write_casts(exported.module, exported.autocast))),
+    Phase("inline", _rewriting(lambda exported: inline_subgraphs(exported.module, exported.without_gradient))),
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
-    Phase("remove_noise", _remove_noise),
+    Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.graph import ModelGraph
-from passes.stages.split import stage_of_nodes
+from passes.stages.split import is_read_later, stage_of_nodes
 
 __all__ = ["is_whole", "mark_boundaries", "stage_within"]
 
@@ -59,7 +59,7 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
     for node in graph.graph.nodes:
         here = stages.get(node.name, stage)
         if here > stage or node.op == "output":
-            _add_aliases(target, [each for each in within if _is_read_later(each, stages, stage, last)], copies)
+            _add_aliases(target, [each for each in within if is_read_later(each, stages, stage, output=last)], copies)
             within.clear()
             stage = here
         copies[node] = target.node_copy(node, copies.__getitem__)
@@ -73,20 +73,6 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
     names = {node.name: copy.name for node, copy in copies.items()}
     outputs = tuple(dataclasses.replace(each, node=None if each.node is None else names[each.node]) for each in graph.outputs)
     return dataclasses.replace(graph, module=LazyGraphModule({}, target, class_name="Model"), outputs=outputs)
-
-
-def _is_read_later(node: fx.Node, stages: dict[str, int], stage: int, last: int) -> bool:
-    """Return whether a stage after ``stage`` reads a value, directly or through replicable nodes; the last stage reads all results."""
-    for user in node.users:
-        if user.op == "output":
-            found = stage < last
-        elif user.name in stages:
-            found = stages[user.name] > stage
-        else:
-            found = _is_read_later(user, stages, stage, last)
-        if found:
-            return True
-    return False
 
 
 def _add_aliases(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:

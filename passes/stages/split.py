@@ -17,7 +17,7 @@ last stage's rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +30,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 
-__all__ = ["StageGraph", "split_stages", "stage_of_nodes"]
+__all__ = ["StageGraph", "is_read_later", "split_stages", "stage_of_nodes"]
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ def _stage_graph(
         device=device,
     )
     module = _copy(graph, memory, stage, needed, device, anew)
-    return StageGraph(**{**vars(stage), "module": module})
+    return replace(stage, module=module)
 
 
 def _outputs(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: bool) -> tuple[str, ...]:
@@ -164,24 +164,22 @@ def _outputs(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: 
     outputs = []
     for node in graph.graph.nodes:
         if node.name in stages:
-            read_later = any(stages.get(user.name, index) > index for user in node.users)
-            read_later |= any(user.name not in stages and user.op != "output" for user in node.users) and _read_later(node, stages, index)
-            if stages[node.name] == index and (read_later or node.name in returned):
-                outputs.append(node.name)
-        elif is_last and node.name in returned:
-            outputs.append(node.name)
+            leaves = stages[node.name] == index and (node.name in returned or is_read_later(node, stages, index, output=index))
+        else:
+            leaves = is_last and node.name in returned
+        outputs += [node.name] if leaves else []
     return tuple(outputs)
 
 
-def _read_later(node: fx.Node, stages: Mapping[str, int], index: int) -> bool:
-    """Whether a later stage reads the node through replicable nodes (which are computed where they are read)."""
+def is_read_later(node: fx.Node, stages: Mapping[str, int], stage: int, *, output: int) -> bool:
+    """Return whether a stage after ``stage`` reads a value, directly or through replicable nodes (which are computed where they are read).
+
+    Args:
+        output: the stage that what the model returns is read by.
+    """
     for user in node.users:
-        if user.op == "output":
-            continue
-        if user.name in stages:
-            if stages[user.name] > index:
-                return True
-        elif _read_later(user, stages, index):
+        reader = output if user.op == "output" else stages.get(user.name)
+        if is_read_later(user, stages, stage, output=output) if reader is None else reader > stage:
             return True
     return False
 

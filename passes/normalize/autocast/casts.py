@@ -16,7 +16,6 @@ import contextlib
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def _region(call: fx.Node) -> Autocast | None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records which tensors are cast, and to what.
+    """Records which tensors one run of an operation casts, and to what.
 
     Args:
         arguments: tensors to look for, among other values.
@@ -99,6 +98,7 @@ class _Recorder(TorchDispatchMode):
     Attributes:
         casts: of arguments, by index.
         inner: how many other tensors were cast.
+        dtypes: of the results; None where dtypes do not go together.
     """
 
     def __init__(self, arguments: Sequence[Any]) -> None:
@@ -106,6 +106,7 @@ class _Recorder(TorchDispatchMode):
         self._index = {id(value): index for index, value in enumerate(arguments) if isinstance(value, Tensor)}
         self.casts: dict[int, torch.dtype] = {}
         self.inner = 0
+        self.dtypes: list[torch.dtype] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         dtype = (kwargs or {}).get("dtype")
@@ -115,21 +116,6 @@ class _Recorder(TorchDispatchMode):
             else:
                 self.inner += 1
         return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What one run of an operation showed.
-
-    Attributes:
-        dtypes: of its results; None where dtypes do not go together.
-        casts: of its arguments, by index.
-        inner: how many other tensors it cast.
-    """
-
-    dtypes: list[torch.dtype] | None
-    casts: dict[int, torch.dtype]
-    inner: int
 
 
 def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
@@ -171,15 +157,14 @@ def _cast(values: Sequence[Any], casts: Mapping[int, torch.dtype]) -> list[Any]:
     return [value.to(casts[index]) if index in casts else value for index, value in enumerate(values)]
 
 
-def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Run:
+def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Recorder:
     """Run an operation on fake tensors. Random numbers are drawn from a copy of the generator."""
     recorder = _Recorder(values)
     args, kwargs = pytree.tree_unflatten(list(values), tree)
     assert callable(node.target)
-    dtypes = None
     with torch.no_grad(), torch.random.fork_rng(devices=()), context, recorder, contextlib.suppress(RuntimeError):
-        dtypes = _dtypes(node.target(*args, **kwargs))
-    return _Run(dtypes, recorder.casts, recorder.inner)
+        recorder.dtypes = _dtypes(node.target(*args, **kwargs))
+    return recorder
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
