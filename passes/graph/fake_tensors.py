@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from passes.graph.schemas import argument_form, draws, node_leaves, written_argu
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import enable_python_dispatcher
 
-__all__ = ["FakeTensorCache", "fake_mode", "fake_result"]
+__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result"]
 
 aten = torch.ops.aten
 
@@ -100,6 +100,14 @@ def fake_result(node: fx.Node) -> Any:
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     found = node.target(*arguments, **keywords)
     return tuple(found) if isinstance(found, list) else found
+
+
+def call_like(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], /, *arguments: Any) -> fx.Node:
+    """Write a call with the metadata of another node and its own fake result (inside ``fake_mode``)."""
+    node = graph.call_function(function, arguments)
+    node.meta = dict(like.meta)
+    node.meta["val"] = fake_result(node)
+    return node
 
 
 def _form(value: Any) -> Hashable:

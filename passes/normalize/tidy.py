@@ -40,6 +40,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from passes.graph.fake_tensors import call_like
 from passes.graph.schemas import bound_arguments
 from passes.ir.torch_private import OpOverload
 
@@ -73,8 +74,7 @@ def assign_by_mask(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             for _ in range(n_behind):
-                shorter, mask = mask, graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
-                mask.meta = {**node.meta, "val": shorter.meta["val"].unsqueeze(-1)}
+                mask = call_like(graph, node, torch.ops.aten.unsqueeze.default, mask, -1)
         node.target, node.args, node.kwargs = torch.ops.aten.where.self, (mask, values, x), {}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.provenance import place_of
 from passes.graph.schemas import written_arguments
 from passes.ir.errors import TraceError
@@ -178,8 +178,6 @@ def _insert(node: fx.Node, leaves: Sequence[Any], tree: pytree.TreeSpec, casts: 
         for index, dtype in casts.items():
             source = leaves[index]
             if (source, dtype) not in made:
-                cast = node.graph.call_function(aten.to.dtype, (source, dtype))
-                cast.meta = {**node.meta, "val": source.meta["val"].to(dtype)}
-                made[source, dtype] = cast
+                made[source, dtype] = call_like(node.graph, node, aten.to.dtype, source, dtype)
             found[index] = made[source, dtype]
     node.args, node.kwargs = pytree.tree_unflatten(found, tree)

@@ -11,13 +11,14 @@ Kernels of normal numbers fill row-major memory of 16 numbers and more by anothe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import tensors_of
+from passes.graph.fake_tensors import call_like
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
@@ -105,8 +106,7 @@ def draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
         for source in node.all_input_nodes:
             if source.name in anew:
                 with graph.inserting_before(node):
-                    made = graph.call_function(aten.contiguous.default, (source,))
-                made.meta = {**node.meta, "val": source.meta["val"].contiguous()}
+                    made = call_like(graph, node, aten.contiguous.default, source)
                 node.replace_input_with(source, made)
 
 
@@ -120,12 +120,7 @@ def memory_order(value: Tensor) -> list[int]:
 
 def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:
     value, inverse = node.meta["val"], sorted(range(len(order)), key=order.__getitem__)
-    first = node.all_input_nodes[0]
-
-    def call(target: Any, *arguments: Any) -> fx.Node:
-        made = graph.call_function(target, arguments)
-        made.meta = {**node.meta, "val": target(*fx.map_arg(arguments, lambda each: each.meta["val"]))}
-        return made
+    first, call = node.all_input_nodes[0], functools.partial(call_like, graph, node)
 
     def in_rows(source: fx.Node) -> fx.Node:
         spread = source if source.meta["val"].shape == value.shape else call(aten.expand_as.default, source, first)

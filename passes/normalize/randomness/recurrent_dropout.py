@@ -12,14 +12,14 @@ The operators of PyTorch for CPU compute just this, and draw the same numbers. (
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.schemas import bound_arguments, draws, packet
 
 __all__ = ["call_layer_by_layer"]
@@ -46,8 +46,8 @@ class _Layers:
     """Writes the calls that take the place of one."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph = graph
         self.node = node
+        self._call = functools.partial(call_like, graph, node)
         self.given = bound_arguments(node)
 
     def results(self) -> list[fx.Node]:
@@ -81,11 +81,6 @@ class _Layers:
         arguments["hx"] = starts if isinstance(start, list | tuple) else starts[0]
         made = self._call(self.node.target, *arguments.values())  # type: ignore[arg-type]
         return [self._call(operator.getitem, made, place) for place in range(len(made.meta["val"]))]
-
-    def _call(self, target: Callable[..., Any], /, *arguments: Any) -> fx.Node:
-        made = self.graph.call_function(target, arguments)
-        made.meta = {**self.node.meta, "val": target(*fx.map_arg(arguments, lambda each: each.meta["val"]))}
-        return made
 
 
 def _listed(value: Any) -> list[Any]:
