@@ -348,17 +348,16 @@ def differentiate_stages(
         form = form_of(stage, wanted, given & requiring) if share else stage.index
         if form in known:
             other, found = known[form]
-            training.insert(0, renamed(found, other, stage))
-            given.update(training[0].arguments_with_gradient)
-            continue
-        of_outputs = frozenset(name for name in stage.outputs if name in given and name in requiring)
-        if is_streamed(stage.module.graph):
-            training.insert(0, differentiate_tiles(stage, wanted, of_outputs, recompute))
+            trained = renamed(found, other, stage)
         else:
-            joint = differentiate_regions(stage, wanted, of_outputs, lowered.templates)
-            training.insert(0, split_backward(joint, recompute))
-        known[form] = stage, training[0]
-        given.update(training[0].arguments_with_gradient)
+            of_outputs = frozenset(name for name in stage.outputs if name in given and name in requiring)
+            if is_streamed(stage.module.graph):
+                trained = differentiate_tiles(stage, wanted, of_outputs, recompute)
+            else:
+                trained = split_backward(differentiate_regions(stage, wanted, of_outputs, lowered.templates), recompute)
+            known[form] = stage, trained
+        training.insert(0, trained)
+        given.update(trained.arguments_with_gradient)
     return replace(lowered, training=tuple(training), differentiation=differentiation, requiring=requiring)
 
 

@@ -72,8 +72,8 @@ def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], coun
     walk = _Walk(sizes, batched, countable)
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
-            walk.visit(node)
-    return BatchFlow(walk.roles, sizes, walk.mixing())
+            walk.roles[node] = walk.role(node)
+    return BatchFlow(walk.roles, sizes, RowMixing(tuple(walk.normalizations)))
 
 
 def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, str | None]:
@@ -100,23 +100,21 @@ def _why(node: fx.Node) -> str:
 
 
 class _Walk:
-    """One pass over the nodes, in order."""
+    """One pass over the nodes, in order.
+
+    Attributes:
+        roles: of the nodes so far.
+        normalizations: module paths of those that have mixed rows outside of the results.
+    """
 
     def __init__(self, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> None:
         self.roles: dict[fx.Node, Role | Roles] = {}
         self._sizes = sizes
         self._batched = batched
         self._countable = countable
-        self._normalizations: dict[str, None] = {}
+        self.normalizations: dict[str, None] = {}
 
-    def visit(self, node: fx.Node) -> None:
-        self.roles[node] = self._role(node)
-
-    def mixing(self) -> RowMixing:
-        """Where rows have been mixed outside of the results."""
-        return RowMixing(tuple(self._normalizations))
-
-    def _role(self, node: fx.Node) -> Role | Roles:
+    def role(self, node: fx.Node) -> Role | Roles:
         if node.op == "placeholder":
             return Rows(self._batched[node.name]) if node.name in self._batched else Same()
         if self._sizes.number(node) is not None:
@@ -143,7 +141,7 @@ class _Walk:
         if all(isinstance(role, Same) for role in roles) and not depends_on(batch, (call.values, call.results)):
             return Same()
         if takes_row_statistics(node):
-            self._normalizations[module_path(node)] = None
+            self.normalizations[module_path(node)] = None
         found = result_roles(call, roles, batch)
         if found is None or not all(_fits(role, shape, batch) for role, shape in zip(found, call.results, strict=True)):
             return Mixed(node)

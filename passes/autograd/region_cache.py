@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.autograd.regions import Region, RegionStep, region_module, regions_of
+from passes.autograd.regions import Region, RegionStep, region_module, region_stage, regions_of
 from passes.autograd.trace_joint import Joint, differentiate_from
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import argument_form
@@ -97,18 +97,7 @@ class RegionTemplates:
         if form not in self._known:
             names = [node.name for node in inputs]
             n_bound = sum(_is_bound(stage, node) for node in inputs)
-            alone = StageGraph(
-                index=stage.index,
-                module=region_module(inputs, region),
-                parameters=tuple(names[:n_bound]),
-                buffers=(),
-                constants=(),
-                model_inputs=(),
-                values=tuple(names[n_bound:]),
-                outputs=tuple(node.name for node in region.outputs),
-                has_batch=False,
-                device=stage.device,
-            )
+            alone = region_stage(stage, region, region_module(inputs, region), names[:n_bound], names[n_bound:])
             with fake_mode(stage.module.graph):
                 examined = [_fresh(examples[node], False) for node in inputs]
                 gradients = {node.name: _fresh(like, False) for node, like in given.items()}

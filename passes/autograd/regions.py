@@ -10,7 +10,7 @@ Any cut is right; one at repeating blocks makes many regions alike. What only co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from passes.graph.dependencies import boundary
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.repeated_subgraphs import longest_run, signatures
+from passes.stages.split import StageGraph
 
-__all__ = ["Region", "RegionStep", "region_module", "regions_of"]
+__all__ = ["Region", "RegionStep", "region_module", "region_stage", "regions_of"]
 
 aten = torch.ops.aten
 
@@ -125,3 +126,20 @@ def region_module(inputs: Sequence[fx.Node], region: Region, without: Collection
     graph.output(tuple(copies[node] for node in region.outputs))
     graph.lint()
     return LazyGraphModule({}, graph, class_name="Region")
+
+
+def region_stage(
+    stage: StageGraph, region: Region, module: fx.GraphModule, parameters: Iterable[str], values: Iterable[str], buffers: Iterable[str] = ()
+) -> StageGraph:
+    """Return a region of a stage as a stage of its own.
+
+    Args:
+        module: its graph.
+        parameters: names of its inputs that stay with the stage.
+        values: names of its other inputs, which each microbatch brings.
+        buffers: names of inputs that stay with the stage, and have no gradient.
+    """
+    outputs = tuple(node.name for node in region.outputs)
+    return StageGraph(
+        stage.index, module, tuple(parameters), tuple(buffers), (), (), tuple(values), outputs, has_batch=False, device=stage.device
+    )

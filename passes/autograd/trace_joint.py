@@ -150,7 +150,9 @@ def _sizes(value: object) -> tuple[int | torch.SymInt, ...]:
 
 
 def _place(stage: StageGraph) -> Place:
-    return Place(module=", ".join(sorted(_modules(stage) - {""})[:4]))
+    stacks = (node.meta.get("nn_module_stack") or {} for node in stage.module.graph.nodes)
+    modules = {list(stack.values())[-1][0] for stack in stacks if stack}
+    return Place(module=", ".join(sorted(modules - {""})[:4]))
 
 
 class _Differentiable(fx.Interpreter):
@@ -228,8 +230,3 @@ def returned_nodes(graph: fx.Graph) -> list[fx.Node]:
     results, *_ = graph.output_node().args
     assert isinstance(results, Sequence)
     return [result for result in results if isinstance(result, fx.Node)]
-
-
-def _modules(stage: StageGraph) -> set[str]:
-    stacks = (node.meta.get("nn_module_stack") or {} for node in stage.module.graph.nodes)
-    return {list(stack.values())[-1][0] for stack in stacks if stack}

@@ -267,15 +267,11 @@ class _Localizer:
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
         """An operation that reduces over what is cut, written as smaller ones."""
         cuts: list[InsideCut] = []
-        n_dims = len(self.extents.mesh)
+        layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
         for index in indices:
             cut = self.layouts.cuts[node.name][index]
             assert cut is not None
-            before = tuple(
-                Shard(each.axis, 0) if each is not None and other < index else None
-                for other, each in enumerate(self.layouts.cuts[node.name])
-            )
-            parts = self.extents.parts(cut.axis, index, (*before[:index], *[None] * (n_dims - index)))
+            parts = self.extents.parts(cut.axis, index, layout)
             inner = self._inner(node, cut)
             sizes = tuple(product((part, inner)) for part in parts)
             cuts.append(
@@ -284,7 +280,6 @@ class _Localizer:
         inside = inside_of(node, cuts[0].factor)
         assert inside is not None
         factors = {factor.name: self.extents.whole(factor.size) for factor in loops.factors}
-        layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
         axes_of = zip(loops.factors, self.axes.factors[node.name], strict=True)
         own = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
 
@@ -316,17 +311,13 @@ class _Localizer:
         slides: Sequence[Slide],
         piece: Slide | None = None,
     ) -> LocalCall:
-        results = self.layouts.results[node.name]
-        cut_axes = tuple(None if cut is None else Shard(cut.axis, 0) for cut in self.layouts.cuts[node.name])
+        results, cuts = self.layouts.results[node.name], self.layouts.cuts[node.name]
         factors = []
         for factor, axes in enumerate(self.axes.factors[node.name]):
-            own = tuple(
-                place if cut is not None and cut.factor == factor else None
-                for place, cut in zip(cut_axes, self.layouts.cuts[node.name], strict=True)
-            )
+            own = [Shard(cut.axis, 0) if cut is not None and cut.factor == factor else None for cut in cuts]
             factors.append(product(self.extents.axis(axis, own) for axis in axes))
         for index, start, stop in self.halos.computed(node):
-            cut = self.layouts.cuts[node.name][index]
+            cut = cuts[index]
             assert cut is not None
             factors[cut.factor] = stop - start
         for slide in slides:
@@ -343,7 +334,7 @@ class _Localizer:
             operands=tuple(tuple(size_of(size) for size in part.meta["val"].shape) for part in parts),
             results=tuple(map(tuple, shapes)),
             factors=tuple(factors),
-            cut=frozenset(cut.factor for cut in self.layouts.cuts[node.name] if cut is not None),
+            cut=frozenset(cut.factor for cut in cuts if cut is not None),
         )
 
     # -- results -------------------------------------------------------------------------------------------------------------------

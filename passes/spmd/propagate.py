@@ -192,17 +192,15 @@ class LayoutWalk:
 
     def call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
-        if isinstance(value, tuple | list | Tensor):
-            operands = () if is_item(node) else self.axes.operands[node.name]
-            if is_item(node):
-                source, index = node.args
-                assert isinstance(source, fx.Node)
-                assert isinstance(index, int)
-                layout = self.results[source.name][index]
-                self.results[node.name] = (layout,)
-                self.lies[node.name, 0] = list(layout)
-                return
-            self._call(node, operands)
+        if is_item(node) and isinstance(value, tuple | list | Tensor):
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            layout = self.results[source.name][index]
+            self.results[node.name] = (layout,)
+            self.lies[node.name, 0] = list(layout)
+        elif isinstance(value, tuple | list | Tensor):
+            self._call(node, self.axes.operands[node.name])
 
     def _call(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         if node.target is torch.ops.aten.copy_.default and operands[0].name in self.graph.updates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from passes.analysis.axes import Axes, returned_values
 from passes.analysis.lifetimes import Lifetime, held_at, lifetimes
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.graph import ModelGraph
-from passes.spmd.halo.boxes import Box, TileGrid
+from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
 
@@ -144,7 +143,4 @@ class _Measure:
         call = self._keeping.calls.get(node)
         if box is None or call is None:
             return size
-        share = math.prod(
-            (own[1] - own[0]) / span.size for own, span in zip(box, call.spans, strict=True) if own is not None and span is not None
-        )
-        return int(size * share)
+        return int(size * fraction(box, call.spans))

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.recompute import Recompute
-from passes.autograd.regions import region_module
+from passes.autograd.regions import region_module, region_stage
 from passes.autograd.trace_joint import contiguous_like, differentiate
 from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode
@@ -99,19 +99,9 @@ class Templates:
         form = (recompute, self._form(region, differentiable, given))
         if form not in self._known:
             inputs = self.inputs(region)
-            names = [[node.name for node in inputs if self._kind(node) == kind] for kind in range(3)]
-            stage = StageGraph(
-                index=self._stage.index,
-                module=region_module(inputs, region, without=(OWN_MEMORY, TILE)),
-                parameters=tuple(names[0]),
-                buffers=tuple(names[1]),
-                constants=(),
-                model_inputs=(),
-                values=tuple(names[2]),
-                outputs=tuple(node.name for node in region.outputs),
-                has_batch=False,
-                device=self._stage.device,
-            )
+            parameters, buffers, values = ([node.name for node in inputs if self._kind(node) == kind] for kind in range(3))
+            module = region_module(inputs, region, without=(OWN_MEMORY, TILE))
+            stage = region_stage(self._stage, region, module, parameters, values, buffers)
             joint = differentiate(
                 stage,
                 frozenset(node.name for node in inputs if node in differentiable),

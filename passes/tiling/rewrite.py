@@ -34,7 +34,7 @@ from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.spmd.halo.boxes import Box, TileGrid
+from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import Read, TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
 from passes.tiling.builder import TileWriter
@@ -137,12 +137,10 @@ class _Streamer:
         found = []
         for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
             box = self.grid.owned(call.spans, tile)
-            share = 1.0
-            for interval, span in zip(box, call.spans, strict=True):
-                share *= 1.0 if interval is None or span is None else (interval[1] - interval[0]) / span.size
             with self._in_tile(node, tile) as label:
                 held = self._held(x, box, label)
-                found.append((share, tile_statistics(self.writer, node, self.writer.part(x, held, call.reads[0], box), label)))
+                part = self.writer.part(x, held, call.reads[0], box)
+                found.append((fraction(box, call.spans), tile_statistics(self.writer, node, part, label)))
         self.scalings[node] = merge_statistics(self.writer, node, found)
 
     def _held(self, node: fx.Node, box: Box, label: str) -> dict[fx.Node, tuple[fx.Node, Box]]:

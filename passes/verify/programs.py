@@ -43,38 +43,37 @@ Group: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Message:
-    """A send or a receive."""
+class _Step:
+    """A node of a rank's program that communicates."""
 
     rank: int
     node: fx.Node
+
+    def __str__(self) -> str:
+        return f"{self.node.name} of rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class _Message(_Step):
+    """A send or a receive."""
+
     channel: Channel
     tag: int
     value: Any
 
-    def __str__(self) -> str:
-        return f"{self.node.name} of rank {self.rank}"
-
 
 @dataclass(frozen=True)
-class _Collective:
+class _Collective(_Step):
     """One rank's part in a collective; ``number`` counts those of its group."""
 
-    rank: int
-    node: fx.Node
     number: int
     spec: CollectiveSpec
 
-    def __str__(self) -> str:
-        return f"{self.node.name} of rank {self.rank}"
-
 
 @dataclass(frozen=True)
-class _Wait:
+class _Wait(_Step):
     """Where a rank waits for what ``started`` started."""
 
-    rank: int
-    node: fx.Node
     started: fx.Node
 
 
@@ -84,7 +83,7 @@ class _Trace:
 
     rank: int
     specs: ValueSpecs
-    steps: tuple[_Message | _Collective | _Wait, ...]
+    steps: tuple[_Step, ...]
 
     def messages(self, function: object) -> Iterator[_Message]:
         return (step for step in self.steps if isinstance(step, _Message) and step.node.target is function)
@@ -131,7 +130,7 @@ def _trace(program: Program, n_ranks: int) -> _Trace:
         ) from error
     specs = describe_values(program)
     counts: defaultdict[Group, int] = defaultdict(int)
-    steps: list[_Message | _Collective | _Wait] = []
+    steps: list[_Step] = []
     for node in program.module.graph.nodes:
         if node.target in (send, receive):
             steps.append(_message(program.rank, node, specs, n_ranks))

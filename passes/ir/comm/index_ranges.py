@@ -183,9 +183,7 @@ def take_runs(x: Tensor, dim: int, runs: Runs, fill: float) -> Tensor:
 
 def _taken(x: Tensor, dim: int, run: Run, fill: float) -> Tensor:
     if run.step == 0:
-        shape = list(x.shape)
-        shape[dim] = run.count
-        return x.new_full(shape, fill)
+        return _filled(x, dim, run.count, fill)
     if run.step == 1:
         return x.narrow(dim, run.start, run.count)
     return x.narrow(dim, run.start - run.count + 1, run.count).flip(dim)
@@ -215,7 +213,7 @@ def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Ten
     ordered = sorted(copies, key=lambda copy: copy.start)
     ends = [0, *(copy.start + copy.count for copy in ordered)]
     if any(copy.step == -1 or copy.start < end for copy, end in zip(ordered, ends, strict=False)):
-        whole = _zeros(grad, dim, size)
+        whole = _filled(grad, dim, size)
         for copy in copies:
             piece = grad.narrow(dim, copy.place, copy.count)
             whole.narrow(dim, copy.start, copy.count).add_(piece if copy.step == 1 else piece.flip(dim))
@@ -223,13 +221,13 @@ def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Ten
     # No element was read twice: the gradient is what was read, moved, and zeros where nobody read.
     pieces = []
     for copy, end in zip(ordered, ends, strict=False):
-        pieces += [_zeros(grad, dim, copy.start - end)] if copy.start > end else []
+        pieces += [_filled(grad, dim, copy.start - end)] if copy.start > end else []
         pieces.append(grad.narrow(dim, copy.place, copy.count))
-    pieces += [_zeros(grad, dim, size - ends[-1])] if size > ends[-1] or not pieces else []
+    pieces += [_filled(grad, dim, size - ends[-1])] if size > ends[-1] or not pieces else []
     return torch.cat(pieces, dim).contiguous() if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
+def _filled(like: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
     shape = list(like.shape)
     shape[dim] = size
-    return like.new_zeros(shape)
+    return like.new_full(shape, fill)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from passes.analysis.axes import Axes, TensorAxes
 from passes.ir.comm.microbatch import microbatch_sizes
 
-__all__ = ["Box", "Interval", "Span", "TileGrid", "aligned", "united"]
+__all__ = ["Box", "Interval", "Span", "TileGrid", "aligned", "fraction", "united"]
 
 Interval: TypeAlias = tuple[int, int]
 """The first element and the one behind the last."""
@@ -103,3 +103,9 @@ def aligned(box: Box, spans: Sequence[Span | None]) -> Box:
         None if span is None or each is None else (each[0] // span.inner * span.inner, -(-each[1] // span.inner) * span.inner)
         for each, span in zip(box, spans, strict=True)
     )
+
+
+def fraction(box: Box, spans: Sequence[Span | None]) -> float:
+    """The fraction of a value's elements that a box holds."""
+    held = ((each[1] - each[0]) / span.size for each, span in zip(box, spans, strict=True) if each is not None and span is not None)
+    return math.prod(held, start=1.0)
