@@ -13,7 +13,7 @@ What the forward saves is the policy of ``recompute`` (``passes.autograd.recompu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -54,16 +54,16 @@ class DifferentiatedStage:
     """
 
     forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    backward_input: fx.GraphModule | None
-    backward_weight: fx.GraphModule | None
-    backward_bound: tuple[str, ...]
-    weight_bound: tuple[str, ...]
-    outputs_with_gradient: tuple[str, ...]
-    arguments_with_gradient: tuple[str, ...]
-    parameters_with_gradient: tuple[str, ...]
-    saved_values: tuple[object, ...]
-    dependence: Mapping[str, frozenset[str]]
+    backward: fx.GraphModule | None = None
+    backward_input: fx.GraphModule | None = None
+    backward_weight: fx.GraphModule | None = None
+    backward_bound: tuple[str, ...] = ()
+    weight_bound: tuple[str, ...] = ()
+    outputs_with_gradient: tuple[str, ...] = ()
+    arguments_with_gradient: tuple[str, ...] = ()
+    parameters_with_gradient: tuple[str, ...] = ()
+    saved_values: tuple[object, ...] = ()
+    dependence: Mapping[str, frozenset[str]] = field(default_factory=dict)
     received: tuple[int, ...] = ()
 
 
@@ -76,7 +76,7 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
     label = f"Stage{stage.index}"
     if not joint.gradients:
         forward = cut.graph(cut.nodes.inputs, cut.forward_body(joint.outputs), joint.outputs, (), f"{label}Forward")
-        return DifferentiatedStage(forward, None, None, None, (), (), joint.outputs_with_gradient, (), (), (), {})
+        return DifferentiatedStage(forward, outputs_with_gradient=joint.outputs_with_gradient)
 
     of_arguments = [joint.gradients[name] for name in arguments]
     of_parameters = [joint.gradients[name] for name in parameters]

@@ -83,7 +83,8 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
             emitter.post(script[position : position + 1 + LOOKAHEAD])
             if item.action is not None:
                 _run(emitter, item.action, training=True)
-                if loss.reduction != "batch" and _is_last_forward(lowered, item.action):
+                is_last_forward = item.action.kind is ActionKind.FORWARD and item.action.stage == len(lowered.stages) - 1
+                if loss.reduction != "batch" and is_last_forward:
                     _loss(emitter, item.action.microbatch, loss, losses)
             if item.takes_loss:
                 _loss_of_all_rows(emitter, loss)
@@ -162,10 +163,6 @@ def _run(emitter: StageEmitter, action: Action, *, training: bool) -> None:
         emitter.forward(action, training=training)
     else:
         emitter.backward(action)
-
-
-def _is_last_forward(lowered: LoweredStages, action: Action) -> bool:
-    return action.kind is ActionKind.FORWARD and action.stage == len(lowered.stages) - 1
 
 
 def _send_all(emitter: StageEmitter, item: Item) -> None:

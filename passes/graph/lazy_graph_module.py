@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from torch import fx
+
+from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import TorchLazyGraphModule, use_lazy_graph_module
 
-__all__ = ["LazyGraphModule", "gc_paused", "traced_lazily"]
+__all__ = ["LazyGraphModule", "gc_paused", "rewritten", "traced_lazily"]
 
 
 class LazyGraphModule(TorchLazyGraphModule):
@@ -27,6 +31,18 @@ class LazyGraphModule(TorchLazyGraphModule):
 def traced_lazily() -> contextlib.AbstractContextManager[None]:
     """While it lasts, what PyTorch's tracers give is lazy, too."""
     return use_lazy_graph_module(should_use=True)
+
+
+def rewritten(graph: ModelGraph, target: fx.Graph, names: Mapping[str, str], class_name: str = "Model") -> ModelGraph:
+    """Return the model with a rewritten copy of its graph.
+
+    Args:
+        target: the copy.
+        names: node that the model returns -> its name in the copy; those left out keep theirs.
+    """
+    target.lint()
+    outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in graph.outputs)
+    return replace(graph, module=LazyGraphModule({}, target, class_name=class_name), outputs=outputs)
 
 
 # -- pause cyclic garbage collection ----------------------------------------------------------------------------------------------

@@ -156,15 +156,6 @@ def _permutation(order_of: Callable[[Mapping[str, Any], int], Sequence[int]]) ->
     return write
 
 
-def _reversed(_: Mapping[str, Any], rank: int) -> Sequence[int]:
-    return range(rank)[::-1]
-
-
-def _given(bound: Mapping[str, Any], _: int) -> Sequence[int]:
-    dims: Sequence[int] = bound["dims"]
-    return dims
-
-
 def _swapped(first: str | int, second: str | int) -> _Inverse:
     def order(bound: Mapping[str, Any], rank: int) -> list[int]:
         result = list(range(rank))
@@ -239,8 +230,8 @@ _INVERSES: Mapping[Any, _Inverse] = {
     aten.moveaxis: _moved,
     aten.movedim: _moved,
     aten.narrow: _narrow,
-    aten.numpy_T: _permutation(_reversed),
-    aten.permute: _permutation(_given),
+    aten.numpy_T: _permutation(lambda _, rank: range(rank)[::-1]),
+    aten.permute: _permutation(lambda bound, _: bound["dims"]),
     aten.real: _part_of_complex(0),
     aten.select: _scatter(aten.select_scatter.default, "dim", "index"),
     aten.slice: _scatter(aten.slice_scatter.default, "dim", "start", "end", "step"),

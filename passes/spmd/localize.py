@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from passes.analysis.axes import Axes, is_item, returned_values, tensor_operands
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.fake_tensors import FakeTensorCache, fake_mode
-from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet
 from passes.graph.symbolic_sizes import emit_size, size_of
@@ -91,14 +91,11 @@ class _Localizer:
                     self._call(node)
             self.reader = "output"
             returned = self._outputs()
-        self.target.lint()
         verify_writes(self.target, "cutting axes")
         names = {node.name for node in self.target.nodes}
-        module = LazyGraphModule({}, self.target, class_name="Local")
-        outputs = tuple(replace(each, node=returned.get(each.node or "", each.node)) for each in self.graph.outputs)
-        assert all(each.node is None or each.node in names for each in outputs)
-        batch_size = self.graph.batch_size // self.extents.n_row_parts
-        return replace(self.graph, module=module, outputs=outputs, batch_size=batch_size, inputs=self._inputs())
+        local = rewritten(self.graph, self.target, returned, "Local")
+        assert all(each.node is None or each.node in names for each in local.outputs)
+        return replace(local, batch_size=self.graph.batch_size // self.extents.n_row_parts, inputs=self._inputs())
 
     # -- placeholders --------------------------------------------------------------------------------------------------------------
 
@@ -262,7 +259,7 @@ class _Localizer:
 
     def _written(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
         """An operation whose part is not the same operation, written as smaller ones."""
-        return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, space_of(loops, slides), node.name))
+        return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, node.name, space_of(loops, slides)))
 
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
         """An operation that reduces over what is cut, written as smaller ones."""
@@ -284,7 +281,7 @@ class _Localizer:
         own = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
 
         emit = functools.partial(self.emit, like=node)
-        return inside.on_part(InsideWriter(emit, self._size_node, tuple(cuts), given, factors, own, node.name))
+        return inside.on_part(InsideWriter(emit, given, node.name, self._size_node, tuple(cuts), factors, own))
 
     def _inner(self, node: fx.Node, cut: Cut) -> Size:
         """The size of what a factor holds inside the axis that is cut."""

@@ -27,7 +27,7 @@ from passes.analysis.batch_semantics import COUNTED_LOSSES, MEANS_ADDED, MEANS_K
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.dependencies import with_ancestors
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.lazy_graph_module import LazyGraphModule, rewritten
 from passes.graph.schemas import MEAN, SUM, bound_arguments
 from passes.ir.graph import Input, ModelGraph, Total
 
@@ -41,14 +41,14 @@ def with_totals(graph: ModelGraph) -> ModelGraph:
     replicable = replicable_nodes(graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     means: dict[fx.Node, None] = {}
-    rewritten: set[str] = set()
+    summed: set[str] = set()
     for output in graph.outputs:
         if output.combine == "mean" and output.node is not None:
             found = _means(nodes[output.node], graph)
             if found is not None and all(_can_count(mean, graph, replicable) for mean in found):
                 means.update(dict.fromkeys(found))
-                rewritten.add(output.node)
-    return _rewrite(graph, list(means), rewritten) if means else graph
+                summed.add(output.node)
+    return _rewrite(graph, list(means), summed) if means else graph
 
 
 def counted_means(graph: ModelGraph) -> list[fx.Node]:
@@ -82,7 +82,7 @@ def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> 
 # -- writing it --------------------------------------------------------------------------------------------------------------------
 
 
-def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], rewritten: set[str]) -> ModelGraph:
+def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], summed: set[str]) -> ModelGraph:
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     totals: dict[fx.Node, fx.Node] = {}
@@ -92,21 +92,12 @@ def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], rewritten: set[str]) -
         copies[node] = target.node_copy(node, copies.__getitem__)
         if node in totals:
             copies[node] = _part(graph, target, node, copies, totals[node])
-    target.lint()
-    by_name = {node.name: copies[node].name for node in copies}
-    outputs = tuple(
-        dataclasses.replace(
-            output,
-            node=None if output.node is None else by_name[output.node],
-            combine="sum" if output.node in rewritten else output.combine,
-        )
-        for output in graph.outputs
-    )
+    found = rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
+    pairs = zip(graph.outputs, found.outputs, strict=True)
     return dataclasses.replace(
-        graph,
-        module=LazyGraphModule({}, target, class_name="Model"),
+        found,
         inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), torch.int64, None) for total in totals.values())),
-        outputs=outputs,
+        outputs=tuple(dataclasses.replace(output, combine="sum") if before.node in summed else output for before, output in pairs),
         totals=tuple(Total(total.name, *_counting_graph(graph, mean)) for mean, total in totals.items()),
     )
 

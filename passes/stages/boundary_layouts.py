@@ -13,14 +13,13 @@ in it: the next stage starts from the value itself (``passes.spmd.reshard``).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from passes.analysis.replicable import replicable_nodes
-from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.lazy_graph_module import rewritten
 from passes.ir.graph import ModelGraph
 from passes.stages.split import is_read_later, stage_of_nodes
 
@@ -69,10 +68,7 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
             copies[node].meta[_STAGE] = stage
         if isinstance(node.meta.get("val"), Tensor) and node.name in stages:
             within[node] = copies[node]
-    target.lint()
-    names = {node.name: copy.name for node, copy in copies.items()}
-    outputs = tuple(dataclasses.replace(each, node=None if each.node is None else names[each.node]) for each in graph.outputs)
-    return dataclasses.replace(graph, module=LazyGraphModule({}, target, class_name="Model"), outputs=outputs)
+    return rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
 
 
 def _add_aliases(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:

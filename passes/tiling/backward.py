@@ -138,9 +138,8 @@ class _Writer:
         self.pieces = {step.node: step for step in flow.steps if isinstance(step, Piece)}
 
     def run(self) -> DifferentiatedStage:
-        nodes = {node.name: node for node in self.stage.module.graph.nodes}
-        bound = [nodes[name] for name in self.stage.bound]
-        arguments = [nodes[name] for name in self.stage.arguments]
+        by_name = {node.name: node for node in self.stage.module.graph.nodes}
+        bound, arguments = ([by_name[name] for name in names] for names in (self.stage.bound, self.stage.arguments))
         for node in (*bound, *arguments):
             self.values[node] = self.forward.placeholder(node.name)
             self.values[node].meta = dict(node.meta)
@@ -148,29 +147,22 @@ class _Writer:
             self._compute(step)
         outputs = tuple(self.values[node] for node in returned_nodes(self.stage.module.graph))
         given = tuple(node.name for node in self.flow.outputs)
-        reached = [node for node in (*bound, *arguments) if node in self.flow.dependence]
+        of_bound, of_arguments = ([node for node in nodes if node in self.flow.dependence] for nodes in (bound, arguments))
         label = f"Stage{self.stage.index}"
-        if not reached:
+        if not of_bound and not of_arguments:
             forward = _module(self.forward, (*outputs, ()), f"{label}Forward")
-            return DifferentiatedStage(forward, None, None, None, (), (), given, (), (), (), {})
+            return DifferentiatedStage(forward, outputs_with_gradient=given)
         read, saved = self._kept(set(bound))
-        backward = _Backward(self, read, saved)
-        module = backward.run(
-            [node for node in arguments if node in reached], [node for node in bound if node in reached], f"{label}Backward"
-        )
         return DifferentiatedStage(
             forward=_module(self.forward, (*outputs, tuple(saved)), f"{label}Forward"),
-            backward=module,
-            backward_input=None,
-            backward_weight=None,
+            backward=_Backward(self, read, saved).run(of_arguments, of_bound, f"{label}Backward"),
             backward_bound=tuple(node.name for node in read),
-            weight_bound=(),
             outputs_with_gradient=given,
-            arguments_with_gradient=tuple(node.name for node in arguments if node in reached),
-            parameters_with_gradient=tuple(node.name for node in bound if node in reached),
+            arguments_with_gradient=tuple(node.name for node in of_arguments),
+            parameters_with_gradient=tuple(node.name for node in of_bound),
             saved_values=tuple(node.meta["val"] for node in saved),
-            dependence={node.name: self.flow.dependence[node] for node in reached},
-            received=tuple(range(sum(node in reached for node in bound))),
+            dependence={node.name: self.flow.dependence[node] for node in (*of_bound, *of_arguments)},
+            received=tuple(range(len(of_bound))),
         )
 
     # -- forward -------------------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ class TileWriter:
         def emit(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], each: str) -> fx.Node:
             return self.emit(function, args, each, call.node, **kwargs)
 
-        return write_windows(call.node, WindowWriter(emit, given, tuple(space), name))
+        return write_windows(call.node, WindowWriter(emit, given, name, tuple(space)))
 
     def size(self, size: Size) -> Any:
         """A size as an argument."""

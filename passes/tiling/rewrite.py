@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +30,7 @@ from torch import fx
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import space_axes
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.lazy_graph_module import rewritten
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, fraction
@@ -81,12 +80,9 @@ class _Streamer:
                         self._gather_statistics(node)
                     if node in self.plan.swept:
                         self._sweep(node)
-        self.writer.target.lint()
-        module = LazyGraphModule({}, self.writer.target, class_name="Streamed")
-        module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
-        names = {old.name: new.name for old, new in self.writer.whole.items()}
-        outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in self.graph.outputs)
-        return replace(self.graph, module=module, outputs=outputs)
+        tiled = rewritten(self.graph, self.writer.target, {old.name: new.name for old, new in self.writer.whole.items()}, "Streamed")
+        tiled.module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
+        return tiled
 
     # -- sweeps --------------------------------------------------------------------------------------------------------------------
 

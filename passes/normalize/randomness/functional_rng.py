@@ -19,7 +19,6 @@ kernels of accelerators draw in an order of their own, which nothing else reprod
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.fake_tensors import fake_mode, fake_result
-from passes.graph.lazy_graph_module import LazyGraphModule
+from passes.graph.lazy_graph_module import rewritten
 from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.graph import ModelGraph
@@ -50,10 +49,7 @@ def split_randomness(graph: ModelGraph) -> ModelGraph:
         for node in graph.graph.nodes:
             write = writers.get(node)
             copies[node] = target.node_copy(node, copies.__getitem__) if write is None else write(_Emitter(graph, target, copies, node))
-    target.lint()
-    names = {node.name: copy.name for node, copy in copies.items()}
-    outputs = tuple(dataclasses.replace(each, node=None if each.node is None else names[each.node]) for each in graph.outputs)
-    return dataclasses.replace(graph, module=LazyGraphModule({}, target, class_name="Model"), outputs=outputs)
+    return rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
 
 
 class _Emitter:

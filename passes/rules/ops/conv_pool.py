@@ -88,7 +88,7 @@ def _convolution(call: Call, rank: int, transposed: bool) -> Loops:
     kernel = _numbers(call.operand("weight").shape[2:])
     stride, dilation = spread(call["stride"], rank), spread(call["dilation"], rank)
     extents = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
-    padding = _padding(call["padding"], rank)
+    padding = (0,) * rank if isinstance(call["padding"], str) else spread(call["padding"], rank)
     reaches = {}
     for name, size, step, before, extent in zip(names, sizes, stride, padding, extents, strict=True):
         reaches[name] = scattered(size, step, before, extent) if transposed else sliding(size, step, before, extent)
@@ -111,11 +111,6 @@ def _convolution(call: Call, rank: int, transposed: bool) -> Loops:
         "; groups = groups; linear input | weight"
     )
     return windowed(line, call, reaches, localize)
-
-
-def _padding(given: Any, rank: int) -> tuple[int, ...]:
-    """How much stands before the first element."""
-    return (0,) * rank if isinstance(given, str) else spread(given, rank)
 
 
 def sliding(size: int, stride: int, before: int, extent: int, **more: Any) -> Reach:

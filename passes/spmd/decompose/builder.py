@@ -13,7 +13,7 @@ from passes.ir.comm import functional as collectives
 from passes.rules.loops import Size
 from passes.spmd.local_shapes import product
 
-__all__ = ["InsideCut", "InsideWriter"]
+__all__ = ["InsideCut", "InsideWriter", "PartWriter"]
 
 aten = torch.ops.aten
 
@@ -36,26 +36,39 @@ class InsideCut:
 
 
 @dataclass(frozen=True)
-class InsideWriter:
-    """Writes calls on parts.
+class PartWriter:
+    """Writes the calls that take the place of one operation on a part.
 
     Attributes:
         emit: writes one call: function, arguments, keywords, name.
-        write_size: writes a size of the whole operation.
-        cuts: the mesh dimensions that cut inside.
         arguments: the operation's, its tensors those of the part.
-        factors: name of each factor of the operation -> its size in the whole.
-        own: name of each factor -> its size in this rank's part.
         name: of the call that is written out.
     """
 
     emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]
+    arguments: Mapping[str, Any]
+    name: str
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """One call, named after the operation."""
+        return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
+
+
+@dataclass(frozen=True)
+class InsideWriter(PartWriter):
+    """Writes calls on parts of what an operation reduces over.
+
+    Attributes:
+        write_size: writes a size of the whole operation.
+        cuts: the mesh dimensions that cut inside.
+        factors: name of each factor of the operation -> its size in the whole.
+        own: name of each factor -> its size in this rank's part.
+    """
+
     write_size: Callable[[Size], Any]
     cuts: tuple[InsideCut, ...]
-    arguments: Mapping[str, Any]
     factors: Mapping[str, Size]
     own: Mapping[str, Size]
-    name: str
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -73,10 +86,6 @@ class InsideWriter:
         result = write(replace(self, arguments=arguments))
         wanted = self.arguments.get("dtype") or dtype
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
-
-    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call, named after the operation."""
-        return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
 
     def rank(self, name: str) -> int:
         """How many dimensions an argument has."""

@@ -19,6 +19,7 @@ from passes.ir.comm.index_ranges import length
 from passes.ir.errors import PartitionError
 from passes.rules.ops.conv_pool import scales_of, spread
 from passes.rules.window import Reach
+from passes.spmd.decompose.builder import PartWriter
 
 __all__ = ["Along", "WindowWriter", "write_windows"]
 
@@ -48,24 +49,14 @@ class Along:
 
 
 @dataclass(frozen=True)
-class WindowWriter:
-    """Writes calls on parts.
+class WindowWriter(PartWriter):
+    """Writes calls on parts of space.
 
     Attributes:
-        emit: writes one call: function, arguments, keywords, name.
-        arguments: of the operation, its tensors those of the part.
-        space: its dimensions of space.
-        name: of the call that is written out.
+        space: the operation's dimensions of space.
     """
 
-    emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]
-    arguments: Mapping[str, Any]
     space: tuple[Along, ...]
-    name: str
-
-    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call, named after the operation."""
-        return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
 
     @property
     def x(self) -> fx.Node:
