@@ -26,10 +26,9 @@ from passes.graph.aliasing import mutated_arguments, writes_statistics
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import simplify
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.lazy_graph_module import traced_lazily
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
-from passes.ir.torch_private import make_fx, pytree
+from passes.ir.torch_private import make_fx, pytree, use_lazy_graph_module
 from passes.normalize.functionalize import functionalize
 from passes.stages.split import StageGraph
 
@@ -125,7 +124,7 @@ def differentiate_from(
         return list(results), [gradient for _, gradient in pairs]
 
     try:
-        with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta(), traced_lazily():
+        with fake_mode(stage.module.graph), fx.traceback.preserve_node_meta(), use_lazy_graph_module(should_use=True):
             module = make_fx(joint)(list(inputs), list(given.values()))
     except Exception as error:
         raise TraceError(

@@ -19,18 +19,13 @@ from dataclasses import replace
 from torch import fx
 
 from passes.ir.graph import ModelGraph
-from passes.ir.torch_private import TorchLazyGraphModule, use_lazy_graph_module
+from passes.ir.torch_private import TorchLazyGraphModule
 
-__all__ = ["LazyGraphModule", "gc_paused", "rewritten", "traced_lazily"]
+__all__ = ["LazyGraphModule", "gc_paused", "rewritten"]
 
 
 class LazyGraphModule(TorchLazyGraphModule):
     """What ``fx.GraphModule`` is; ``forward`` and ``code`` are written when they are asked for."""
-
-
-def traced_lazily() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, what PyTorch's tracers give is lazy, too."""
-    return use_lazy_graph_module(should_use=True)
 
 
 def rewritten(graph: ModelGraph, target: fx.Graph, names: Mapping[str, str], class_name: str = "Model") -> ModelGraph:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from passes.graph.schemas import bound_arguments, draws_random_numbers, node_leaves
 from passes.ir.comm.index_ranges import Runs, length, take_runs
 from passes.ir.errors import VerificationError
-from passes.ir.torch_private import OpOverload
+from passes.ir.torch_private import OpOverload, tree_map_only
 from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.registry import loops_of
 from passes.rules.window import Window
@@ -74,16 +74,9 @@ def call_node(operator: OpOverload, /, *args: Any, **kwargs: Any) -> fx.Node:
 
     given = tuple(placeholder(value) for value in args)
     node = graph.call_function(operator, given, {name: placeholder(value) for name, value in kwargs.items()})
-    node.meta["val"] = operator(*_copied(args), **_copied(kwargs))
+    copies, keywords = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    node.meta["val"] = operator(*copies, **keywords)
     return node
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, list | tuple):
-        return [_copied(each) for each in value]
-    return {name: _copied(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 class _Prover:
