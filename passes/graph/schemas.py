@@ -38,8 +38,14 @@ __all__ = [
 
 aten = torch.ops.aten
 
-NO_REDUCTION, MEAN, SUM = 0, 1, 2
-"""What the parameter ``reduction`` of losses is in the schemas."""
+NO_REDUCTION = 0
+"""What the parameter ``reduction`` of a loss is in the schemas, for a loss of each element."""
+
+MEAN = 1
+"""The same for their mean."""
+
+SUM = 2
+"""The same for their sum."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Rules of operations that compute each element from one element of each operand, and of those that make tensors.
 
-Operations that PyTorch tags as pointwise and that are not linear need no line. Each table: rule -> operators.
+Operations that PyTorch tags as pointwise and that are not linear need no line.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
     spatial.convolution(3, transposed=True): [aten.conv_transpose3d],
     spatial.convolution_of_arguments: [aten.convolution],
 }
+"""Rule -> operators."""
 
 LAYERS: Mapping[Any, list[Any]] = {
     layers.embedding: [aten.embedding],
@@ -76,6 +77,7 @@ LAYERS: Mapping[Any, list[Any]] = {
     layers.recurrent: [aten.gru, aten.lstm, aten.rnn_relu, aten.rnn_tanh],
     layers.recurrent_cell: [aten.gru_cell, aten.lstm_cell, aten.rnn_relu_cell, aten.rnn_tanh_cell],
 }
+"""Rule -> operators."""
 
 SPACE: Mapping[Any, list[Any]] = {
     _whole(1): [aten.max_pool1d_with_indices, aten.adaptive_max_pool1d],
@@ -116,6 +118,7 @@ SPACE: Mapping[Any, list[Any]] = {
     patches.unfold: [aten.im2col],
     patches.fold: [aten.col2im],
 }  # fmt: skip
+"""Rule -> operators."""
 
 LOSSES: Mapping[Any, list[Any]] = {
     layers.elementwise_loss: [
@@ -128,6 +131,7 @@ LOSSES: Mapping[Any, list[Any]] = {
     layers.vector_loss("self", "weight"): [aten.multi_margin_loss],
     layers.classification: [aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_nd],
 }  # fmt: skip
+"""Rule -> operators."""
 
 
 # -- rules of operations on shapes -------------------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ RESHAPES: Mapping[Any, list[Any]] = {
     views.unflatten: [aten.unflatten],
     views.shaped_like: [aten.reshape_as, aten.view_as],
 }
-"""Operators that give the same elements in the same order another shape."""
+"""Rule -> operators that give the same elements in the same order another shape."""
 
 SHAPES: Mapping[Any, list[Any]] = {
     moving.permute: [aten.permute],
@@ -180,6 +184,7 @@ SHAPES: Mapping[Any, list[Any]] = {
     moving.meshgrid: [aten.meshgrid],
     "batch* rows! columns! -> batch* rows! columns!; linear self": [aten.tril, aten.triu],
 }  # fmt: skip
+"""Rule -> operators."""
 
 INDEXING: Mapping[Any, list[Any]] = {
     indexing.index_select: [aten.index_select],
@@ -191,6 +196,7 @@ INDEXING: Mapping[Any, list[Any]] = {
     indexing.index: [aten.index],
     indexing.index_put: [aten.index_put],
 }
+"""Rule -> operators."""
 
 ALONG: Mapping[Any, list[Any]] = {
     reductions.reduced("sum", "linear self"): [aten.sum],
@@ -218,6 +224,7 @@ ALONG: Mapping[Any, list[Any]] = {
     reductions.selected_along: [aten.topk, aten.kthvalue],
     reductions.difference: [aten.diff],
 }  # fmt: skip
+"""Rule -> operators."""
 
 
 # -- rules of operations that compute each element from one element of each operand ------------------------------------------------
@@ -262,6 +269,7 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
     layers.feature_dropout: [aten.feature_dropout, aten.feature_alpha_dropout],
     layers.prelu: [aten.prelu],
 }  # fmt: skip
+"""Rule -> operators."""
 
 CREATION: Mapping[Any, list[Any]] = {
     "-> dim*; shape size": [aten.empty, aten.full, aten.ones, aten.rand, aten.randint, aten.randn, aten.zeros],
@@ -281,3 +289,4 @@ CREATION: Mapping[Any, list[Any]] = {
         aten.where.default,
     ],
 }  # fmt: skip
+"""Rule -> operators."""
