@@ -59,9 +59,7 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
             continue
         if owns_memory:
             memory = memory or aliasing(graph)
-            placeholders = {
-                name for each in graph.nodes if each.op in ("placeholder", "get_attr") for name in memory.storages.get(each.name, ())
-            }
+            placeholders = {storage for each in graph.nodes if _is_placeholder(each) for storage in memory.storages.get(each.name, ())}
             if all(memory.storages[each.name].isdisjoint(placeholders) for each in written):
                 continue
         raise VerificationError(

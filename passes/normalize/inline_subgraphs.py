@@ -12,7 +12,7 @@ A region without gradients computes on detached inputs: then no result of it car
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
         return detached[node]
 
     originals: dict[fx.Node, Any] = {}
+
+    def read(node: fx.Node) -> Any:
+        value = originals[node]
+        return seen(value) if isinstance(value, fx.Node) else value
+
     results: Any = ()
     with graph.inserting_before(call):
         values = iter(arguments)
@@ -76,9 +81,9 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
                 originals[node] = _adopt(module, call, inner, node)
             elif node.op == "call_function":
                 nested = isinstance(node.target, HigherOrderOperator)
-                originals[node] = graph.node_copy(node, _reader(originals, None if nested else seen))
+                originals[node] = graph.node_copy(node, originals.__getitem__ if nested else read)
             else:
-                results = fx.map_arg(node.args[0], lambda result: _result(result, originals, seen))
+                results = fx.map_arg(node.args[0], lambda result: _result(result, originals, read))
     for item in list(call.users):
         assert item.target is operator.getitem, "the results of a called graph are read one by one"
         item.replace_all_uses_with(results[item.args[1]])
@@ -89,22 +94,12 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
             _inline(module, node, carriers)
 
 
-def _result(result: fx.Node, originals: Mapping[fx.Node, Any], seen: Any) -> Any:
+def _result(result: fx.Node, originals: Mapping[fx.Node, Any], read: Callable[[fx.Node], Any]) -> Any:
     """What a result of a called graph is outside of it: of an in-place operation on an argument, the argument, with its history."""
     written = result
     while written.op == "call_function" and (arguments := mutated_arguments(written)) and returns_argument(written.target):
         written = arguments[0]
-    if written is not result and written.op == "placeholder":
-        return originals[written]
-    return _reader(originals, seen)(result)
-
-
-def _reader(originals: Mapping[fx.Node, Any], seen: Any) -> Any:
-    def read(node: fx.Node) -> Any:
-        value = originals[node]
-        return seen(value) if seen is not None and isinstance(value, fx.Node) else value
-
-    return read
+    return originals[written] if written is not result and written.op == "placeholder" else read(result)
 
 
 def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:

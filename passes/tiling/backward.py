@@ -34,7 +34,7 @@ from passes.graph.symbolic_sizes import emit_size
 from passes.stages.split import StageGraph
 from passes.tiling.backward_builder import GradientWriter, write_out
 from passes.tiling.region_cache import Template, Templates
-from passes.tiling.steps import Piece, Put, Step, TiledRegion, steps_of
+from passes.tiling.steps import Piece, Put, Step, TiledRegion, slices_of, steps_of
 
 __all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
 
@@ -135,7 +135,7 @@ class _Writer:
         self.forward = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.results: dict[TiledRegion, list[fx.Node]] = {}
-        self.pieces = {step.node: step for step in flow.steps if isinstance(step, Piece)}
+        self.pieces = dict.fromkeys(step.node for step in flow.steps if isinstance(step, Piece))
 
     def run(self) -> DifferentiatedStage:
         by_name = {node.name: node for node in self.stage.module.graph.nodes}
@@ -192,7 +192,7 @@ class _Writer:
             names = self.flow.templates[step].stage.bound
             read.update(dict.fromkeys(inputs[names.index(name)] for name in of_template))
             for node in self.results[step]:
-                source = self.root(places[node]) if node in places else None
+                source = self.whole(places[node])[0] if node in places else None
                 if source is not None and source in bound:
                     read[source] = None
                 else:
@@ -203,20 +203,9 @@ class _Writer:
     def batch(self) -> fx.Node | None:
         return next((node for node in self.values if node.name == "batch"), None) if self.stage.has_batch else None
 
-    def root(self, node: fx.Node) -> fx.Node:
-        """Return the whole value that a piece is a slice of."""
-        while node in self.pieces:
-            node = self.pieces[node].source
-        return node
-
-    def slices(self, node: fx.Node) -> list[tuple[int, int, int]]:
-        """Return the (dimension, start, stop) by which a piece is sliced from its root."""
-        found: list[tuple[int, int, int]] = []
-        while node in self.pieces:
-            _, dimension, start, stop = node.args
-            found.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
-            node = self.pieces[node].source
-        return found
+    def whole(self, node: fx.Node) -> tuple[fx.Node, list[tuple[int, int, int]]]:
+        """Return the whole value that a piece is sliced from, and the (dimension, start, stop) of the slices."""
+        return slices_of(node, self.pieces.__contains__)
 
 
 def _module(graph: fx.Graph, results: tuple[Argument, ...], name: str) -> fx.GraphModule:
@@ -274,7 +263,7 @@ class _Backward:
                 self._region(step, self.flow.templates[step])
             return
         if isinstance(step, Piece) and step.node in self.write.gradients:
-            self.write.add_piece(self.forward.root(step.node), self.forward.slices(step.node), self.write.gradients.pop(step.node))
+            self.write.add_piece(*self.forward.whole(step.node), self.write.gradients.pop(step.node))
         if isinstance(step, Put) and step.tile in self.flow.requiring:
             whole, slices = step.place
             if whole in self.write.gradients:
@@ -302,5 +291,5 @@ class _Backward:
         if node in self.values:
             return self.values[node]
         old = self.cut[node]
-        value = self.values[self.forward.values[self.forward.root(old)]]
-        return self.write.part(value, self.forward.slices(old), old.name)
+        whole, slices = self.forward.whole(old)
+        return self.write.part(self.values[self.forward.values[whole]], slices, old.name)

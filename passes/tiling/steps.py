@@ -11,7 +11,7 @@ rows = batch * 4                             Size        a number, known whereve
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,7 +21,7 @@ from torch import fx
 from passes.autograd.regions import Region
 from passes.graph.dependencies import boundary
 
-__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Size", "Step", "TiledRegion", "is_streamed", "steps_of"]
+__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Size", "Step", "TiledRegion", "is_streamed", "slices_of", "steps_of"]
 
 aten = torch.ops.aten
 
@@ -41,12 +41,6 @@ class Piece:
 
     node: fx.Node
 
-    @property
-    def source(self) -> fx.Node:
-        source = self.node.args[0]
-        assert isinstance(source, fx.Node)
-        return source
-
 
 @dataclass(frozen=True)
 class Put:
@@ -63,13 +57,7 @@ class Put:
     @property
     def place(self) -> tuple[fx.Node, list[tuple[int, int, int]]]:
         """Where it is written: the whole value, and the slices that lead there, dimension, first element and the one behind the last."""
-        slices: list[tuple[int, int, int]] = []
-        (whole, *_) = self.node.all_input_nodes
-        while whole.target is aten.slice.Tensor:
-            _, dimension, start, stop = whole.args
-            slices.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
-            (whole,) = whole.all_input_nodes
-        return whole, slices
+        return slices_of(self.node.all_input_nodes[0], lambda node: node.target is aten.slice.Tensor)
 
 
 @dataclass(frozen=True)
@@ -92,6 +80,16 @@ class TiledRegion(Region):
 
 Step: TypeAlias = Piece | Put | Size | TiledRegion
 """What a streamed graph is made of."""
+
+
+def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.Node, list[tuple[int, int, int]]]:
+    """The whole value that a node is sliced from, and the slices that lead there: dimension, first element and the one behind the last."""
+    slices: list[tuple[int, int, int]] = []
+    while is_slice(node):
+        _, dimension, start, stop = node.args
+        slices.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
+        (node, *_) = node.all_input_nodes
+    return node, slices
 
 
 def is_streamed(graph: fx.Graph) -> bool:

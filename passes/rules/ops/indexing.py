@@ -89,15 +89,13 @@ def scatter(call: Call) -> str:
 
 def index(call: Call) -> str:
     """Advanced indexing: dimensions of the indices, broadcast together, stand where the indexed dimensions stood."""
-    source = call.operand("self")
-    own, picked, indices, _ = _indexed(call, source)
+    own, picked, indices, _ = _indexed(call)
     return write([own, *indices], [picked], "linear self")
 
 
 def index_put(call: Call) -> str:
     """Values are written where advanced indexing would read, or added: then contributions from parts of the indices can be summed."""
-    source = call.operand("self")
-    own, picked, indices, counted = _indexed(call, source)
+    own, picked, indices, counted = _indexed(call)
     adds = bool(call["accumulate"]) and counted
     if not adds:
         indices = _index_terms(call, "!")
@@ -125,7 +123,7 @@ def _index_terms(call: Call, mark: str) -> list[list[str]]:
     return terms
 
 
-def _indexed(call: Call, source: Operand) -> tuple[list[str], list[str], Sequence[list[str]], bool]:
+def _indexed(call: Call) -> tuple[list[str], list[str], Sequence[list[str]], bool]:
     """Terms of the operand, of what is picked from it, and of the indices; whether no index is a mask."""
     indices = _indices(call)
     masks = [operand for operand in indices if operand is not None and _is_mask(operand)]
@@ -136,7 +134,7 @@ def _indexed(call: Call, source: Operand) -> tuple[list[str], list[str], Sequenc
         for _ in range(covered):
             own.append(f"dim{len(own)}{'!' if operand is not None else ''}")
         places.append(None if operand is None else len(own) - covered)
-    own += [f"dim{place}" for place in range(len(own), len(source.shape))]
+    own += [f"dim{place}" for place in range(len(own), len(call.operand("self").shape))]
     used = [number for number, operand in enumerate(indices) if operand is not None]
     ranks = [1 if _is_mask(operand) else len(operand.shape) for operand in indices if operand is not None]
     width = max(ranks, default=0)

@@ -34,15 +34,8 @@ def unfold(call: Call) -> Loops:
     factors = [*(Factor("batch", size) for size in batch), Factor("channels", channels)]
     first = len(factors)
     factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", steps[0]), Factor("width", steps[1])]
-    windows = tuple(
-        Window(
-            0,
-            rank - 2 + index,
-            first + 1 + index,
-            sliding(sizes[index], stride[index], padding[index], dilation[index] * (kernel[index] - 1)),
-        )
-        for index in range(2)
-    )
+    reaches = [sliding(sizes[index], stride[index], padding[index], dilation[index] * (kernel[index] - 1)) for index in range(2)]
+    windows = tuple(Window(0, rank - 2 + index, first + 1 + index, reach) for index, reach in enumerate(reaches))
 
     def localize(part: LocalCall) -> Mapping[str, Any]:
         return {"padding": [0 if first + 1 + index in part.cut else padding[index] for index in range(2)]}
