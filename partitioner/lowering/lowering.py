@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from partitioner.options.batch_rows import Inputs, RowParts
-from partitioner.runtime.executor import ProgramSet, compile_program
+from partitioner.runtime.executor import Executable, ProgramSet
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.forwards_first import forwards_first
 from passes.autograd.staged_model import Differentiation, LoweredStages
@@ -176,7 +176,7 @@ class Lowering:
             programs = self._lowerer.programs(target())
             for rank in self._local_ranks:
                 programs[rank].bind(self._state[rank], self._slots[rank])
-            self._programs[key] = ProgramSet(programs, {rank: compile_program(programs[rank]) for rank in self._local_ranks})
+            self._programs[key] = ProgramSet(programs, {rank: Executable(programs[rank]) for rank in self._local_ranks})
         return self._programs[key]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
+from partitioner.runtime.process.call_order import rank_list
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 
@@ -43,13 +44,14 @@ class _Receive:
 class _Collective:
     """One collective of a group: which one, and the how-manyeth of the group."""
 
-    name: str
+    name: Collective
+    operation: Operation
     group: tuple[int, ...]
     number: int
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' if len(self.group) > 1 else ''} {', '.join(str(rank) for rank in self.group)}"
-        return f"{self.name}, collective {self.number} of {ranks}"
+        operation = f" ({self.operation})" if self.name == "all_reduce" else ""
+        return f"{self.name}{operation}, collective {self.number} of {rank_list(self.group)}"
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,6 @@ class _Mailbox:
     undrawn: Counter[int] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank waits for of a collective."""
-
-    collective: _Collective
-    operation: Operation
-
-    def __str__(self) -> str:
-        return str(self.collective)
-
-
 class _EmbeddedTransport(CollectiveTransport):
     """The communication of one rank: through the mailbox, without copies between ranks of one device."""
 
@@ -105,11 +96,11 @@ class _EmbeddedTransport(CollectiveTransport):
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
         return _Receive(source, self.rank, tag)
 
-    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> _Part:
-        collective = _Collective(f"{name} ({operation})" if name == "all_reduce" else name, group, self._counts[group])
+    def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> _Collective:
+        collective = _Collective(name, operation, group, self._counts[group])
         self._counts[group] += 1
         self._mailbox.given[collective][self.rank] = exchanges
-        return _Part(collective, operation)
+        return collective
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
         """The first rank that comes draws; the others get what it drew."""
@@ -134,26 +125,25 @@ class _EmbeddedTransport(CollectiveTransport):
     def end_draw_turn(self, stage: int) -> None:
         self._mailbox.undrawn[stage] -= 1
 
-    def ready(self, pending: _Receive | _Part | _DrawTurn) -> bool:
+    def ready(self, pending: _Receive | _Collective | _DrawTurn) -> bool:
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
         if isinstance(pending, _DrawTurn):
             return not any(count for stage, count in self._mailbox.undrawn.items() if stage < pending.stage)
-        return len(self._mailbox.given[pending.collective]) == len(pending.collective.group)
+        return len(self._mailbox.given[pending]) == len(pending.group)
 
-    def wait(self, pending: _Receive | _Part) -> Tensor | list[Tensor]:
+    def wait(self, pending: _Receive | _Collective) -> Tensor | list[Tensor]:
         if isinstance(pending, _Receive):
             return self._mailbox.messages.pop(pending)
-        collective = pending.collective
-        given = self._mailbox.given[collective]
+        given = self._mailbox.given[pending]
         results = [self._result(pending, index, exchange, given) for index, exchange in enumerate(given[self.rank])]
-        self._mailbox.waited[collective] += 1
-        if self._mailbox.waited[collective] == len(collective.group):
-            del self._mailbox.given[collective], self._mailbox.waited[collective]
+        self._mailbox.waited[pending] += 1
+        if self._mailbox.waited[pending] == len(pending.group):
+            del self._mailbox.given[pending], self._mailbox.waited[pending]
         return results
 
-    def _result(self, pending: _Part, index: int, exchange: Exchange, given: Mapping[int, Sequence[Exchange]]) -> Tensor:
-        group = pending.collective.group
+    def _result(self, pending: _Collective, index: int, exchange: Exchange, given: Mapping[int, Sequence[Exchange]]) -> Tensor:
+        group = pending.group
         if len(group) == 1:
             return exchange.tensor.detach().contiguous()
         here = group.index(self.rank)

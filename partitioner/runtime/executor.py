@@ -47,14 +47,14 @@ from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
 
-__all__ = ["BINDINGS", "Executable", "ProgramSet", "compile_program", "quick_call"]
+__all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
 
 
 Run = Generator[Any, None, Any]
 
 
 class Executable:
-    """A program ready to run.
+    """A program ready to run: its stages must be bound, and the tensors that its graph names be attributes of its module.
 
     Attributes:
         program: what it runs.
@@ -97,11 +97,6 @@ class ProgramSet:
 
     programs: tuple[Program, ...]
     executables: Mapping[int, Executable]
-
-
-def compile_program(program: Program) -> Executable:
-    """Write a program as a generator. Its stages must be bound, and the tensors that its graph names be attributes of its module."""
-    return Executable(program)
 
 
 class _Writer:

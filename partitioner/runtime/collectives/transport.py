@@ -50,18 +50,16 @@ class CollectiveTransport(ABC):
 
     def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
         """Start reducing each tensor over the group."""
-        n_ranks = len(group)
-        exchanges = [Exchange(tensor, [tensor] * n_ranks, None, [tensor.shape] * n_ranks, None) for tensor in tensors]
-        return self.start("all_reduce", group, exchanges, operation)
+        return self.start("all_reduce", group, self._exchanges("all_reduce", tensors, group), operation)
 
     def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
         """Start putting the group's tensors together."""
-        exchanges = _gather_exchanges(tensors, dims, len(group), group.index(self.rank), sizes)
+        exchanges = self._exchanges("all_gather", tensors, group, concats=_cuts(dims, sizes, group))
         return self.start("all_gather", group, exchanges, "sum")
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
         """Start summing this rank's pieces of the group's tensors."""
-        exchanges = _scatter_exchanges(tensors, dims, len(group), group.index(self.rank), sizes)
+        exchanges = self._exchanges("reduce_scatter", tensors, group, splits=_cuts(dims, sizes, group))
         return self.start("reduce_scatter", group, exchanges, "sum")
 
     def all_to_all(
@@ -74,9 +72,42 @@ class CollectiveTransport(ABC):
         concat_sizes: Sizes | None = None,
     ) -> Any:
         """Start exchanging pieces with every rank of the group."""
-        position = group.index(self.rank)
-        exchanges = _transpose_exchanges(tensors, split_dims, concat_dims, len(group), position, split_sizes, concat_sizes)
-        return self.start("all_to_all", group, exchanges, "sum")
+        splits, concats = _cuts(split_dims, split_sizes, group), _cuts(concat_dims, concat_sizes, group)
+        return self.start("all_to_all", group, self._exchanges("all_to_all", tensors, group, splits, concats), "sum")
+
+    def _exchanges(
+        self,
+        name: Collective,
+        tensors: Sequence[Tensor],
+        group: tuple[int, ...],
+        splits: Sequence[_Cut] | None = None,
+        concats: Sequence[_Cut] | None = None,
+    ) -> list[Exchange]:
+        """What this rank gives and gets of each tensor.
+
+        Args:
+            splits: how tensors are cut into a piece for each rank; None: each rank is given the whole.
+            concats: how what this rank gets is put together; None: it is reduced.
+        """
+        here, n_ranks = group.index(self.rank), len(group)
+        every = [None] * len(tensors)
+        exchanges = []
+        for tensor, split, concat in zip(tensors, splits or every, concats or every, strict=True):
+            pieces: Sequence[Tensor] = [tensor] * n_ranks
+            own: Sequence[int] = tensor.shape
+            if split is not None:
+                dim, sizes = split
+                sizes = sizes or [own[dim] // n_ranks] * n_ranks
+                _require(sum(sizes) == own[dim], name, tensor, dim, sizes)
+                pieces, own = tensor.split(list(sizes), dim), _resized(own, dim, sizes[here])
+            shapes: Sequence[Sequence[int]] = [own] * n_ranks
+            if concat is not None:
+                dim, sizes = concat
+                sizes = sizes or [own[dim]] * n_ranks
+                _require(sizes[here] == own[dim], name, tensor, dim, sizes)
+                shapes = _shapes(own, dim, sizes)
+            exchanges.append(Exchange(tensor, pieces, split and split[0], shapes, concat and concat[0]))
+        return exchanges
 
     def halo_exchange(
         self,
@@ -111,65 +142,19 @@ def writes_in_place(function: Callable[..., Any]) -> bool:
     return function.__name__.partition(".")[0].endswith("_")
 
 
-# -- what each collective exchanges -----------------------------------------------------------------------------------------------------
+_Cut: TypeAlias = tuple[int, Sequence[int] | None]
+"""The dimension along which a tensor is cut, and the sizes of the pieces; None: all are equal."""
 
 
-def _gather_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
-    """Of an all_gather. ``position``: of this rank in the group."""
-    exchanges = []
-    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
-        parts = _sizes_of(sizes, index, n_ranks) or [tensor.shape[dim]] * n_ranks
-        _require(parts[position] == tensor.shape[dim], "all_gather", tensor, dim, parts)
-        exchanges.append(Exchange(tensor, [tensor] * n_ranks, None, _shapes(tensor.shape, dim, parts), dim))
-    return exchanges
-
-
-def _scatter_exchanges(tensors: Sequence[Tensor], dims: Sequence[int], n_ranks: int, position: int, sizes: Sizes | None) -> list[Exchange]:
-    """Of a reduce_scatter. ``position``: of this rank in the group."""
-    exchanges = []
-    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
-        parts = _split_sizes("reduce_scatter", tensor, dim, _sizes_of(sizes, index, n_ranks), n_ranks)
-        own = _resized(tensor.shape, dim, parts[position])
-        exchanges.append(Exchange(tensor, tensor.split(parts, dim), dim, [own] * n_ranks, None))
-    return exchanges
-
-
-def _transpose_exchanges(
-    tensors: Sequence[Tensor],
-    split_dims: Sequence[int],
-    concat_dims: Sequence[int],
-    n_ranks: int,
-    position: int,
-    split_sizes: Sizes | None,
-    concat_sizes: Sizes | None,
-) -> list[Exchange]:
-    """Return the exchanges of an all_to_all, one for each tensor; ``position``: of this rank in the group."""
-    exchanges = []
-    for index, (tensor, split_dim, concat_dim) in enumerate(zip(tensors, split_dims, concat_dims, strict=True)):
-        split = _split_sizes("all_to_all", tensor, split_dim, _sizes_of(split_sizes, index, n_ranks), n_ranks)
-        own = _resized(tensor.shape, split_dim, split[position])
-        parts = _sizes_of(concat_sizes, index, n_ranks) or [own[concat_dim]] * n_ranks
-        _require(parts[position] == own[concat_dim], "all_to_all", tensor, concat_dim, parts)
-        shapes = _shapes(own, concat_dim, parts)
-        exchanges.append(Exchange(tensor, tensor.split(split, split_dim), split_dim, shapes, concat_dim))
-    return exchanges
-
-
-def _sizes_of(sizes: Sizes | None, index: int, n_ranks: int) -> list[int] | None:
-    found = None if sizes is None else sizes[index]
-    if found is not None and len(found) != n_ranks:
-        raise CommunicationError(
-            f"{len(found)} sizes for a group of {n_ranks} ranks", remedy="sizes has the size of each rank's piece, in the group's order"
-        )
-    return None if found is None else list(found)
-
-
-def _split_sizes(name: str, tensor: Tensor, dim: int, sizes: list[int] | None, n_ranks: int) -> list[int]:
-    """How large the piece for each rank is."""
-    whole = tensor.shape[dim]
-    parts = [whole // n_ranks] * n_ranks if sizes is None else sizes
-    _require(sum(parts) == whole, name, tensor, dim, parts)
-    return parts
+def _cuts(dims: Sequence[int], sizes: Sizes | None, group: tuple[int, ...]) -> list[_Cut]:
+    """The cut of each tensor into pieces for a group."""
+    for found in sizes or ():
+        if found is not None and len(found) != len(group):
+            raise CommunicationError(
+                f"{len(found)} sizes for a group of {len(group)} ranks",
+                remedy="sizes has the size of each rank's piece, in the group's order",
+            )
+    return list(zip(dims, sizes or [None] * len(dims), strict=True))
 
 
 def _require(fits: bool, name: str, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:

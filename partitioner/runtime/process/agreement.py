@@ -135,7 +135,7 @@ class Agreement:
         """What a rank says to the present question, by its line; None: it went on with what was agreed before."""
         if line.agreements > self._agreements:
             # One agreement more than this rank counts is that on the present question: all ranks said the same.
-            return self._next_agreement()
+            return self._store.get(f"agreement {self._agreements + 1}").decode()
         return line.value if line.question == self._question else None
 
     def _check_waiting(self, missing: list[int], asks: str, deadline: float) -> None:
@@ -150,10 +150,6 @@ class Agreement:
             raise CommunicationError(f"{late.problem}: {rank_list(gone)} {ended[gone[0]]}", remedy=DisagreementError.REMEDY)
         if time.monotonic() > deadline:
             raise late
-
-    def _next_agreement(self) -> str:
-        """What all ranks agreed on that this rank is about to see agreed."""
-        return self._store.get(f"agreement {self._agreements + 1}").decode()
 
     def _line(self, rank: int) -> _Line | None:
         key = f"rank {rank}"

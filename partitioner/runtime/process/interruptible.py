@@ -10,7 +10,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeAlias, TypeVar
 
 from partitioner.runtime.process.failure import Failure, Store
 from passes.ir.errors import CommunicationError
@@ -26,21 +27,8 @@ _GRACE = 1.0
 """Seconds that a call may go on once there is one."""
 
 
-class _Task(Generic[T]):
-    """A call, and what came of it."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.function = function
-        self.done = threading.Event()
-        self.value: T | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.value = self.function()
-        except BaseException as error:  # noqa: BLE001  raised where it is waited for
-            self.error = error
-        self.done.set()
+_Task: TypeAlias = tuple[Callable[[], Any], Future[Any]]
+"""A call, and what comes of it."""
 
 
 class Interruptible:
@@ -56,7 +44,7 @@ class Interruptible:
         self._rank = rank
         self._first = first
         self._await_first = await_first
-        self._tasks: queue.SimpleQueue[_Task[object] | None] | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def run(self, what: str, function: Callable[[], T], limit: float | None = None) -> T:
         """A function's value.
@@ -68,32 +56,31 @@ class Interruptible:
         Raises:
             CommunicationError: a rank has failed or left meanwhile, or the function raised RuntimeError, as stores and groups do.
         """
-        task = _Task(function)
+        result: Future[T] = Future()
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
             threading.Thread(target=_work, args=(self._tasks,), name="partitioner wait", daemon=True).start()
             weakref.finalize(self, self._tasks.put, None)
-        self._tasks.put(task)  # type: ignore[arg-type]
+        self._tasks.put((function, result))
         try:
-            self._wait(task, what, limit)
+            self._wait(result, what, limit)
         except BaseException:
             self._tasks.put(None)  # the thread ends when the call does, if ever
             self._tasks = None
             raise
-        if isinstance(task.error, RuntimeError):
-            raise self.failed(what, task.error) from task.error
-        if task.error is not None:
-            raise task.error
-        return task.value  # type: ignore[return-value]
+        try:
+            return result.result()
+        except RuntimeError as error:
+            raise self.failed(what, error) from error
 
-    def _wait(self, task: _Task[T], what: str, limit: float | None) -> None:
+    def _wait(self, result: Future[T], what: str, limit: float | None) -> None:
         """Wait for a call to end, unless a rank fails meanwhile."""
         waited = 0.0
-        while not task.done.wait(_LOOK):
+        while not wait([result], _LOOK).done:
             waited += _LOOK
             failure = self._first()
             late = limit is not None and waited > limit
-            if (failure is not None or late) and not task.done.wait(_GRACE):
+            if (failure is not None or late) and not wait([result], _GRACE).done:
                 why = failure.text if failure is not None else f"nothing happened for {waited:.0f} s"
                 raise CommunicationError(f"rank {self._rank} could not {what}: {why}", remedy="look at what the other ranks report")
 
@@ -104,10 +91,14 @@ class Interruptible:
         return CommunicationError(f"rank {self._rank} could not {what}: {why}", remedy="look at what the other ranks report")
 
 
-def _work(tasks: queue.SimpleQueue[_Task[object] | None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
-        task.run()
-        del task  # what it holds must not live until the next one
+        function, result = task
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            result.set_exception(error)
+        del task, function, result  # what they hold must not live until the next one
 
 
 class InterruptibleStore:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from partitioner.reports.communication.collectives import collective_transfers
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.embedded import EmbeddedRuntime, _EmbeddedTransport
-from partitioner.runtime.executor import ProgramSet, compile_program
+from partitioner.runtime.executor import Executable, ProgramSet
 from passes.autograd.staged_model import LoweredStages
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter, wait
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lower
 
     monkeypatch.setattr(_EmbeddedTransport, "start", counted)
     runtime = EmbeddedRuntime([torch.device("cpu")] * n_ranks)
-    runtime.run(ProgramSet(tuple(programs), {rank: compile_program(programs[rank]) for rank in group}), {rank: {} for rank in group})
+    runtime.run(ProgramSet(tuple(programs), {rank: Executable(programs[rank]) for rank in group}), {rank: {} for rank in group})
     found = collective_transfers(lowered, programs)
     assert n_ranks * sum(transfer.bytes for transfer in found) == handed_over
     assert sum(transfer.times for transfer in found) == (n_ranks if n_ranks > 1 else 0)

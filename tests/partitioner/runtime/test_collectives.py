@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.runtime.embedded import EmbeddedRuntime
-from partitioner.runtime.executor import ProgramSet, compile_program
+from partitioner.runtime.executor import Executable, ProgramSet
 from passes.graph.program_printer import ProgramModule
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
@@ -30,7 +30,7 @@ def run_embedded(size: int, write: Callable[[fx.Graph, int, Sequence[fx.Node]], 
         given = [graph.placeholder(f"value{index}") for index in range(len(tensors[rank]))]
         graph.output(write(graph, rank, given))
         programs.append(Program("forward", rank, fx.GraphModule({}, graph), ()))
-    executables = {program.rank: compile_program(program) for program in programs}
+    executables = {program.rank: Executable(program) for program in programs}
     inputs = {rank: {f"value{index}": tensor for index, tensor in enumerate(tensors[rank])} for rank in range(size)}
     found = EmbeddedRuntime([torch.device("cpu")] * size).run(ProgramSet(tuple(programs), executables), inputs)
     return [found[rank] for rank in range(size)]
@@ -166,7 +166,7 @@ def test_a_program_reads_tensors_of_its_module() -> None:
     restored = pickle.loads(pickle.dumps(program.module))  # noqa: S301  our own
     assert torch.equal(restored.weight, weight)
     assert restored.code == program.module.code
-    executables = ProgramSet((program,), {0: compile_program(program)})
+    executables = ProgramSet((program,), {0: Executable(program)})
     for value in (1.0, 5.0):
         with torch.no_grad():
             weight[0] = value

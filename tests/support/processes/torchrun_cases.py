@@ -17,7 +17,7 @@ from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import PartitionedModel, partition
 from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.executor import ProgramSet, compile_program
+from partitioner.runtime.executor import Executable, ProgramSet
 from partitioner.runtime.process.failure import Failure
 from partitioner.runtime.process.groups import Connection
 from partitioner.runtime.process.transport import DistributedTransport
@@ -158,7 +158,7 @@ TENSORS = (
 def ring(size: int) -> ProgramSet:
     """Every rank sends all tensors to the next one, receives those of the one before, and sums over all ranks and over two of them."""
     programs = [Program("forward", number, ring_program(number, size), ()) for number in range(size)]
-    return ProgramSet(tuple(programs), {rank(): compile_program(programs[rank()])})
+    return ProgramSet(tuple(programs), {rank(): Executable(programs[rank()])})
 
 
 def ring_program(number: int, size: int) -> fx.GraphModule:
@@ -209,7 +209,7 @@ def collectives(tagged: bool) -> list[Tensor]:
     parts = written[rank()][1]
     given = {f"value{index}": tensor for index, tensor in enumerate(tensor for part in parts for tensor in part.tensors)}
     kept = {name: tensor.clone() for name, tensor in given.items()}
-    executables = ProgramSet(programs, {rank(): compile_program(programs[rank()])})
+    executables = ProgramSet(programs, {rank(): Executable(programs[rank()])})
     generator = torch.Generator().manual_seed(rank())
     reals = [torch.randn(count, generator=generator) for count in (100, 200_000)]
     (results,) = runtime.run(executables, {rank(): {**given, "small": reals[0], "large": reals[1]}}).values()
