@@ -275,46 +275,22 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 aten = torch.ops.aten
 
+_OF_TORCH = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default),
+    *(aten.exp.default, aten.cos.default, aten.sin.default, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.where.self),
+    *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default, aten.embedding.default),
+    *(aten.native_batch_norm.default, aten.native_group_norm.default, aten.native_layer_norm.default),
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.cat.default, aten.stack.default, aten.clone.default),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.reshape.default),
+    *(aten.select.int, aten.unbind.int, aten.unsqueeze.default),
+)
+"""Operations that ``torch`` has a function of the same name for."""
+
 BINDINGS: Mapping[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.addmm.default: torch.addmm,
-    aten.baddbmm.default: torch.baddbmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.clone.default: torch.clone,
-    aten.convolution.default: torch.convolution,
-    aten.cos.default: torch.cos,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.exp.default: torch.exp,
+    **{operation: getattr(torch, operation.overloadpacket.__name__) for operation in _OF_TORCH},
     aten.expand.default: Tensor.expand,
     aten.gelu.default: torch.nn.functional.gelu,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.native_batch_norm.default: torch.native_batch_norm,
-    aten.native_group_norm.default: torch.native_group_norm,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.neg.default: torch.neg,
-    aten.permute.default: torch.permute,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.relu.default: torch.relu,
-    aten.reshape.default: torch.reshape,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.select.int: torch.select,
-    aten.sigmoid.default: torch.sigmoid,
-    aten.sin.default: torch.sin,
-    aten.stack.default: torch.stack,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.default: torch.sum,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.tanh.default: torch.tanh,
-    aten.transpose.int: torch.transpose,
-    aten.unbind.int: torch.unbind,
-    aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: Tensor.view,
-    aten.where.self: torch.where,
 }
 """Operation -> a public function that dispatches to it when called with the same arguments."""
 

@@ -10,7 +10,7 @@ A parameter with hooks gets its gradient when all ranks have run: autograd adds 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -126,14 +126,6 @@ def put(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True
         gradient = gradient if kind is None else gradient.as_subclass(kind)
     if stored.parameter.grad is not gradient:
         stored.parameter.grad = gradient
-
-
-def owners(holders: Iterable[tuple[int, Block]]) -> dict[Block, int]:
-    """The lowest rank that holds each block."""
-    found: dict[Block, int] = {}
-    for rank, block in sorted(holders, key=lambda item: item[0]):
-        found.setdefault(block, rank)
-    return found
 
 
 def _added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:

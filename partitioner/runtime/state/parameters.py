@@ -17,10 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlot, owners
+from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlot
 from partitioner.runtime.state.hooks import TensorHooks, refuse_parameter_hooks
 from partitioner.runtime.state.sharded_tensor import BlockTensor
-from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, store_parameters
+from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
 from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import ConfigError
@@ -265,7 +265,7 @@ def materialize(
         ConfigError: a parameter has hooks, and this process holds a part of it.
     """
     originals = {placeholder: (name, _tensor(model, name)) for placeholder, name in graph.parameters.items()}
-    buffers = {placeholder: _tensor(model, name) for placeholder, name in graph.buffers.items()}
+    copied = {**{placeholder: _tensor(model, name) for placeholder, name in graph.buffers.items()}, **graph.constants}
     keys = device_keys(devices)
     stored = store_parameters(originals, blocks, devices, keys, local_ranks)
     for each in (each for same in stored.values() for each in same if each.parameter.requires_grad):
@@ -279,12 +279,13 @@ def materialize(
     written = _written(graph)
     owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
     for rank in local_ranks:
-        read = _Read(blocks, owner_of, devices, keys, rank, gradients, frozenset(written))
+        read = _Read(blocks, owner_of, devices, keys, rank, gradients, written)
         by_rank[rank], slots[rank] = {}, {}
         for placeholder, same in stored.items():
             if rank in blocks[placeholder]:
                 by_rank[rank][placeholder], slots[rank][placeholder] = read.parameter(placeholder, same, followers)
-        by_rank[rank].update(_copies(buffers, graph, blocks, rank, devices[rank]))
+        here = [placeholder for placeholder in copied if rank in blocks[placeholder]]
+        by_rank[rank].update({placeholder: copy_of(copied[placeholder], blocks[placeholder][rank], devices[rank]) for placeholder in here})
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
     return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices))
 
@@ -330,25 +331,10 @@ class _Read:
         return follower.tensor, slot
 
 
-def _written(graph: ModelGraph) -> set[str]:
+def _written(graph: ModelGraph) -> frozenset[str]:
     """The parameters that the model itself writes to (an embedding with ``max_norm``)."""
     memory = aliasing(graph.graph)
-    return {node.name for node in graph.graph.nodes if node.name in graph.parameters and memory.written(node)}
-
-
-def _copies(
-    buffers: Mapping[str, Tensor], graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]], rank: int, device: torch.device
-) -> dict[str, Tensor]:
-    """What a rank holds of buffers and constants."""
-    tensors = {
-        placeholder: copy_of(original, blocks[placeholder][rank], device)
-        for placeholder, original in buffers.items()
-        if rank in blocks[placeholder]
-    }
-    for placeholder, constant in graph.constants.items():
-        if rank in blocks[placeholder]:
-            tensors[placeholder] = copy_of(constant, blocks[placeholder][rank], device)
-    return tensors
+    return frozenset(node.name for node in graph.graph.nodes if node.name in graph.parameters and memory.written(node))
 
 
 def check_values(state: State) -> None:

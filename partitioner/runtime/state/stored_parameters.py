@@ -12,7 +12,7 @@ With one rank a process, or shards on several devices, each shard is a parameter
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["Membership", "RankTensor", "StoredParameter", "copy_of", "device_keys", "membership", "store_parameters"]
+__all__ = ["Membership", "RankTensor", "StoredParameter", "copy_of", "device_keys", "membership", "owners", "store_parameters"]
 
 _numbers = itertools.count()
 
@@ -212,12 +212,18 @@ def store_parameters(
 
 def _together(holders: Mapping[int, Block], keys: Sequence[Hashable]) -> dict[int, Block]:
     """Return rank -> stored block if all ranks are in this process: one whole parameter, unless its shards lie on several devices."""
-    owners: dict[Block, int] = {}
-    for rank in sorted(holders):
-        owners.setdefault(holders[rank], rank)
-    if len({keys[rank] for rank in owners.values()}) == 1:
-        return {min(owners.values()): whole_block(next(iter(owners)).shape)}
-    return {rank: block for block, rank in owners.items()}
+    first = owners(holders.items())
+    if len({keys[rank] for rank in first.values()}) == 1:
+        return {min(first.values()): whole_block(next(iter(first)).shape)}
+    return {rank: block for block, rank in first.items()}
+
+
+def owners(holders: Iterable[tuple[int, Block]]) -> dict[Block, int]:
+    """The lowest rank that holds each block."""
+    found: dict[Block, int] = {}
+    for rank, block in sorted(holders, key=lambda item: item[0]):
+        found.setdefault(block, rank)
+    return found
 
 
 def copy_of(tensor: Tensor, block: Block, device: torch.device) -> Tensor:

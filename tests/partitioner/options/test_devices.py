@@ -11,7 +11,7 @@ from torch import nn
 from partitioner import partition
 from partitioner.options.devices import DevicesArgument, resolve_devices
 from partitioner.runtime import torchrun
-from partitioner.runtime.state.gradient_slots import owners
+from partitioner.runtime.state.stored_parameters import owners
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 

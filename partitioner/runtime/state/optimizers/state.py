@@ -39,13 +39,13 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
             if not entries and id(parameter) in covered:
                 owned[f"{key}{_SEPARATOR}"] = None
     found = runtime.collect(owned)
-    kinds = dict.fromkeys(what for key in found if (what := key.partition(_SEPARATOR)[2]))
-    whole: dict[str, dict[str, Tensor]] = {}
-    if kinds:
-        empty = {key.partition(_SEPARATOR)[0] for key in found if not key.partition(_SEPARATOR)[2]}
-        whole.update({name: {} for name in _names(state) if name in empty})
-    for what in kinds:
-        parts = {key.partition(_SEPARATOR)[0]: tensor for key, tensor in found.items() if key.partition(_SEPARATOR)[2] == what}
+    parts_of: dict[str, dict[str, Tensor | None]] = {}
+    for each, tensor in found.items():
+        key, _, what = each.partition(_SEPARATOR)
+        parts_of.setdefault(what, {})[key] = tensor
+    empty = parts_of.pop("", {})
+    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _names(state) if parts_of and name in empty}
+    for what, parts in parts_of.items():
         for name in _names(state):
             first = parts.get(name)
             together = state.whole(name, parts) if first is not None and first.dim() else first

@@ -62,18 +62,18 @@ def _step(kind: type[Optimizer]) -> Callable[..., Any]:
     return found
 
 
-_BY_ELEMENTS: tuple[type[Optimizer], ...] = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
-)
-_BY_PARAMETERS: tuple[type[Optimizer], ...] = (optim.Adafactor, optim.Muon)
-_BY_MODEL: tuple[type[Optimizer], ...] = (optim.LBFGS,)
-for _kind in _BY_ELEMENTS:
-    register_optimizer(_kind, "elements")
-for _kind in _BY_PARAMETERS:
-    register_optimizer(_kind, "parameters")
-for _kind in _BY_MODEL:
-    register_optimizer(_kind, "model")
+_KINDS: dict[Reads, tuple[type[Optimizer], ...]] = {
+    "elements": (
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
+        *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    ),
+    "parameters": (optim.Adafactor, optim.Muon),
+    "model": (optim.LBFGS,),
+}
+
+for _reads, _kinds in _KINDS.items():
+    for _kind in _kinds:
+        register_optimizer(_kind, _reads)
 
 
 @functools.cache
