@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-__all__ = ["module_range", "rank_list", "short_name"]
+__all__ = ["module_range", "rank_list", "rank_numbers", "short_name"]
 
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
@@ -82,3 +82,14 @@ def rank_list(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def rank_numbers(ranks: Sequence[int]) -> str:
+    """Ranks in few letters.
+
+    >>> rank_numbers((0, 2)), rank_numbers((0, 1, 2, 3))
+    ('0, 2', '0-3')
+    """
+    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partitioner.runtime.collectives.exchange import reduce_pieces
 from partitioner.runtime.collectives.halo import Halo
 from passes.graph.schemas import draws
 from passes.ir.comm import functional as collectives
@@ -102,18 +103,7 @@ class _Group:
 
 
 def _reduced(_rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:
-    values = [arguments[other][0] for other in group.ranks]
-    return _fold(_OPERATIONS[arguments[group.ranks[0]][2]], values)
-
-
-_OPERATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-def _fold(operation: Callable[[Tensor, Tensor], Tensor], values: Sequence[Tensor]) -> Tensor:
-    result = values[0]
-    for value in values[1:]:
-        result = operation(result, value)
-    return result
+    return reduce_pieces([arguments[other][0] for other in group.ranks], arguments[group.ranks[0]][2])
 
 
 def _gathered(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:
@@ -126,7 +116,7 @@ def _part(value: Tensor, dim: int, sizes: Sequence[int], group: _Group) -> Tenso
 
 def _scattered(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:
     _, dim, _, _, sizes, _ = arguments[rank]
-    return _part(_fold(torch.add, [arguments[other][0] for other in group.ranks]), dim, sizes, group)
+    return _part(reduce_pieces([arguments[other][0] for other in group.ranks], "sum"), dim, sizes, group)
 
 
 def _taken(rank: int, group: _Group, arguments: Sequence[tuple[Any, ...]]) -> Tensor:

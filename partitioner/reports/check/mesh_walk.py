@@ -13,7 +13,7 @@ from torch import Tensor
 from partitioner.options.batch_rows import RowParts
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.lockstep import run_in_lockstep
-from partitioner.reports.check.node_walk import NodeWalk, Recorder
+from partitioner.reports.check.node_walk import NodeWalk, values_of
 from partitioner.reports.check.report import Difference
 from passes.analysis.axes import TensorAxes
 from passes.autograd.staged_model import LoweredStages
@@ -59,12 +59,10 @@ def _walk(
     """What the given stages compute, beside the whole graph."""
     graph, mesh = cut.graph, cut.cut.mesh
     extents = _extents(cut, batch)
-    rows = RowParts(mesh) if _is_cut_by_rows(cut) else None
+    rows = RowParts(mesh) if cut.parts[0].part.n_row_parts > 1 else None  # where every rank has rows of its own
     with torch.no_grad():
-        torch.manual_seed(seed)
-        recorder = Recorder(graph.module)
-        given = {**{name: tensor.clone() for name, tensor in tensors.items()}, **inputs, "batch": batch}
-        recorder.run(*(given[node.name] for node in graph.graph.nodes if node.op == "placeholder"))
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        values = values_of(graph, {**own, **inputs, "batch": batch}, seed)
         torch.manual_seed(seed)
         parts = run_in_lockstep(
             [part.graph for part in cut.parts],
@@ -84,9 +82,9 @@ def _walk(
     scales: dict[str, float] = {}
     for node in graph.computing_nodes():
         stage = stages.get(node.name)
-        if node.name not in recorder.values or node.name not in parts or stage is None:
+        if node.name not in values or node.name not in parts or stage is None:
             continue
-        reference = recorder.values[node.name]
+        reference = values[node.name]
         found = _together(parts[node.name], cut.axes.of(node.name), cut.layouts.results[node.name][0], extents)
         scales[node.name] = largest_magnitude(reference)
         scale = max((scales.get(source.name, 0.0) for source in node.all_input_nodes), default=0.0)
@@ -103,11 +101,6 @@ def _stages_of_parts(lowered: LoweredStages) -> Mapping[str, int]:
         for node in stage.module.graph.nodes:
             found.setdefault(node.meta.get("part_of"), stage.index)
     return found
-
-
-def _is_cut_by_rows(cut: CutModel) -> bool:
-    """Whether every rank has rows of its own."""
-    return cut.parts[0].part.n_row_parts > 1
 
 
 def _extents(cut: CutModel, batch: int) -> list[Extents]:

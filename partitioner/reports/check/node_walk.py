@@ -17,7 +17,7 @@ from passes.ir.comm.microbatch import split_batch
 from passes.ir.graph import ModelGraph
 from passes.stages.split import StageGraph
 
-__all__ = ["NodeWalk", "Recorder", "walk_nodes"]
+__all__ = ["NodeWalk", "values_of", "walk_nodes"]
 
 Values = dict[str, Tensor]
 
@@ -35,7 +35,7 @@ class NodeWalk:
     first: Difference | None
 
 
-class Recorder(fx.Interpreter):
+class _Recorder(fx.Interpreter):
     """Keeps the tensors of all nodes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -78,15 +78,12 @@ def walk_nodes(
         seed: of the random numbers that both draw.
     """
     with torch.no_grad():
-        torch.manual_seed(seed)
-        recorder = Recorder(whole.module)
-        given = {**_own(whole, tensors), **inputs, "batch": sum(sizes)}
-        recorder.run(*(given[node.name] for node in whole.graph.nodes if node.op == "placeholder"))
+        reference = values_of(whole, {**tensors, **inputs, "batch": sum(sizes)}, seed)
         torch.manual_seed(seed)
         parts = _run_stages(lowered, _own(whole, tensors), inputs, sizes)
     comparisons: list[Comparison] = []
     first: Difference | None = None
-    for node, comparison, in_training in _compared(whole, recorder.values, parts):
+    for node, comparison, in_training in _compared(whole, reference, parts):
         comparisons.append(comparison)
         if first is None and not comparison.equal:
             stage = parts.stage[node.name]
@@ -95,7 +92,15 @@ def walk_nodes(
     return NodeWalk(tuple(comparisons), first)
 
 
-def _own(graph: ModelGraph, tensors: Mapping[str, Tensor]) -> Values:
+def values_of(graph: ModelGraph, given: Mapping[str, Any], seed: int) -> Values:
+    """The tensors of all calls of a graph, from values of its placeholders that stay as they are."""
+    torch.manual_seed(seed)
+    recorder, own = _Recorder(graph.module), _own(graph, given)
+    recorder.run(*(own[node.name] for node in graph.graph.nodes if node.op == "placeholder"))
+    return recorder.values
+
+
+def _own(graph: ModelGraph, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors; buffers in memory of their own, for a run may write them."""
     return {name: tensor.clone() if name in graph.buffers else tensor for name, tensor in tensors.items()}
 
@@ -114,7 +119,7 @@ def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Te
             values = {name: parts.of[name][microbatch] for name in stage.values}
             given = {**tensors, **{name: pieces[microbatch] for name, pieces in cut.items()}, **values, "batch": size}
             _record_training(lowered, stage, {**given, **_own(graph, tensors)}, parts)
-            recorder = Recorder(stage.module)
+            recorder = _Recorder(stage.module)
             recorder.run(*(given[name] for name in stage.bound + stage.arguments))
             for name, value in recorder.values.items():
                 if parts.stage.setdefault(name, stage.index) == stage.index:

@@ -25,7 +25,7 @@ from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.ir.tensor_spec import TensorSpec
-from passes.verify.value_specs import ValueSpecs, describe_values
+from passes.verify.value_specs import describe_values
 
 __all__ = ["collective_transfers", "sent_by_kind"]
 
@@ -83,7 +83,8 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
     specs = describe_values(program)
     batch = program.module.meta["batch_size"]
     rows = microbatch_sizes(batch, len(specs.sizes))
-    at_run = _values(specs, batch, rows)
+    # What the symbols of a program stand for in the batch that was traced.
+    at_run = {specs.batch: batch, **dict(zip(specs.sizes, rows, strict=True))}
     at_first = {**at_run, **dict.fromkeys(specs.sizes, rows[0])}
     calls = []
     purposes = Purposes(lowered.graph, program.module)
@@ -93,11 +94,6 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
             result = str(_numbered(spec.results[0], at_first)) if spec.results else "nothing"
             calls.append(_Call(node, spec, purposes.of(node), result, _sent(node, spec, program.rank, at_run)))
     return calls
-
-
-def _values(specs: ValueSpecs, batch: int, rows: Sequence[int]) -> dict[Any, int]:
-    """What the symbols of a program stand for in the batch that was traced."""
-    return {specs.batch: batch, **dict(zip(specs.sizes, rows, strict=True))}
 
 
 def _numbered(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:

@@ -38,25 +38,15 @@ class Purpose:
     why: str
 
 
-MADE: Mapping[Any, str] = {
-    all_reduce: "summed",
-    reduce_scatter: "summed and cut",
-    all_gather: "put together",
-    all_to_all: "exchanged",
-    halo_exchange: "fetched",
-    halo_add: "given back",
+_WORDS: Mapping[Any, tuple[str, str]] = {
+    all_reduce: ("summed", "each rank has a part of the sum"),
+    reduce_scatter: ("summed and cut", "each rank needs its part of the sum"),
+    all_gather: ("put together", "what reads it needs it whole"),
+    all_to_all: ("exchanged", "what reads it is cut over another axis"),
+    halo_exchange: ("fetched", "windows reach beyond the rank's own part"),
+    halo_add: ("given back", "the gradient of what windows read of other ranks"),
 }
-"""Collective -> the operation, in words."""
-
-_WHY: Mapping[Any, str] = {
-    all_reduce: "each rank has a part of the sum",
-    reduce_scatter: "each rank needs its part of the sum",
-    all_gather: "what reads it needs it whole",
-    all_to_all: "what reads it is cut over another axis",
-    halo_exchange: "windows reach beyond the rank's own part",
-    halo_add: "the gradient of what windows read of other ranks",
-}
-"""Collective of activations or their gradients -> the reason, in words."""
+"""Collective -> the operation in words; the reason, where it is one of activations or their gradients."""
 
 
 def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
@@ -81,31 +71,32 @@ class Purposes:
     def of(self, node: fx.Node) -> Purpose:
         """Why a collective is there."""
         function: Any = node.target
+        made, reason = _WORDS[function]
         operands: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
         section = node.meta.get("section")
         is_backward = isinstance(section, Action) and section.kind != ActionKind.FORWARD
         if node.meta.get("reduces") is not None:
-            return self._reduced(function, node.meta["reduces"])
+            return self._reduced(made, node.meta["reduces"])
         if operands and all(is_held(operand) for operand in operands):
             again = " again for the backward" if is_backward else ""
-            return Purpose("", tuple(map(self._parameter, operands)), MADE[function], f"held in parts, needed whole{again}")
+            return Purpose("", tuple(map(self._parameter, operands)), made, f"held in parts, needed whole{again}")
         gradients = [name for item in items_of(node) if item is not None and (name := self._stored(item, section))]
         if function is reduce_scatter and len(gradients) == len(operands):
-            return Purpose("gradient of ", tuple(gradients), MADE[function], "each rank keeps its part")
+            return Purpose("gradient of ", tuple(gradients), made, "each rank keeps its part")
         if section == "results":
             return Purpose("", tuple(operand.name for operand in operands), "", "all ranks return all rows")
         paths = [module_path(each) for each in (node, *items_of(node)) if each is not None]
         modules = tuple(short_name(path) for path in dict.fromkeys(paths) if path)
         if modules:
-            return Purpose("result of ", modules, "", _WHY[function])
+            return Purpose("result of ", modules, "", reason)
         readers = [path for operand in operands if is_backward and (path := self._differentiated(operand))]
         if readers:
-            return Purpose("input gradient of ", tuple(readers), "", _WHY[function])
+            return Purpose("input gradient of ", tuple(readers), "", reason)
         if isinstance(section, Action):
-            return Purpose("input gradient of " if is_backward else "result of ", (short_name(""),), "", _WHY[function])
-        return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", _WHY[function])
+            return Purpose("input gradient of " if is_backward else "result of ", (short_name(""),), "", reason)
+        return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", reason)
 
-    def _reduced(self, function: Any, reduces: Sequence[str]) -> Purpose:
+    def _reduced(self, made: str, reduces: Sequence[str]) -> Purpose:
         """Return the purpose of an all_reduce that the emitter wrote: of gradients, of the loss, or of another sum."""
         originals = [self._names.get(name) or self._inputs.get(name) for name in reduces]
         names = tuple(short_name(original or name) for original, name in zip(originals, reduces, strict=True))
@@ -114,10 +105,10 @@ class Purposes:
         elif any(originals):
             why = "all ranks return the gradient of an input"
         elif names == ("loss_of_batch",):
-            return Purpose("", ("loss",), MADE[function], "each rank has that of its rows")
+            return Purpose("", ("loss",), made, "each rank has that of its rows")
         else:
             why = "each rank has a part of it"
-        return Purpose("gradient of " if any(originals) else "", names, MADE[function], why)
+        return Purpose("gradient of " if any(originals) else "", names, made, why)
 
     def _parameter(self, held: Any, *, shortened: bool = True) -> str:
         while held.op != "get_attr":

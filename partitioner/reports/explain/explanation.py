@@ -19,7 +19,7 @@ from partitioner.reports.explain.regions import regions_section
 from partitioner.reports.explain.sharding import axes_section, parameters_section
 from partitioner.reports.explain.step_memory import peaks_of_step, saved_bytes
 from partitioner.reports.explain.timetable import timetable
-from partitioner.reports.module_names import module_range, rank_list
+from partitioner.reports.module_names import module_range, rank_list, rank_numbers
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
 from partitioner.reports.tables.table import Table, align
@@ -184,10 +184,7 @@ def _ranks_at(explained: Explained, places: Sequence[int]) -> tuple[int, ...]:
 
 def _ranks(explained: Explained, places: Sequence[int]) -> str:
     """Return the ranks at pipeline positions as text: ``"0-3"``, or ``"0, 2"``."""
-    ranks = _ranks_at(explained, places)
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))
+    return rank_numbers(_ranks_at(explained, places))
 
 
 def _schedule(explained: Explained) -> list[str]:

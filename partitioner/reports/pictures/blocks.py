@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from html import escape
 
 from cost_models.svg import document
+from partitioner.reports.module_names import rank_numbers
 from partitioner.reports.pictures.colours import STAGES
 from partitioner.reports.pictures.diagram_svg import SVG_STYLE
 from partitioner.reports.tables.table import align
@@ -166,14 +167,7 @@ def _range(interval: tuple[int, int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``"rank 1"``, ``"ranks 0-3"``, ``"ranks 0, 2"``; nobody's is empty."""
-    if not ranks:
-        return "no rank"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_numbers(ranks)}" if ranks else "no rank"
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _LEAST = 400, 220, 64, 58, 15

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -90,16 +90,26 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where the nodes of a layout are, in pixels."""
+    """Where the nodes of a layout are, in pixels.
 
+    Attributes:
+        number: key of a box -> its index.
+        left: of each lane.
+    """
+
+    diagram: Diagram
+    number: Mapping[str, int]
     layers: Layers
     left: tuple[float, ...]
 
     def x(self, lane: int, place: float) -> float:
         return self.left[lane] + (place + 0.5) * _CELL
 
-    def y(self, row: int) -> float:
-        return _TOP + row * _ROW
+    def place(self, key: str) -> tuple[int, float, float]:
+        """The lane of a box, and the middle of its upper edge."""
+        index = self.number[key]
+        lane = self.diagram.boxes[index].lane
+        return lane, self.x(lane, self.layers.place[index]), _TOP + self.layers.row[index] * _ROW
 
     @property
     def widths(self) -> list[int]:
@@ -109,42 +119,42 @@ class _Canvas:
 
 def diagram_svg(diagram: Diagram) -> str:
     """The drawing: each box below those that it reads from, in the lane of its rank."""
-    number = {box.key: index for index, box in enumerate(diagram.boxes)}
-    canvas, bends = _arranged(diagram, number)
-    width, height = _page_size(diagram, number, canvas)
+    canvas, bends = _arranged(diagram)
+    width, height = _page_size(canvas)
     # What comes later is drawn over what comes before.
     arrows = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
     parts = [
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
         f'<text class="h" x="{_MARGIN}" y="22">{escape(diagram.title)}</text>',
         *_legend(diagram),
-        *_lanes(diagram, canvas, canvas.widths, height),
-        *(_link(arrow, diagram, number, canvas, bends.get(id(arrow), ())) for arrow in arrows),
-        *(_box(box, index, canvas) for index, box in enumerate(diagram.boxes)),
-        *_labels(arrows, diagram, number, canvas),
+        *_lanes(canvas, height),
+        *(_link(arrow, canvas, bends.get(id(arrow), ())) for arrow in arrows),
+        *(_box(box, canvas) for box in diagram.boxes),
+        *_labels(arrows, canvas),
     ]
     return document("d", width, height, diagram.title, SVG_STYLE, parts)
 
 
-def _arranged(diagram: Diagram, number: dict[str, int]) -> tuple[_Canvas, dict[int, Sequence[float]]]:
+def _arranged(diagram: Diagram) -> tuple[_Canvas, dict[int, Sequence[float]]]:
     """Where the boxes are, and the bends of arrows (by identity).
 
     A collective has no direction: it puts no box below another. Gradients of shared parameters, the boxes of no stage, stand last.
     """
+    number = {box.key: index for index, box in enumerate(diagram.boxes)}
     directed = [arrow for arrow in diagram.arrows if arrow.kind != "collective"]
     edges = [(number[arrow.source], number[arrow.target]) for arrow in directed]
     last = [index for index, box in enumerate(diagram.boxes) if box.stage is None]
     layers = arrange([box.lane for box in diagram.boxes], edges, last)
     left = tuple(float(_MARGIN + sum(layers.width[:lane]) * _CELL + lane * _GAP) for lane in range(len(layers.width)))
-    return _Canvas(layers, left), dict(zip([id(arrow) for arrow in directed], layers.bends, strict=True))
+    return _Canvas(diagram, number, layers, left), dict(zip([id(arrow) for arrow in directed], layers.bends, strict=True))
 
 
-def _page_size(diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> tuple[float, float]:
+def _page_size(canvas: _Canvas) -> tuple[float, float]:
     """Width and height: room for the lanes and the title, and beside the last lane for the labels of messages to it."""
-    widths = canvas.widths
+    diagram, widths = canvas.diagram, canvas.widths
     lanes, title = sum(widths) + _GAP * (len(widths) - 1), len(diagram.title) * _TITLE_LETTER
     messages = [arrow for arrow in diagram.arrows if arrow.kind == "message"]
-    reaches_last = any(diagram.boxes[number[arrow.target]].lane == len(widths) - 1 for arrow in messages)
+    reaches_last = any(canvas.place(arrow.target)[0] == len(widths) - 1 for arrow in messages)
     width = max(2 * _MARGIN + max(lanes, title), _NARROWEST) + (_BESIDE if reaches_last else 0)
     return width, _TOP + canvas.layers.n_rows * _ROW + _MARGIN
 
@@ -166,17 +176,17 @@ def _legend(diagram: Diagram) -> list[str]:
     return parts
 
 
-def _lanes(diagram: Diagram, canvas: _Canvas, widths: Sequence[float], height: float) -> list[str]:
+def _lanes(canvas: _Canvas, height: float) -> list[str]:
     parts = []
-    for lane, (left, width) in enumerate(zip(canvas.left, widths, strict=True)):
+    for lane, left, width in zip(canvas.diagram.lanes, canvas.left, canvas.widths, strict=False):  # none for last ranks without boxes
         parts.append(f'<rect class="lane" x="{left:.0f}" y="56" width="{width:.0f}" height="{height - 56 - 6:.0f}" rx="8"/>')
-        parts.append(f'<text x="{left + 10:.0f}" y="72">{escape(diagram.lanes[lane].label)}</text>')
-        parts.append(f'<text class="f" x="{left + 10:.0f}" y="85">{escape(diagram.lanes[lane].detail)}</text>')
+        parts.append(f'<text x="{left + 10:.0f}" y="72">{escape(lane.label)}</text>')
+        parts.append(f'<text class="f" x="{left + 10:.0f}" y="85">{escape(lane.detail)}</text>')
     return parts
 
 
-def _box(box: Box, index: int, canvas: _Canvas) -> str:
-    x, y = canvas.x(box.lane, canvas.layers.place[index]), canvas.y(canvas.layers.row[index])
+def _box(box: Box, canvas: _Canvas) -> str:
+    _, x, y = canvas.place(box.key)
     fill = "plain" if box.stage is None else f"s{box.stage % len(STAGES)}"
     line = 24 if not box.detail else 17
     detail = f'<text class="c f" x="{x:.1f}" y="{y + 31:.0f}">{escape(_cut(box.detail, 26))}</text>' if box.detail else ""
@@ -192,27 +202,23 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"…{text[1 - longest :]}"
 
 
-def _link(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas, bends: Sequence[float]) -> str:
-    source, target = number[arrow.source], number[arrow.target]
-    lanes = diagram.boxes[source].lane, diagram.boxes[target].lane
-    rows, places = canvas.layers.row, canvas.layers.place
-    from_x, to_x = canvas.x(lanes[0], places[source]), canvas.x(lanes[1], places[target])
+def _link(arrow: Arrow, canvas: _Canvas, bends: Sequence[float]) -> str:
+    (lane, from_x, from_y), (other, to_x, to_y) = canvas.place(arrow.source), canvas.place(arrow.target)
     title = f"<title>{escape(arrow.tooltip)}</title>" if arrow.tooltip else ""
     if arrow.kind == "collective":
-        ends = (from_x, canvas.y(rows[source])), (to_x, canvas.y(rows[target]))
-        path = _between(*ends) if abs(lanes[0] - lanes[1]) == 1 else _below(*ends)
+        ends = (from_x, from_y), (to_x, to_y)
+        path = _between(*ends) if abs(lane - other) == 1 else _below(*ends)
         return f'<g>{title}<path class="link collective" d="{path}"/></g>'
-    points = [(from_x, canvas.y(rows[source]) + _HEIGHT)]
+    points = [(from_x, from_y + _HEIGHT)]
     for step, place in enumerate(bends):
-        x, top = canvas.x(lanes[0], place), canvas.y(rows[source] + 1 + step)
+        x, top = canvas.x(lane, place), from_y + (1 + step) * _ROW
         points += [(x, top), (x, top + _HEIGHT)]
-    end_y = canvas.y(rows[target])
-    points.append((to_x, end_y))
+    points.append((to_x, to_y))
     curve = [f"M{points[0][0]:.1f},{points[0][1]:.0f}"]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         middle = (y0 + y1) / 2
         curve.append(f"L{x1:.1f},{y1:.0f}" if x0 == x1 else f"C{x0:.1f},{middle:.0f} {x1:.1f},{middle:.0f} {x1:.1f},{y1:.0f}")
-    head = f'<path class="{arrow.kind}-fill" d="M{to_x:.1f},{end_y:.0f} l-4,-7 h8 z"/>'
+    head = f'<path class="{arrow.kind}-fill" d="M{to_x:.1f},{to_y:.0f} l-4,-7 h8 z"/>'
     return f'<g>{title}<path class="link {arrow.kind}" d="{"".join(curve)}"/>{head}</g>'
 
 
@@ -230,13 +236,13 @@ def _below(start: tuple[float, float], end: tuple[float, float]) -> str:
     return f"M{x0 + 20:.1f},{y0 + _HEIGHT:.0f}C{x0 + 30:.1f},{deepest:.0f} {x1 - 30:.1f},{deepest:.0f} {x1 - 20:.1f},{y1 + _HEIGHT:.0f}"
 
 
-def _labels(arrows: Sequence[Arrow], diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[str]:
+def _labels(arrows: Sequence[Arrow], canvas: _Canvas) -> list[str]:
     """Return the labels of arrows: each at the first of its places that is free, else above the labels that cover the last of them."""
     parts: list[str] = []
     taken: list[_Label] = []
     for arrow in arrows:
         if arrow.label:
-            places = _label_places(arrow, diagram, number, canvas)
+            places = _label_places(arrow, canvas)
             label = next((place for place in places if not any(place.overlaps(other) for other in taken)), places[0])
             while any(label.overlaps(other) for other in taken):
                 label = dataclasses.replace(label, y=label.y - _LABEL_LINE)
@@ -245,16 +251,13 @@ def _labels(arrows: Sequence[Arrow], diagram: Diagram, number: dict[str, int], c
     return parts
 
 
-def _label_places(arrow: Arrow, diagram: Diagram, number: dict[str, int], canvas: _Canvas) -> list[_Label]:
+def _label_places(arrow: Arrow, canvas: _Canvas) -> list[_Label]:
     """Return where a label may stand: beside either end of a message, above a collective."""
-    source, target = number[arrow.source], number[arrow.target]
-    lanes = diagram.boxes[source].lane, diagram.boxes[target].lane
-    from_x, to_x = canvas.x(lanes[0], canvas.layers.place[source]), canvas.x(lanes[1], canvas.layers.place[target])
-    from_y, to_y = canvas.y(canvas.layers.row[source]), canvas.y(canvas.layers.row[target])
+    (lane, from_x, from_y), (other, to_x, to_y) = canvas.place(arrow.source), canvas.place(arrow.target)
     if arrow.kind == "message":
         after, before = from_y + _HEIGHT + 20, to_y - 17
         ends = (to_x, before), (from_x, after)
         places = [_Label(arrow.label, *place) for x, y in ends for place in ((x + 8, y, "start"), (x - 8, y, "end"))]
         return [place for place in places if place.left >= 0]
-    to_y += 0 if abs(lanes[0] - lanes[1]) == 1 else _HEIGHT + 26
+    to_y += 0 if abs(lane - other) == 1 else _HEIGHT + 26
     return [_Label(arrow.label, (from_x + to_x) / 2, to_y - 5, "middle")]

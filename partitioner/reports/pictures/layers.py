@@ -14,6 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 __all__ = ["Layers", "arrange"]
 
@@ -78,22 +79,13 @@ def arrange(lanes: Sequence[int], edges: Sequence[Edge], last: Sequence[int] = (
 
 
 def _rows(count: int, edges: Sequence[Edge]) -> list[int]:
-    """The length of the longest way to each node."""
-    following: defaultdict[int, list[int]] = defaultdict(list)
-    waiting = [0] * count
+    """The length of the longest way to each node; a cycle raises CycleError, a ValueError."""
+    before: dict[int, set[int]] = {node: set() for node in range(count)}
     for source, target in edges:
-        following[source].append(target)
-        waiting[target] += 1
-    ready = [node for node in range(count) if not waiting[node]]
+        before[target].add(source)
     rows = [0] * count
-    for node in ready:
-        for target in following[node]:
-            rows[target] = max(rows[target], rows[node] + 1)
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
-    if len(ready) < count:
-        raise ValueError("the graph has a cycle")
+    for node in TopologicalSorter(before).static_order():
+        rows[node] = max((rows[each] + 1 for each in before[node]), default=0)
     return rows
 
 
