@@ -17,7 +17,7 @@ from partitioner.schedules.placement import v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "check_forwards", "peak_activation", "peak_in_flight"]
+__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "check_forwards", "peak_in_flight"]
 
 
 class InFlight(NamedTuple):
@@ -156,10 +156,6 @@ class ScheduleKind:
             return actions
         return tuple(action._replace(microbatch=microbatches[action.microbatch]) for action in actions)
 
-    def in_flight(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-        """For each stage, the most microbatches whose activations it holds at once. Raises ConfigError as ``build`` does."""
-        return peak_in_flight(self.build(n_ranks, n_microbatches, stages_per_rank))
-
 
 def _in_flight_of_replicas(replicas: Sequence[int]) -> list[int]:
     """Return for each stage the microbatches in flight on all its replicas: on each, one more than its part of those of the next stage.
@@ -255,25 +251,3 @@ def awaiting(schedule: Schedule) -> Awaiting:
                 held[stage] -= 1
                 ended[stage] = True
     return Awaiting(*map(tuple, found))
-
-
-def peak_activation(schedule: Schedule, stage_activation: Sequence[int]) -> tuple[int, ...]:
-    """Return for each rank the peak of the activations of all its stages.
-
-    The stages of a rank need not peak at the same moment, so this is at most the sum of ``peak_in_flight`` times the sizes.
-
-    Args:
-        schedule: any schedule.
-        stage_activation: for each stage, the activations of one microbatch in bytes; or 1, to count microbatches.
-    """
-    peaks = []
-    for actions in schedule.actions:
-        held = peak = 0
-        for action in actions:
-            if action.kind is ActionKind.FORWARD:
-                held += stage_activation[action.stage]
-                peak = max(peak, held)
-            elif action.kind in _FREES:
-                held -= stage_activation[action.stage]
-        peaks.append(peak)
-    return tuple(peaks)

@@ -46,22 +46,9 @@ class Timing:
         return max(self.finish)
 
     @property
-    def longest_span(self) -> float:
-        """The longest time from a rank's first action to the end of its last."""
-        return max(finish - start[0] for start, finish in zip(self.start, self.finish, strict=True) if start)
-
-    @property
     def bubble_fraction(self) -> float:
         """The share of all ranks' time, from the first start to the last end, that is idle (Huang et al. 2019)."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def span_bubble_fraction(self) -> float:
-        """The idle share of the rank that takes longest, each on its own clock (Qi et al. 2023).
-
-        This is the price of a step among many when no barrier stands between steps: a rank that starts later also ends later.
-        """
-        return 1 - max(self.busy) / self.longest_span
 
 
 def held_up(left: float, there: float, free: float, share: float) -> float:

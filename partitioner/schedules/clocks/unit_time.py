@@ -11,7 +11,7 @@ from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import ActionKind, Schedule
 
-__all__ = ["Durations", "Timeline", "draw", "simulate"]
+__all__ = ["Durations", "draw", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,14 @@ class Durations:
 _UNIT = Durations()
 
 
-@dataclass(frozen=True)
-class Timeline(Timing):
-    """When each action of a schedule runs, in units of time.
-
-    Attributes:
-        durations: how long its actions take.
-    """
-
-    durations: Durations
-
-
-def simulate(schedule: Schedule, durations: Durations = _UNIT) -> Timeline:
+def simulate(schedule: Schedule, durations: Durations = _UNIT) -> Timing:
     """Run a schedule on the clock.
 
     Raises:
         VerificationError: the schedule cannot run: ranks wait for each other, or for what no rank computes, or compute twice.
     """
     times = {kind: durations.of(kind) for kind in ActionKind}
-    timing = run_on_clock(schedule, lambda action: times[action.kind])
-    return Timeline(schedule, timing.start, timing.busy, timing.finish, durations)
+    return run_on_clock(schedule, lambda action: times[action.kind])
 
 
 def draw(schedule: Schedule, durations: Durations = _UNIT) -> str:

@@ -22,8 +22,9 @@ from partitioner.planner.solvers.stage_tables import best_bottleneck
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.order import Order, order_of
 from partitioner.schedules.clocks.step_clock import step_clock
-from partitioner.schedules.kind import Awaiting, awaiting, peak_activation, peak_in_flight
+from partitioner.schedules.kind import Awaiting, awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind, Schedule
+from tests.support.planning.peak_activation import peak_activation
 
 NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.items())
 
