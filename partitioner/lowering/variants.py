@@ -74,19 +74,15 @@ class Lowerings:
 
     def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
         """How many microbatches a batch of this size has, and the programs that serve them; see ``variant_for``."""
-        count, variant = self.variant_for(batch, in_parts=in_parts, results=results)
+        count, variant = variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results)
         if (batch, count) not in self._checked:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
         if not variant.rows:
-            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=5)
+            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=4)
         if variant not in self._kept:
             self._kept[variant] = self._lower_at(variant)
         return count, self._kept[variant]
-
-    def variant_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Variant]:
-        """How many microbatches a batch of this size has, and the way in which the model is lowered for them; see the function."""
-        return variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results)
 
 
 def variant_for(

@@ -18,10 +18,13 @@ from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
 
-__all__ = ["PartitionedForward", "tracked_call"]
+__all__ = ["PartitionedForward"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
+"""Gives the results, and what the backward needs."""
+
 Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
+"""Takes that and the gradients of the results, None where there is none; gives those of the inputs that autograd tracks."""
 
 
 class _PartitionedCall(torch.autograd.Function):
@@ -42,21 +45,6 @@ class _PartitionedCall(torch.autograd.Function):
         if saved is None:
             raise RuntimeError("the backward of this call has run already: a partitioned forward keeps nothing for a second one")
         return None, None, None, None, *ctx.run(saved, gradients)
-
-
-def tracked_call(forward: Forward, backward: Backward, tracked: Sequence[bool], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run a forward so that ``.backward()`` on its results runs the backward.
-
-    Args:
-        forward: gives the results and what the backward needs.
-        backward: takes that and the gradients of the results (None where there is none); gives those of ``inputs``.
-        tracked: for each result, whether it has a gradient.
-        inputs: tensors whose gradients are wanted besides those of the parameters.
-    """
-    # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
-    anchor = torch.empty(0, requires_grad=True)
-    results: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tuple(tracked), anchor, *inputs)  # type: ignore[no-untyped-call]
-    return results
 
 
 class PartitionedForward:
@@ -97,10 +85,14 @@ class PartitionedForward:
 
     def tracked(self) -> tuple[Tensor, ...]:
         """Run the forward; ``.backward()`` on its results runs the backward, or says why it cannot."""
+        # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
+        anchor = torch.empty(0, requires_grad=True)
         reachable = self._runtime.backward_anywhere or self._lowering.n_stage_ranks == 1
         leaves = [self._inputs.tensors[name] for name in self._names if name in self._inputs.tensors]
-        differentiated = [name in self._differentiated for name in self._training.returned]
-        return tracked_call(self._forward, self._backward if reachable else _refuse_backward, differentiated, leaves)
+        differentiated = tuple(name in self._differentiated for name in self._training.returned)
+        backward = self._backward if reachable else _refuse_backward
+        results: tuple[Tensor, ...] = _PartitionedCall.apply(self._forward, backward, differentiated, anchor, *leaves)  # type: ignore[no-untyped-call]
+        return results
 
     @property
     def _here(self) -> int:

@@ -37,16 +37,12 @@ def cost_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
     Raises:
         ConfigError: a stage is replicated round-robin: how long the step is depends on which microbatches meet, and no formula says it.
     """
-    if model.plan.replicas:
-        raise ConfigError(
-            f"there is no formula for stages on {' + '.join(map(str, model.plan.replicas))} ranks, which share microbatches round-robin",
-            remedy="pm.simulate() gives the numbers of this plan",
-        )
-    if model.plan.widths:
-        raise ConfigError(
-            f"there is no formula for stages on {' + '.join(map(str, model.plan.widths))} ranks of the tensor dimension",
-            remedy="pm.simulate() gives the numbers of this plan",
-        )
+    for counts, of in ((model.plan.replicas, ", which share microbatches round-robin"), (model.plan.widths, " of the tensor dimension")):
+        if counts:
+            raise ConfigError(
+                f"there is no formula for stages on {' + '.join(map(str, counts))} ranks{of}",
+                remedy="pm.simulate() gives the numbers of this plan",
+            )
     plan, mesh = model.plan, model.mesh
     replicas = {name for name in mesh.names if name in ROWS}
     count = Mesh(tuple((name, size) for name, size in mesh.dimensions if name in replicas)).size

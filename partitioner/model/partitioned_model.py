@@ -167,7 +167,7 @@ class PartitionedModel(nn.Module):
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
         """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
-        return self._session.lowering_for(batch, in_parts=in_parts, results=results)
+        return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results)
 
     # -- looking at it -------------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
-from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.variants import Lowerings
-from partitioner.model.inspected_programs import InspectedPrograms, LastStep, inspected_programs
+from partitioner.lowering.variants import Lowerings, results_in_training
+from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.options.devices import hardware_of
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.plan import PlanProblem
@@ -21,7 +20,8 @@ from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
-from passes.ir.graph import ModelGraph, Results
+from passes.emit.programs import LossForm
+from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 
 __all__ = ["Assumptions", "Session"]
@@ -93,17 +93,23 @@ class Session:
         plan = self.plan if count is None else replace(self.plan, n_microbatches=count)
         return replace(self, plan=plan, lowerings=self.lowerings.with_microbatches(count))
 
-    def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
-        """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
-        return self.lowerings.for_batch(batch, in_parts=in_parts, results=results)
-
     def inspected(self, last_step: LastStep | None) -> InspectedPrograms:
-        """Which programs are looked at, after a training step or before any."""
-        return inspected_programs(self.graph, self.plan.batch_size, self.lowering_for, last_step)
+        """The last training step, before any the one that differentiates every result; a forward for a model that does not train."""
+        batch, lowering_for = self.plan.batch_size, self.lowerings.for_batch
+        results = results_in_training(self.graph)
+        if not self.graph.training or not lowering_for(batch, results=results)[1].everything(frozenset()).outputs:
+            count, lowering = lowering_for(batch)
+            return InspectedPrograms(lowering, count, None, LossForm())
+        if last_step is None:
+            count, lowering = lowering_for(batch, results=results)
+            return InspectedPrograms(lowering, count, lowering.everything(frozenset()), LossForm())
+        in_parts, results, differentiation, form = last_step
+        count, lowering = lowering_for(batch, in_parts=in_parts, results=results)
+        return InspectedPrograms(lowering, count, differentiation, form)
 
     def explained(self, inspected: InspectedPrograms) -> Explained:
         """What reports read."""
-        lowering = self.lowering_for(self.plan.batch_size)[1]
+        lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         lowered, programs = inspected.stages, inspected.programs
         schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss) if lowered.training else None
         found = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
@@ -111,7 +117,7 @@ class Session:
 
     def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
         """A line for each rank."""
-        lowering = self.lowering_for(self.plan.batch_size)[1]
+        lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))
         return mesh_table(self.explained(inspected))

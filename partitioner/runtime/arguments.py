@@ -17,6 +17,7 @@ from partitioner.tracing.inputs.flatten import check_dense
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
+from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 from passes.normalize.randomness.draw_order import memory_order
 
@@ -272,7 +273,7 @@ def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool)
     for dim, traced in enumerate(leaf.shape):
         if dim == leaf.batch_dim and any_batch:
             continue
-        expected = int(traced.subs(graph.batch, batch)) if isinstance(traced, sympy.Expr) else traced
+        expected = at_batch(traced, batch)
         if value.shape[dim] != expected:
             raise ConfigError(
                 f"{leaf.name} has shape {tuple(value.shape)}; the model was traced with {shape_text(leaf)}",

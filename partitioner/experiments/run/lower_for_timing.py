@@ -22,13 +22,14 @@ from cost_models.hardware.clusters import Cluster, Level, Link
 from cost_models.simulator.simulate import Representatives
 from partitioner.experiments.run.subject import Subject
 from partitioner.lowering.lowering import representatives_of
+from partitioner.lowering.variants import results_in_training
 from partitioner.model.simulate import is_inlined
 from partitioner.options.batch_rows import RowParts
 from partitioner.schedules.catalog import schedule_of
 from partitioner.tracing.trace import trace
 from passes.autograd.staged_model import Differentiation, LoweredStages
 from passes.graph.lazy_graph_module import gc_paused
-from passes.ir.graph import ModelGraph, Results
+from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
@@ -63,10 +64,7 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     Raises:
         PartitionError: the plan cannot be lowered.
     """
-    kinds = {output.combine for output in subject.graph.outputs}
-    results: Results = "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
-    if not subject.graph.training:
-        results = "rows"
+    means = any(output.combine == "mean" for output in subject.graph.outputs)
     rows, count = RowParts(plan.grid), plan.n_microbatches
     model = subject.made.model
     found = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -74,8 +72,8 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     device = torch.device("cpu") if found.type == "meta" else found
     lowerer = Lowerer(Lowered(plan, _of_microbatch(subject, plan)))
     target = Target(
-        in_parts="mean" in kinds and (count > 1 or rows.count > 1),
-        results=results,
+        in_parts=means and (count > 1 or rows.count > 1),
+        results=results_in_training(subject.graph) if subject.graph.training else "rows",
         rows=rows.divides(plan.batch_size),
         devices=(device,) * plan.n_ranks,
         pipelines="all" if each_rank else "kinds",

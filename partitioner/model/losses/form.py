@@ -119,7 +119,7 @@ def _dependence(
             continue
         if output.node not in tracked:
             value = nodes[output.node].meta["val"]
-            shape = [_concrete(size, graph, sizes.batch) for size in value.shape]
+            shape = [at_batch(size_of(size), sizes.batch) for size in value.shape]
             if output.combine == "concatenate" and output.batch_dim is not None:
                 shape[output.batch_dim] *= sizes.repeats
             tracked[output.node] = make(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
@@ -166,8 +166,3 @@ def _leaves(loss: Tensor, known: Collection[Tensor]) -> list[Tensor]:
             found[id(variable)] = variable
         rest += [following for following, _ in node.next_functions]
     return list(found.values())
-
-
-def _concrete(size: int | torch.SymInt, graph: ModelGraph, batch: int) -> int:
-    expression = size_of(size)
-    return expression if isinstance(expression, int) else int(expression.subs(graph.batch, batch))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from passes.analysis.axes import TensorAxes
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.provenance import place_of
 from passes.ir.layout import Layout, Partial, Shard
+from passes.ir.program import at_batch
 from passes.spmd.local_shapes import Extents
 from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
@@ -105,9 +105,7 @@ def _stages_of_parts(lowered: LoweredStages) -> Mapping[str, int]:
 
 def _extents(cut: CutModel, batch: int) -> list[Extents]:
     """For each rank, its sizes at a batch size."""
-    sizes = tuple(
-        size if isinstance(size, int) else int(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, batch))) for size in cut.axes.sizes
-    )
+    sizes = tuple(at_batch(size, batch) for size in cut.axes.sizes)
     dimensions = cut.cut.mesh.dimensions
     return [Extents(sizes, dimensions, place, None, 1) for place in itertools.product(*(range(size) for _, size in dimensions))]
 
