@@ -51,14 +51,14 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
         if names.count(name) > 1 or name == "auto":
             problem = f"names {name!r} twice" if name != "auto" else 'names "auto", which is no dimension'
             raise ConfigError(f"the mesh {dict(mode)} {problem}", remedy='name each dimension once: {"data": 2, "tensor": 2}')
-    lengths = [_lengths(name, size) for name, size in zip(names, mode.values(), strict=True)]
-    widths = _widths(mode, dict(zip(names, lengths, strict=True)))
+    lengths = _sizes(mode)
+    widths = _widths(mode, lengths)
     size = ranks_of_mesh(mode)
     if size != n_devices:
         raise ConfigError(f"the mesh {dict(mode)} has {size} devices and {n_devices} were given", remedy=f"pass devices={size}")
     dimensions = tuple(
         (of_grid, length)
-        for name, each in zip(names, lengths, strict=True)
+        for name, each in lengths.items()
         for of_grid, length in (zip(TILES, each, strict=False) if name == TILE and len(each) > 1 else ((name, _ranks(name, each)),))
         if length > 1
     )
@@ -79,7 +79,7 @@ def ranks_of_mesh(mode: Mapping[str, int | Sequence[int]]) -> int:
     >>> ranks_of_mesh({"data": 2, "pipeline": (2, 1)}), ranks_of_mesh({"data": 2, "pipeline": 2, "tensor": (2, 1)})
     (6, 6)
     """
-    lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
+    lengths = _sizes(mode)
     widths = _widths(mode, lengths)
     beside = (_ranks(name, each) for name, each in lengths.items() if not widths or name not in (*STAGES, WIDTH))
     return math.prod(beside) * sum(widths or (1,))
@@ -104,14 +104,14 @@ def dimensions_of_one(mode: str | Mapping[str, int | Sequence[int]]) -> frozense
     """The dimensions of a mesh that have one rank, which the mesh leaves out: ``{"data": 2, "tensor": 1}``."""
     if isinstance(mode, str):
         return frozenset()
-    return frozenset(known for name, size in mode.items() if _ranks(known := _known(name), _lengths(known, size)) == 1)
+    return frozenset(name for name, lengths in _sizes(mode).items() if _ranks(name, lengths) == 1)
 
 
 def ranks_of_stages(mode: str | Mapping[str, int | Sequence[int]]) -> tuple[int, ...]:
     """How many ranks each stage is given, ``{"pipeline": (2, 1)}``; empty where each has one, or the planner is to choose."""
     if isinstance(mode, str):
         return ()
-    each = next((_lengths("pipeline", size) for name, size in mode.items() if _known(name) == "pipeline"), ())
+    each = _sizes(mode).get("pipeline", ())
     return each if len(each) > 1 and max(each) > 1 else ()
 
 
@@ -123,13 +123,18 @@ def sequential_tiles(mode: str | Mapping[str, int | Sequence[int]], n_devices: i
     """
     if isinstance(mode, str) or n_devices != 1 or TILE not in map(_known, mode):
         return None
-    lengths = {_known(name): _lengths(_known(name), size) for name, size in mode.items()}
+    lengths = _sizes(mode)
     if any(_ranks(name, each) > 1 for name, each in lengths.items() if name != TILE):
         raise ConfigError(
             f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles one after the other, and nothing else"
         )
     tiles = lengths[TILE]
     return None if math.prod(tiles) == 1 else tiles[0] if len(tiles) == 1 else tiles
+
+
+def _sizes(mode: Mapping[str, int | Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The sizes of the dimensions of a mesh, by full name."""
+    return {(known := _known(name)): _lengths(known, size) for name, size in mode.items()}
 
 
 def _lengths(name: str, size: int | Sequence[int]) -> tuple[int, ...]:

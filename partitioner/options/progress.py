@@ -11,14 +11,12 @@ from contextlib import contextmanager
 __all__ = ["Progress", "ProgressBar"]
 
 
-class Progress:
-    """Shows the step under way on one line of the error stream.
-
-        partition  [#--]  2/3  planning
+class _Line:
+    """One line of the error stream.
 
     Args:
         title: in front of the line.
-        total: how many steps there are.
+        total: how many pieces the work has.
         show: False shows nothing; None shows it on a terminal alone.
     """
 
@@ -26,8 +24,21 @@ class Progress:
         self._title = title
         self._total = total
         self._done = 0
-        self._name = ""
         self._show = sys.stderr.isatty() if show is None else show
+
+    def _write(self, line: str) -> None:
+        if self._show:
+            sys.stderr.write(f"\r\x1b[2K{line}")
+            sys.stderr.flush()
+
+
+class Progress(_Line):
+    """Shows the step under way.
+
+    partition  [#--]  2/3  planning
+    """
+
+    _name = ""
 
     @property
     def is_shown(self) -> bool:
@@ -49,30 +60,18 @@ class Progress:
         """Say how far the step is, in place of what was said before."""
         bar = "#" * self._done + "-" * (self._total - self._done)
         text = f"{self._title}  [{bar}]  {self._done + 1}/{self._total}  {self._name}{'  ' if news else ''}{news}"
-        self._write(text[: shutil.get_terminal_size().columns - 1] if news else text)
-
-    def _write(self, line: str) -> None:
-        if self._show:
-            sys.stderr.write(f"\r\x1b[2K{line}")
-            sys.stderr.flush()
+        self._write(_fitting(text) if news else text)
 
 
-class ProgressBar:
-    """Shows how much of a long work is done, how much of it failed and how long the rest may take, on one line of the error stream.
+class ProgressBar(_Line):
+    """Shows how much of a long work is done, how much of it failed and how long the rest may take.
 
-        sweep  [########------------]   81/200  3 failed  0:52 left  gpt data=4,tensor=2 on 8 x h100:8x8
-
-    Args:
-        title: in front of the line.
-        total: how many pieces the work has.
-        show: False shows nothing; None shows it on a terminal alone.
+    sweep  [########------------]   81/200  3 failed  0:52 left  gpt data=4,tensor=2 on 8 x h100:8x8
     """
 
     def __init__(self, title: str, total: int, show: bool | None) -> None:
-        self._title = title
-        self._total = total
-        self._done = self._counted = self._failed = 0
-        self._show = sys.stderr.isatty() if show is None else show
+        super().__init__(title, total, show)
+        self._counted = self._failed = 0
         self._started = time.monotonic()
 
     def advance(self, name: str, *, failed: bool = False, known: bool = False) -> None:
@@ -86,14 +85,14 @@ class ProgressBar:
         self._done += 1
         self._counted += not known
         self._failed += failed
-        parts = [f"{self._title}  [{self._bar()}]  {self._done:>{len(str(self._total))}}/{self._total}"]
+        parts = [self._bar()]
         parts += [f"{self._failed} failed"] if self._failed else []
         parts += [f"{_clock(self._left())} left"] if self._counted and self._done < self._total else []
         self._write(_fitting("  ".join([*parts, name])))
 
     def say(self, name: str) -> None:
         """What is under way, while nothing more is done."""
-        self._write(_fitting(f"{self._title}  [{self._bar()}]  {self._done:>{len(str(self._total))}}/{self._total}  {name}"))
+        self._write(_fitting(f"{self._bar()}  {name}"))
 
     def close(self) -> None:
         """The line goes."""
@@ -101,15 +100,11 @@ class ProgressBar:
 
     def _bar(self) -> str:
         full = round(_BAR_WIDTH * self._done / max(self._total, 1))
-        return "#" * full + "-" * (_BAR_WIDTH - full)
+        bar = "#" * full + "-" * (_BAR_WIDTH - full)
+        return f"{self._title}  [{bar}]  {self._done:>{len(str(self._total))}}/{self._total}"
 
     def _left(self) -> float:
         return (time.monotonic() - self._started) / self._counted * (self._total - self._done)
-
-    def _write(self, line: str) -> None:
-        if self._show:
-            sys.stderr.write(f"\r\x1b[2K{line}")
-            sys.stderr.flush()
 
 
 _BAR_WIDTH = 20

@@ -33,9 +33,9 @@ def _families(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _least(rows: Iterable[Row], by: Callable[[Row], int], number: Callable[[Row], float]) -> list[Row]:
+def _least(rows: Iterable[Row], by: Callable[[Row], float], number: Callable[[Row], float]) -> list[Row]:
     """For each value the row in which a number is least, in order of the values."""
-    best: dict[int, Row] = {}
+    best: dict[float, Row] = {}
     for row in rows:
         value = by(row)
         if value not in best or number(row) < number(best[value]):
@@ -59,33 +59,33 @@ def _memory(row: Row) -> float:
     return row.peak_memory
 
 
-def _devices(row: Row) -> int:
+def _devices(row: Row) -> float:
     return row.devices
 
 
-def _microbatches(row: Row) -> int:
+def _microbatches(row: Row) -> float:
     return row.n_microbatches or 1
 
 
-def _number(value: float) -> str:
-    return f"{value:g}"
+def _counts(label: str, values: Iterable[float]) -> Axis:
+    return Axis(label, "{:g}".format, logarithmic=True, ticks=tuple(sorted(set(values))))
 
 
-def _counts(label: str, values: Iterable[int]) -> Axis:
-    return Axis(label, _number, logarithmic=True, ticks=tuple(sorted(set(values))))
+def _lines(rows: Iterable[Row], by: Callable[[Row], float], least: Callable[[Row], float], up: Callable[[Row], float]) -> list[Series]:
+    """A line for each family: for each value across, the row in which a number is least, and what is drawn of it."""
+    return [
+        Series(name, [(by(row), up(row), _told(row)) for row in _least(each, by, least)], colour)
+        for colour, (name, each) in enumerate(_families(rows).items())
+    ]
 
 
 def time_plot(rows: Sequence[Row]) -> str:
     """Step time against devices: the fastest placement of each family."""
-    lines = {name: _least(each, _devices, _time) for name, each in _families(rows).items()}
     return chart_svg(
         "Step time against devices",
-        _counts("devices", (row.devices for row in rows)),
+        _counts("devices", map(_devices, rows)),
         Axis("a step takes", format_seconds, logarithmic=True),
-        [
-            Series(name, [(row.devices, _time(row), _told(row)) for row in each], colour)
-            for colour, (name, each) in enumerate(lines.items())
-        ],
+        _lines(rows, _devices, _time, _time),
     )
 
 
@@ -93,15 +93,11 @@ def efficiency_plot(rows: Sequence[Row]) -> str:
     """Which part of the devices' speed arrives: 1 where n times the devices are n times as fast as the best on the fewest."""
     fewest = min((row.devices for row in rows), default=0)
     one = min((_time(row) * fewest for row in rows if row.devices == fewest), default=0.0)
-    lines = {name: _least(each, _devices, _time) for name, each in _families(rows).items()}
     return chart_svg(
         f"Scaling efficiency, against the best on {fewest} devices",
-        _counts("devices", (row.devices for row in rows)),
+        _counts("devices", map(_devices, rows)),
         Axis("of linear speed-up", lambda part: f"{part:.0%}", least=0.0),
-        [
-            Series(name, [(row.devices, one / (_time(row) * row.devices), _told(row)) for row in each], colour)
-            for colour, (name, each) in enumerate(lines.items())
-        ],
+        _lines(rows, _devices, _time, lambda row: one / (_time(row) * row.devices)),
     )
 
 
@@ -110,20 +106,16 @@ def memory_plot(rows: Sequence[Row]) -> str:
 
     Of several numbers of devices with equally many, it is the largest.
     """
-    counts: dict[int, set[int]] = {}
+    counts: dict[int, set[float]] = {}
     for row in rows:
         counts.setdefault(row.devices, set()).add(_microbatches(row))
     shown_devices = max(counts, key=lambda devices: (len(counts[devices]), devices), default=0)
     shown = [row for row in rows if row.devices == shown_devices]
-    lines = {name: _least(each, _microbatches, _memory) for name, each in _families(shown).items()}
     return chart_svg(
         f"Peak memory against microbatches, on {shown_devices} devices",
-        _counts("microbatches", (_microbatches(row) for row in shown)),
+        _counts("microbatches", map(_microbatches, shown)),
         Axis("the fullest device holds", format_bytes, logarithmic=True, binary=True),
-        [
-            Series(name, [(_microbatches(row), _memory(row), _told(row)) for row in each], colour)
-            for colour, (name, each) in enumerate(lines.items())
-        ],
+        _lines(shown, _microbatches, _memory, _memory),
     )
 
 

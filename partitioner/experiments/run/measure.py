@@ -25,7 +25,7 @@ def check_measurable(sources: Mapping[str, ModelSource]) -> None:
     """Raise ConfigError for a model that other processes cannot make."""
     for name, source in sources.items():
         try:
-            text = _packed(source)
+            text = pickle.dumps(source)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"the model {name} cannot be made in other processes: {error}", remedy=_HOW) from error
         if b"__main__" in text:
@@ -35,15 +35,11 @@ def check_measurable(sources: Mapping[str, ModelSource]) -> None:
 _HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or import the function from a module'
 
 
-def _packed(source: ModelSource) -> bytes:
-    return pickle.dumps(source)
-
-
 def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
     """The row with the seconds of a step that really ran, or with the reason why none did."""
     with tempfile.TemporaryDirectory(prefix="partitioner-") as name:
         folder = Path(name)
-        (folder / "model").write_bytes(_packed(source))
+        (folder / "model").write_bytes(pickle.dumps(source))
         (folder / "plan.json").write_text(row.plan, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.devices)]
         command += ["-m", "partitioner.experiments.run.measured_run", str(folder), "as it is" if training is None else str(training)]

@@ -24,7 +24,7 @@ from partitioner.experiments.run.evaluate import Assumptions, Bench, Evaluator
 from partitioner.experiments.run.measure import check_measurable, measure_row
 from partitioner.experiments.run.sampler import GridSampler, RandomSampler, Sampler
 from partitioner.experiments.run.subject import Models, ModelSource, Subject, name_models, trace_subject
-from partitioner.experiments.run.workers import InProcess, Pool, WorkerProcesses, can_fork
+from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_fork
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.progress import ProgressBar
@@ -125,12 +125,12 @@ def sweep(
         ConfigError: an argument does not fit, or no model can be traced.
     """
     sources = name_models(models)
-    counts = [devices] if isinstance(devices, int) else list(devices)
+    counts = _several(devices)
     for count in counts:
         check_count(count)
     machines = _clusters(clusters, counts)
     asked = (_several(schedules), _several(microbatches), _several(recompute))
-    grid = placements(Grid(tuple(sources), counts, _modes(modes), tuple(machines), *asked))
+    grid = placements(Grid(tuple(sources), counts, _several(modes), tuple(machines), *asked))
     if measure:
         check_measurable(sources)
     chosen = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
@@ -149,10 +149,6 @@ def sweep(
 
 def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-
-
-def _modes(modes: Modes) -> tuple[Mode, ...]:
-    return (modes,) if isinstance(modes, str | Mapping) else tuple(modes)
 
 
 def _clusters(clusters: Clusters, counts: Sequence[int]) -> dict[str, Cluster]:
@@ -199,14 +195,14 @@ def _prepare(kept: Store, keys: Iterable[str], *, resume: bool, retry_failures: 
         kept.remove(row.key for row in found if not row.ok)
 
 
-def _pool(bench: Bench, workers: int | None, timeout: float | None) -> Pool:
+def _pool(bench: Bench, workers: int | None, timeout: float | None) -> InProcess | WorkerProcesses:
     count = os.cpu_count() or 1 if workers is None else workers
     if count == 0 or not can_fork():
         return InProcess(Evaluator(bench))
     return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
 
 
-def _run(bench: Bench, sampler: Sampler, pool: Pool, store: Store, bar: ProgressBar) -> set[str]:
+def _run(bench: Bench, sampler: Sampler, pool: InProcess | WorkerProcesses, store: Store, bar: ProgressBar) -> set[str]:
     """Evaluate the placements that the sampler chooses, add their rows to the store, and return the keys of all of them.
 
     A placement whose row is stored already is not evaluated again: the sampler gets that row.

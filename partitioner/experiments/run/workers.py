@@ -19,14 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Protocol
 
 import torch
 
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 
-__all__ = ["Evaluate", "InProcess", "Pool", "WorkerProcesses", "can_fork"]
+__all__ = ["Evaluate", "InProcess", "WorkerProcesses", "can_fork"]
 
 Evaluate = Callable[[Placement], Row]
 """Gives the row of a placement; raises nothing."""
@@ -38,34 +37,13 @@ _FAREWELL = 5.0
 """Seconds that a worker gets to end by itself."""
 
 
-class Pool(Protocol):
-    """Evaluates placements, several at a time."""
-
-    @property
-    def idle(self) -> Sequence[Placement | None]:
-        """For each free worker, what it evaluated last."""
-
-    @property
-    def busy(self) -> int:
-        """How many placements are under way."""
-
-    def submit(self, placement: Placement, neighbour: Placement | None) -> None:
-        """Give a placement to the free worker that evaluated the neighbour last."""
-
-    def answers(self) -> Iterator[tuple[Placement, Row]]:
-        """Wait until something is known; give all that is."""
-
-    def close(self) -> None:
-        """End all workers."""
-
-
 def can_fork() -> bool:
     """Whether this process may have forked workers: the system knows them, and no accelerator is in use, which would not survive it."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
 class InProcess:
-    """Evaluates in this process, one placement at a time.
+    """Evaluates in this process, one placement at a time; ``WorkerProcesses`` does the same for several.
 
     Args:
         evaluate: gives a row.
@@ -78,22 +56,27 @@ class InProcess:
 
     @property
     def idle(self) -> Sequence[Placement | None]:
+        """For each free worker, what it evaluated last."""
         return [] if self._placement is not None else [self._last]
 
     @property
     def busy(self) -> int:
+        """How many placements are under way."""
         return int(self._placement is not None)
 
     def submit(self, placement: Placement, neighbour: Placement | None) -> None:
+        """Give a placement to the free worker that evaluated the neighbour last."""
         self._placement = self._last = placement
 
     def answers(self) -> Iterator[tuple[Placement, Row]]:
+        """Wait until something is known; give all that is."""
         if self._placement is not None:
             row = self._evaluate(self._placement)
             placement, self._placement = self._placement, None
             yield placement, row
 
     def close(self) -> None:
+        """End all workers."""
         self._placement = None
 
 
