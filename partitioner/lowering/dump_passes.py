@@ -65,7 +65,8 @@ class _Dump:
         graphs = _graphs_of(state)
         texts = {name: program_text(graph) for name, graph in graphs.items()}
         is_new = texts != self._last
-        self._rows.append((f"{len(self._rows) + 1:02}_{phase}", "" if is_new else "no change", seconds, sum(map(_size, graphs.values()))))
+        n_nodes = sum(len(graph.nodes) for graph in graphs.values())
+        self._rows.append((f"{len(self._rows) + 1:02}_{phase}", "" if is_new else "no change", seconds, n_nodes))
         if is_new:
             self._write(self._rows[-1][0], texts)
             self._last = texts
@@ -83,10 +84,6 @@ class _Dump:
         lines = [f"{'phase':28} {'took':>9} {'nodes':>7}"]
         lines += [f"{name:28} {format_seconds(seconds):>9} {nodes:7}  {note}".rstrip() for name, note, seconds, nodes in self._rows]
         (self._folder / "phases.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _size(graph: fx.Graph) -> int:
-    return len(graph.nodes)
 
 
 def _graphs_of(state: Any) -> dict[str, fx.Graph]:

@@ -20,7 +20,7 @@ from partitioner.schedules.catalog import make_schedule
 from partitioner.schedules.kind import peak_in_flight
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import ROWS, STAGES, Mesh
+from passes.ir.mesh import ROWS, Mesh
 from passes.ir.schedule import Schedule
 
 __all__ = ["cost_formula"]
@@ -100,7 +100,7 @@ def _defaults(model: Explained, cluster: Cluster, n_replicas: int) -> dict[str, 
     for names in _subsets(mesh):
         link = _link(mesh, names, cluster)
         found |= {f"latency_{'_'.join(names)}": link.latency, f"bandwidth_{'_'.join(names)}": link.bandwidth}
-    if not any(name in STAGES for name in mesh.names) or "pipeline" not in mesh.names:
+    if "pipeline" not in mesh.names:
         found.setdefault("latency_pipeline", 0.0)
         found.setdefault("bandwidth_pipeline", 1.0)
     return found

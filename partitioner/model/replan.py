@@ -28,7 +28,6 @@ from partitioner.planner.search.describe import words_of
 from partitioner.reports.tables.moved import moved_text
 from partitioner.runtime.state.resharding_moves import Moves, TensorBytes, moves_between
 from passes.ir.errors import ConfigError
-from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
@@ -82,11 +81,10 @@ def replan(
     fixed = fixed_for(graph, plan)
     variant = dataclasses.replace(first_variant(fixed, plan), batch_size=None)  # stages read the same at every size
     after = PlanCuts(fixed, plan, lambda _rows: fixed).holdings(variant, places)
-    stored = {*graph.parameters, *graph.buffers}
-    sizes = {name: _sizes(value, session.assumed.optimizer) for name, value in _values(graph).items() if name in stored}
+    names = {**graph.parameters, **graph.buffers}
+    sizes = {node.name: _sizes(node.meta["val"], session.assumed.optimizer) for node in graph.graph.nodes if node.name in names}
     left = _survivors(survivors, session.plan.n_ranks, len(places))
     moves = moves_between(session.state.blocks, {name: after[name] for name in sizes}, sizes, left, len(places))
-    names = {**graph.parameters, **graph.buffers}
     told = tuple(dataclasses.replace(move, name=names[move.name]) for move in moves.moves)
     return Replanned(session.plan, plan, dataclasses.replace(moves, moves=told))
 
@@ -124,11 +122,6 @@ def _survivors(given: Sequence[int | None] | None, before: int, after: int) -> t
             remedy=f"survivors=[{', '.join(str(rank) if rank < before else 'None' for rank in range(after))}] keeps the numbers",
         )
     return tuple(given)
-
-
-def _values(graph: ModelGraph) -> Mapping[str, Tensor]:
-    """Placeholder -> what the graph says of it."""
-    return {node.name: node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
 
 
 def _sizes(value: Tensor, optimizer: str) -> TensorBytes:

@@ -68,10 +68,10 @@ def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[s
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     batch = graph.placeholder("batch") if exported.batch is not None else None
-    constants = {name for name in _placeholder_names(exported) if name not in _tensors(lifted)}
+    tensors = {*lifted.parameters, *lifted.buffers, *lifted.constants, *lifted.inputs}
     for node in exported.program.graph.nodes:
         if node.op == "placeholder":
-            if node.name in constants:
+            if node.name not in tensors:
                 continue
             copies[node] = graph.placeholder(f"{node.name}_input" if node.name in PROGRAM_ARGUMENTS else node.name)
             copies[node].target = copies[node].name
@@ -81,14 +81,6 @@ def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[s
     if batch is not None:
         batch.meta["val"] = _batch_value(exported, copies)
     return graph, {node.name: copy.name for node, copy in copies.items() if node.op == "placeholder"}
-
-
-def _placeholder_names(exported: Exported) -> list[str]:
-    return [node.name for node in exported.program.graph.nodes if node.op == "placeholder"]
-
-
-def _tensors(lifted: Lifted) -> set[str]:
-    return {*lifted.parameters, *lifted.buffers, *lifted.constants, *(name for name in lifted.inputs if name is not None)}
 
 
 def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch.SymInt:

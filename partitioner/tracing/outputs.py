@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeGuard
 
 import torch
 from torch import fx
 
 from partitioner.tracing.inputs.flatten import output_names
-from passes.analysis.batch_semantics import combination, follow_batch
+from passes.analysis.batch_semantics import BatchFlow, combination, follow_batch
 from passes.analysis.batch_sizes import Sizes
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import mutated_arguments
@@ -26,27 +25,17 @@ def with_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
     Args:
         sizes: as expressions in the batch; None when they are unknown.
     """
-    names = output_names(graph.output_tree)
     (leaves,) = graph.graph.output_node().args
     assert isinstance(leaves, tuple | list)
+    named = list(zip(output_names(graph.output_tree), leaves, strict=True))
     if sizes is None:
-        outputs = tuple(_uncut(name, leaf) for name, leaf in zip(names, leaves, strict=True))
+        outputs = tuple(_output(name, leaf, None) for name, leaf in named)
         return dataclasses.replace(graph, outputs=outputs, updates=dict.fromkeys(_written(graph), "mixed"))
     batched = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
     countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batched.keys()
     flow = follow_batch(graph.graph, sizes, batched, countable)
-    described = []
-    reasons: dict[str, None] = {}
-    for name, leaf in zip(names, leaves, strict=True):
-        if _is_size(leaf):
-            described.append(_size(name, leaf))
-        elif isinstance(leaf, fx.Node):
-            combine, dimension, reason = combination(leaf, flow)
-            described.append(Output(name, leaf.name, None, combine, dimension, reason))
-            if reason is not None:
-                reasons[f"{reason}: its result cannot be put together from microbatches"] = None
-        else:
-            described.append(Output(name, None, leaf, "same", None))
+    outputs = tuple(_output(name, leaf, flow) for name, leaf in named)
+    reasons = dict.fromkeys(output.reason for output in outputs if output.reason is not None)
     updates: dict[str, Combine] = {}
     others = _written_besides(graph)
     for name, write in _written(graph).items():
@@ -55,8 +44,8 @@ def with_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
         combine, _, _ = combination(value, flow)
         is_mixed = combine == "concatenate" or name in others  # a buffer has no batch
         updates[name] = "mixed" if is_mixed else combine
-    notes = (*graph.notes, *reasons)
-    return dataclasses.replace(graph, outputs=tuple(described), notes=notes, mixing=flow.mixing, updates=updates)
+    notes = (*graph.notes, *(f"{reason}: its result cannot be put together from microbatches" for reason in reasons))
+    return dataclasses.replace(graph, outputs=outputs, notes=notes, mixing=flow.mixing, updates=updates)
 
 
 def _written(graph: ModelGraph) -> dict[str, fx.Node]:
@@ -70,18 +59,15 @@ def _written_besides(graph: ModelGraph) -> frozenset[str]:
     return frozenset(written.name for node in calls if node.op == "call_function" for written in mutated_arguments(node))
 
 
-def _is_size(leaf: object) -> TypeGuard[fx.Node]:
-    """Whether a result is a number that follows from the batch size: no rank computes it."""
-    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), int | torch.SymInt)
+def _output(name: str, leaf: object, flow: BatchFlow | None) -> Output:
+    """A leaf of the result.
 
-
-def _size(name: str, leaf: fx.Node) -> Output:
-    return Output(name, None, size_of(leaf.meta["val"]), "same", None)
-
-
-def _uncut(name: str, leaf: object) -> Output:
-    if _is_size(leaf):
-        return _size(name, leaf)
-    if isinstance(leaf, fx.Node):
-        return Output(name, leaf.name, None, "mixed", None)
-    return Output(name, None, leaf, "same", None)
+    Args:
+        flow: of the batch through the graph; None where that is unknown.
+    """
+    if not isinstance(leaf, fx.Node):
+        return Output(name, None, leaf, "same", None)
+    if isinstance(leaf.meta.get("val"), int | torch.SymInt):  # a number that follows from the batch size: no rank computes it
+        return Output(name, None, size_of(leaf.meta["val"]), "same", None)
+    combine, dimension, reason = ("mixed", None, None) if flow is None else combination(leaf, flow)
+    return Output(name, leaf.name, None, combine, dimension, reason)

@@ -21,7 +21,7 @@ def preserved(*objects: object) -> Iterator[None]:
     lists = [(value, _copy(value)) for value in objects if isinstance(value, list | dict)]
     others = [value for value in objects if not isinstance(value, list | dict)]
     owners = [owner for value in others for owner in (value.modules() if isinstance(value, nn.Module) else [value])]
-    before = [(owner, _contents(owner)) for owner in owners]
+    before = [(owner, {name: (value, _copy(value)) for name, value in vars(owner).items()}) for owner in owners]
     try:
         yield
     finally:
@@ -31,17 +31,16 @@ def preserved(*objects: object) -> Iterator[None]:
             _refill(value, copy)
 
 
-def _contents(owner: object) -> dict[str, tuple[Any, Any]]:
-    """Attribute -> its value, and a copy of what a list or dict holds."""
-    return {name: (value, _copy(value)) for name, value in vars(owner).items()}
-
-
 def _copy(value: object) -> Any:
     return list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else None
 
 
 def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
-    """Remove the attributes that tracing added, put back those it replaced or removed, and refill lists and dicts."""
+    """Remove the attributes that tracing added, put back those it replaced or removed, and refill lists and dicts.
+
+    Args:
+        contents: attribute -> its value, and a copy of what a list or dict holds.
+    """
     attributes = vars(owner)
     for name in [name for name in attributes if name not in contents]:
         del attributes[name]

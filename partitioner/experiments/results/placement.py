@@ -19,7 +19,7 @@ from partitioner.options.mode import REST, mode_text, parse_mode, resolve_mode, 
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 
-__all__ = ["Grid", "Placement", "placements"]
+__all__ = ["Placement", "placements"]
 
 
 @dataclass(frozen=True)
@@ -63,47 +63,35 @@ class Placement:
         return " ".join([self.model, f"{self.mode} on {self.devices} x {self.cluster}", *(word for word in chosen if word)])
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The values of every dimension of a sweep; None stands for the planner's choice.
+def placements(
+    models: Sequence[str],
+    devices: Sequence[int],
+    modes: Sequence[str | Mapping[str, Any]],
+    clusters: Sequence[str],
+    schedules: Sequence[str | None] = (None,),
+    microbatches: Sequence[int | None] = (None,),
+    recompute: Sequence[str | None] = (None,),
+) -> list[Placement]:
+    """Every placement of a grid, those next to each other that share a model and a mesh.
 
-    Attributes:
-        models: names.
+    Args:
+        models, clusters: by name.
         devices: how many ranks.
         modes: as ``partition`` takes them; one size of a mesh may be -1: what the others leave.
-        clusters: names.
-        schedules: names of schedules.
-        microbatches: microbatches a step.
-        recompute: what the backward computes again.
-    """
-
-    models: Sequence[str]
-    devices: Sequence[int]
-    modes: Sequence[str | Mapping[str, Any]]
-    clusters: Sequence[str]
-    schedules: Sequence[str | None] = (None,)
-    microbatches: Sequence[int | None] = (None,)
-    recompute: Sequence[str | None] = (None,)
-
-
-def placements(grid: Grid) -> list[Placement]:
-    """Every placement of a grid, those next to each other that share a model and a mesh.
+        schedules, microbatches, recompute: None stands for the planner's choice.
 
     Raises:
         ConfigError: a dimension is empty, a mode is unknown, or a mesh has none of the numbers of devices.
     """
-    for name in ("models", "devices", "modes", "clusters", "schedules", "microbatches", "recompute"):
-        if not getattr(grid, name):
+    others = {"clusters": clusters, "schedules": schedules, "microbatches": microbatches, "recompute": recompute}
+    for name, values in {"models": models, "devices": devices, "modes": modes, **others}.items():
+        if not values:
             raise ConfigError(f"a sweep over no {name} asks for nothing", remedy=f"pass {name}=[...], or leave it out")
-    for devices in grid.devices:
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:  # type: ignore[redundant-expr]  # from a user
-            raise ConfigError(f"{devices!r} is no number of devices", remedy="pass devices=[2, 4, 8]")
-    meshes = [(devices, mesh) for mode in grid.modes for devices, mesh in _meshes(mode, grid.devices)]
-    others = (grid.clusters, grid.schedules, grid.microbatches, grid.recompute)
+    meshes = [each for mode in modes for each in _meshes(mode, devices)]
     found = (
-        _placement(model, devices, mesh, *rest)
-        for model, (devices, mesh) in itertools.product(grid.models, meshes)
-        for rest in itertools.product(*others)
+        _placement(model, count, mesh, *rest)
+        for model, (count, mesh) in itertools.product(models, meshes)
+        for rest in itertools.product(clusters, schedules, microbatches, recompute)
     )
     return list(dict.fromkeys(found))
 

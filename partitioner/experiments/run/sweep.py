@@ -16,7 +16,7 @@ from typing import Any
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import check_count
-from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.results import Results
 from partitioner.experiments.results.row import Row
 from partitioner.experiments.results.store import Store
@@ -130,7 +130,7 @@ def sweep(
         check_count(count)
     machines = _clusters(clusters, counts)
     asked = (_several(schedules), _several(microbatches), _several(recompute))
-    grid = placements(Grid(tuple(sources), counts, _several(modes), tuple(machines), *asked))
+    grid = placements(tuple(sources), counts, _several(modes), tuple(machines), *asked)
     if measure:
         check_measurable(sources)
     chosen = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))

@@ -71,7 +71,8 @@ class Interruptible:
         try:
             return result.result()
         except RuntimeError as error:
-            raise self.failed(what, error) from error
+            failure = self._await_first()
+            raise self._unable(what, failure.text if failure is not None else str(error).partition("\n")[0]) from error
 
     def _wait(self, result: Future[T], what: str, limit: float | None) -> None:
         """Wait for a call to end, unless a rank fails meanwhile."""
@@ -82,12 +83,9 @@ class Interruptible:
             late = limit is not None and waited > limit
             if (failure is not None or late) and not wait([result], _GRACE).done:
                 why = failure.text if failure is not None else f"nothing happened for {waited:.0f} s"
-                raise CommunicationError(f"rank {self._rank} could not {what}: {why}", remedy="look at what the other ranks report")
+                raise self._unable(what, why)
 
-    def failed(self, what: str, error: RuntimeError) -> CommunicationError:
-        """What is raised for an error of a store or a group."""
-        failure = self._await_first()
-        why = failure.text if failure is not None else str(error).partition("\n")[0]
+    def _unable(self, what: str, why: str) -> CommunicationError:
         return CommunicationError(f"rank {self._rank} could not {what}: {why}", remedy="look at what the other ranks report")
 
 

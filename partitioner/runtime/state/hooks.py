@@ -47,12 +47,7 @@ _NOT_CALLED = {
 }
 """Method of a partitioned model -> the hooks of it that the method does not call."""
 
-_GLOBAL = {
-    "_global_forward_hooks": "forward hook",
-    "_global_forward_pre_hooks": "forward pre-hook",
-    "_global_backward_hooks": "backward hook",
-    "_global_backward_pre_hooks": "backward pre-hook",
-}
+_GLOBAL = {f"_global{place}": kind for place, kind in (_FORWARD | _BACKWARD).items()}
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -68,12 +68,7 @@ def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.Sy
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "__eq__": operator.eq,
-    "__ge__": operator.ge,
-    "__gt__": operator.gt,
-    "__le__": operator.le,
-    "__lt__": operator.lt,
-    "__ne__": operator.ne,
+    f"__{compare.__name__}__": compare for compare in (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
 }
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -125,18 +120,9 @@ def _differs_for_one(size: torch.SymInt, other: Any, compare: Callable[[Any, Any
 
 
 _RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
-    Tensor.lt: operator.lt,
-    Tensor.__lt__: operator.lt,
-    torch.lt: operator.lt,
-    Tensor.le: operator.le,
-    Tensor.__le__: operator.le,
-    torch.le: operator.le,
-    Tensor.gt: operator.gt,
-    Tensor.__gt__: operator.gt,
-    torch.gt: operator.gt,
-    Tensor.ge: operator.ge,
-    Tensor.__ge__: operator.ge,
-    torch.ge: operator.ge,
+    function: compare
+    for compare in (operator.lt, operator.le, operator.gt, operator.ge)
+    for function in (getattr(torch, compare.__name__), getattr(Tensor, compare.__name__), getattr(Tensor, f"__{compare.__name__}__"))
 }
 
 _LEAST, _LARGEST = 0.0, 1.0 - 2.0**-24

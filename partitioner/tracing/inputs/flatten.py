@@ -21,7 +21,7 @@ from passes.ir.graph import Autocast
 from passes.ir.torch_private import TreeSpec, is_view, tree_flatten, tree_unflatten
 from passes.normalize.randomness.draw_order import memory_order
 
-__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "leaf_paths", "output_names"]
+__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "output_names"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     leaves, tree = tree_flatten((args, kwargs))
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
-        names += [name + path for path in leaf_paths(tree_flatten(value)[1])]
+        names += [name + path for path in _leaf_paths(tree_flatten(value)[1])]
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Tensor):
             check_dense(f"the input {name}", leaf)
@@ -170,9 +170,11 @@ def _positional_names(signature: inspect.Signature, count: int) -> list[str]:
 # -- paths through nested inputs and outputs ---------------------------------------------------------------------------------------
 
 
-def leaf_paths(tree: TreeSpec) -> tuple[str, ...]:
+def _leaf_paths(tree: TreeSpec) -> tuple[str, ...]:
     """For each leaf, its path behind the root: ``""``, ``"[0]"``, ``"['key']"``, ``".field"``, or several of them."""
-    return tuple(_paths(tree))
+    if tree.is_leaf():
+        return ("",)
+    return tuple(step + rest for step, child in zip(_steps(tree), tree.children(), strict=True) for rest in _leaf_paths(child))
 
 
 def output_names(tree: TreeSpec) -> tuple[str, ...]:
@@ -184,17 +186,8 @@ def output_names(tree: TreeSpec) -> tuple[str, ...]:
         bare = step.removeprefix(".")
         if step.startswith("['"):
             bare = step[2:-2]
-        names += [bare + path for path in leaf_paths(child)]
+        names += [bare + path for path in _leaf_paths(child)]
     return tuple(names)
-
-
-def _paths(tree: TreeSpec) -> Iterator[str]:
-    if tree.is_leaf():
-        yield ""
-        return
-    for step, child in zip(_steps(tree), tree.children(), strict=True):
-        for rest in _paths(child):
-            yield step + rest
 
 
 def _steps(tree: TreeSpec) -> list[str]:

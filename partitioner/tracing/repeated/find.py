@@ -433,13 +433,8 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 def _is_like(given: Tensor, result: Tensor) -> bool:
     """Whether a dense copy of one tensor lies in memory as another does."""
     whole = result.untyped_storage().nbytes() == result.numel() * result.element_size()
-    alike = (given.shape, given.dtype, given.device, given.requires_grad) == (
-        result.shape,
-        result.dtype,
-        result.device,
-        result.requires_grad,
-    )
-    return alike and whole and result.is_contiguous() and given.is_floating_point()
+    kinds = [(each.shape, each.dtype, each.device, each.requires_grad) for each in (given, result)]
+    return kinds[0] == kinds[1] and whole and result.is_contiguous() and given.is_floating_point()
 
 
 def _has_value(leaf: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from cost_models.hardware.clusters import Cluster
 from partitioner import partition
 from partitioner.experiments import RandomSampler, Results, sweep
-from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.evaluate import Evaluator
@@ -44,7 +44,7 @@ def small_sweep(store: Path | None = None, **more: Any) -> Results:
 
 
 def test_the_grid_holds_every_combination_once() -> None:
-    found = placements(Grid(("a", "b"), (2, 4), ("data", "pipeline"), ("x",), schedules=("GPipe", "1F1B"), microbatches=(2, 4)))
+    found = placements(("a", "b"), (2, 4), ("data", "pipeline"), ("x",), schedules=("GPipe", "1F1B"), microbatches=(2, 4))
     assert len(found) == len(set(found))
     # Nothing of data parallelism has a schedule; a pipeline has both.
     expected = {
@@ -58,12 +58,12 @@ def test_the_grid_holds_every_combination_once() -> None:
 
 
 def test_layers_on_devices_have_no_microbatches() -> None:
-    found = placements(Grid(("a",), (2,), ("model",), ("x",), microbatches=(None, 2, 4)))
+    found = placements(("a",), (2,), ("model",), ("x",), microbatches=(None, 2, 4))
     assert [each.n_microbatches for each in found] == [None]
 
 
 def test_an_open_size_takes_what_is_left() -> None:
-    found = placements(Grid(("a",), (2, 4, 6, 8), ({"pipeline": 2, "data": -1}, {"data": 2, "tensor": 2}), ("x",)))
+    found = placements(("a",), (2, 4, 6, 8), ({"pipeline": 2, "data": -1}, {"data": 2, "tensor": 2}), ("x",))
     # Over two devices nothing is left for data, and 6 devices are no mesh of 2 x 2.
     assert [(each.devices, each.mode) for each in found] == [
         (2, "pipeline"),
@@ -77,17 +77,16 @@ def test_an_open_size_takes_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("grid", "problem"),
     [
-        (Grid((), (2,), ("data",), ("x",)), "no models"),
-        (Grid(("a",), (), ("data",), ("x",)), "no devices"),
-        (Grid(("a",), (0,), ("data",), ("x",)), "0 is no number of devices"),
-        (Grid(("a",), (3,), ({"data": 2, "tensor": -1},), ("x",)), "the mesh data=2,tensor=-1 has none of the numbers of devices 3"),
-        (Grid(("a",), (4,), ({"data": -1, "tensor": -1},), ("x",)), "leaves two sizes open"),
-        (Grid(("a",), (4,), ("sideways",), ("x",)), "there is no mode 'sideways'"),
+        (((), (2,), ("data",), ("x",)), "no models"),
+        ((("a",), (), ("data",), ("x",)), "no devices"),
+        ((("a",), (3,), ({"data": 2, "tensor": -1},), ("x",)), "the mesh data=2,tensor=-1 has none of the numbers of devices 3"),
+        ((("a",), (4,), ({"data": -1, "tensor": -1},), ("x",)), "leaves two sizes open"),
+        ((("a",), (4,), ("sideways",), ("x",)), "there is no mode 'sideways'"),
     ],
 )
-def test_a_grid_of_nothing_is_refused(grid: Grid, problem: str) -> None:
+def test_a_grid_of_nothing_is_refused(grid: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        placements(grid)
+        placements(*grid)
 
 
 @pytest.mark.parametrize("mode", ["auto", {"data": 2, "tensor": 4}, {"tile": (2, 2), "data": 2}, {"data": -1, "tensor": 2}])
@@ -115,7 +114,7 @@ def test_keys_tell_placements_apart() -> None:
 
 # -- sampling --------------------------------------------------------------------------------------------------------------------------
 
-GRID = placements(Grid(("a", "b"), (2, 4, 8), ("data", "tensor"), ("x", "y")))
+GRID = placements(("a", "b"), (2, 4, 8), ("data", "tensor"), ("x", "y"))
 
 
 def asked(sampler: GridSampler) -> list[Placement]:
@@ -381,7 +380,7 @@ def _ends_badly(placement: Placement) -> Row:
 def test_a_worker_that_dies_or_hangs_is_a_reason() -> None:
     pool = WorkerProcesses(_ends_badly, str, n_workers=3, timeout=1.0)
     found: dict[int, str] = {}
-    for placement in placements(Grid(("a",), (2, 4, 8), ("data",), ("x",))):
+    for placement in placements(("a",), (2, 4, 8), ("data",), ("x",)):
         pool.submit(placement, None)
     while pool.busy:
         found.update({placement.devices: row.reason for placement, row in pool.answers()})

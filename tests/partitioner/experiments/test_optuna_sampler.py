@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from partitioner.experiments import OptunaSampler, sweep
-from partitioner.experiments.results.placement import Grid, Placement, placements
+from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.row import Row, failed_row
 from passes.ir.errors import ConfigError
 from tests.support.planning.sweep_models import perceptron
 
-GRID = placements(Grid(("a",), (2, 4, 8), ("data", "fsdp", {"data": 2, "tensor": 2}), ("x", "y"), microbatches=(1, 2)))
+GRID = placements(("a",), (2, 4, 8), ("data", "fsdp", {"data": 2, "tensor": 2}), ("x", "y"), microbatches=(1, 2))
 
 
 def answer(placement: Placement, step_time: float) -> Row:
