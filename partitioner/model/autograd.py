@@ -18,7 +18,7 @@ from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
 
-__all__ = ["PartitionedForward"]
+__all__ = ["tracked_forward"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Gives the results, and what the backward needs."""
@@ -47,79 +47,56 @@ class _PartitionedCall(torch.autograd.Function):
         return None, None, None, None, *ctx.run(saved, gradients)
 
 
-class PartitionedForward:
-    """One call that autograd tracks: its forward, and the backward for gradients of its results.
+def tracked_forward(
+    calls: Calls,
+    runtime: Runtime,
+    lowering: Lowering,
+    differentiation: Differentiation,
+    count: int,
+    inputs: BoundInputs,
+    accumulation: Accumulation,
+) -> tuple[Tensor, ...]:
+    """Run the forward of one call; ``.backward()`` on its results runs the backward, or says why it cannot.
 
     Args:
-        calls: runs programs.
-        runtime: where they run.
-        lowering: of the model.
-        differentiation: what is differentiated.
         count: how many microbatches.
-        inputs: of the call.
         accumulation: what becomes of gradients. A call inside ``no_sync()`` keeps its parts also where its backward runs outside.
     """
+    here = runtime.local_ranks[0]
+    holds = accumulation.gradients == "keep"
+    training = lowering.training(differentiation)
+    differentiated = differentiated_outputs(training)
+    names = calls.differentiated(differentiation.inputs)
+    shapes: dict[str, torch.Size] = {}
 
-    def __init__(
-        self,
-        calls: Calls,
-        runtime: Runtime,
-        lowering: Lowering,
-        differentiation: Differentiation,
-        count: int,
-        inputs: BoundInputs,
-        accumulation: Accumulation,
-    ) -> None:
-        self._calls = calls
-        self._runtime = runtime
-        self._lowering = lowering
-        self._differentiation = differentiation
-        self._count = count
-        self._inputs = inputs
-        self._accumulation = accumulation
-        self._holds = accumulation.gradients == "keep"
-        self._training = lowering.training(differentiation)
-        self._differentiated = differentiated_outputs(self._training)
-        self._names = calls.differentiated(differentiation.inputs)
-        self._shapes: dict[str, torch.Size] = {}
-
-    def tracked(self) -> tuple[Tensor, ...]:
-        """Run the forward; ``.backward()`` on its results runs the backward, or says why it cannot."""
-        # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
-        anchor = torch.empty(0, requires_grad=True)
-        reachable = self._runtime.backward_anywhere or self._lowering.n_stage_ranks == 1
-        leaves = [self._inputs.tensors[name] for name in self._names if name in self._inputs.tensors]
-        differentiated = tuple(name in self._differentiated for name in self._training.returned)
-        backward = self._backward if reachable else _refuse_backward
-        results: tuple[Tensor, ...] = _PartitionedCall.apply(self._forward, backward, differentiated, anchor, *leaves)  # type: ignore[no-untyped-call]
-        return results
-
-    @property
-    def _here(self) -> int:
-        return self._runtime.local_ranks[0]
-
-    def _forward(self) -> tuple[tuple[Tensor, ...], Any]:
+    def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process."""
-        lowering = self._lowering
-        found = self._calls.run(lowering, lowering.training_forward(self._differentiation, self._count), self._inputs)
-        outputs = found[self._here][0]
-        self._shapes.update({name: output.shape for name, output in zip(self._training.returned, outputs, strict=True)})
+        found = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
+        outputs = found[here][0]
+        shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
         return outputs, {rank: result[1] for rank, result in found.items()}
 
-    def _backward(self, saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        lowering, names = self._lowering, self._differentiated
-        given = {name: each for name, each in zip(self._training.returned, gradients, strict=True) if each is not None}
+    def backward(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        given = {name: each for name, each in zip(training.returned, gradients, strict=True) if each is not None}
         example = next(iter(given.values()))
-        filled = tuple(given[name].contiguous() if name in given else example.new_zeros(self._shapes[name]) for name in names)
+        filled = tuple(given[name].contiguous() if name in given else example.new_zeros(shapes[name]) for name in differentiated)
         extra = {
-            rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, names, filled, rank)}
-            for rank in self._runtime.local_ranks
+            rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
+            for rank in runtime.local_ranks
         }
-        mode: Gradients = "keep" if self._holds else self._accumulation.gradients
-        programs = lowering.backward(self._differentiation, self._count, frozenset(given), mode)
-        found = self._calls.run(lowering, programs, self._inputs, extra)[self._here]
-        of_inputs = lowering.rows.of_input_gradients(lowering.graph, self._names, found)
-        return tuple(gradient for name, gradient in zip(self._names, of_inputs, strict=True) if name in self._inputs.tensors)
+        mode: Gradients = "keep" if holds else accumulation.gradients
+        found = calls.run(lowering, lowering.backward(differentiation, count, frozenset(given), mode), inputs, extra)[here]
+        of_inputs = lowering.rows.of_input_gradients(lowering.graph, names, found)
+        return tuple(gradient for name, gradient in zip(names, of_inputs, strict=True) if name in inputs.tensors)
+
+    # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
+    anchor = torch.empty(0, requires_grad=True)
+    reachable = runtime.backward_anywhere or lowering.n_stage_ranks == 1
+    leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
+    tracked = tuple(name in differentiated for name in training.returned)
+    way_back = backward if reachable else _refuse_backward
+    results: tuple[Tensor, ...] = _PartitionedCall.apply(forward, way_back, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
+    return results
 
 
 def _refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

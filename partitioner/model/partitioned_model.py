@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
+from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import PartitionedForward
+from partitioner.model.autograd import tracked_forward
 from partitioner.model.calls import Calls
 from partitioner.model.cost_formula import cost_formula
 from partitioner.model.gradient_accumulation import Accumulation
@@ -35,7 +36,7 @@ from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import explanation
 from partitioner.reports.explain.step_memory import warn_of_memory
-from partitioner.reports.page.build import save_page
+from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.runtime.arguments import BoundInputs
@@ -93,8 +94,8 @@ class PartitionedModel(nn.Module):
         if not (torch.is_grad_enabled() and differentiation.outputs):
             return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
         self._check_parameters()
-        call = PartitionedForward(self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return self._calls.result(call.tracked(), inputs.batch)
+        call = (self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return self._calls.result(tracked_forward(*call), inputs.batch)
 
     def train_step(
         self,
@@ -265,7 +266,8 @@ class PartitionedModel(nn.Module):
 
         Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
         """
-        save_page(path, self.explained(), self._prices or (), self.device_table(), self.simulate(cluster), self.cost_formula)
+        page = page_html(self.explained(), self._prices or (), self.device_table(), self.simulate(cluster), self.cost_formula)
+        write_text(path, page, "the report")
 
     @checked_arguments()
     def cost_formula(self) -> StepFormula:

@@ -301,6 +301,5 @@ _KEYWORDS = frozenset({"dtype", "memory_format"})
 def quick_call(node: fx.Node) -> Callable[..., Any]:
     """What to call for a node: its target, or the function that reaches it sooner."""
     assert callable(node.target)
-    found = BINDINGS.get(node.target)
-    usable = found is not None and node.kwargs.keys() <= _KEYWORDS and bool(node.args)
-    return found if found is not None and usable else node.target
+    usable = node.kwargs.keys() <= _KEYWORDS and bool(node.args)
+    return BINDINGS.get(node.target, node.target) if usable else node.target

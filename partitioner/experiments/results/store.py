@@ -117,11 +117,6 @@ class Store:
                 raise ConfigError(f"{where}: there is no {name} {number}", remedy="name another file for the store")
         return row
 
-    def keys(self) -> set[str]:
-        """The keys of all rows."""
-        with self._told("read"):
-            return {key for (key,) in self._connection.execute("SELECT key FROM result")}
-
     def remove(self, keys: Iterable[str]) -> None:
         """Forget rows."""
         with self._told("written"), self._connection:

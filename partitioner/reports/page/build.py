@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
-from cost_models.text_files import write_text
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
@@ -28,7 +26,7 @@ from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table
 from passes.ir.errors import ConfigError
 
-__all__ = ["page_html", "save_page"]
+__all__ = ["page_html"]
 
 _PROGRAMS = 16
 """Programs that are written out in full."""
@@ -37,22 +35,6 @@ _FOOTER = "times and memory are predicted: those of plans, stages and devices by
 
 _WEIGHTS = 4
 """Weights that are drawn: one for each way in which ranks hold them."""
-
-
-def save_page(
-    path: str | Path,
-    explained: Explained,
-    choices: Sequence[Pinned],
-    devices: DeviceTable,
-    simulation: Simulation,
-    formula: Callable[[], StepFormula],
-) -> None:
-    """Write the page; see ``page_html``.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_text(path, page_html(explained, choices, devices, simulation, formula), "the report")
 
 
 def page_html(

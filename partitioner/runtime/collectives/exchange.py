@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.ir.comm.primitives import Operation
 
-__all__ = ["Exchange", "assemble", "flatten", "is_leading", "reduce_pieces"]
+__all__ = ["Exchange", "flatten", "is_leading", "reduce_pieces"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,10 @@ class Exchange:
 
     def result(self, pieces: Sequence[Tensor], operation: Operation = "sum") -> Tensor:
         """What the collective gives, in new memory, from what each rank of the group has given, in the group's order."""
-        return assemble(pieces, self.concat_dim, operation) if self.make is None else self.make(pieces)
-
-
-def assemble(pieces: Sequence[Tensor], dim: int | None, operation: Operation = "sum") -> Tensor:
-    """What a collective gives, in new memory, from what each rank of the group has given, in the group's order."""
-    # What is concatenated keeps the strides of the pieces, which a program's graphs do not expect.
-    return reduce_pieces(pieces, operation) if dim is None else torch.cat(tuple(pieces), dim).contiguous()
+        if self.make is not None:
+            return self.make(pieces)
+        # What is concatenated keeps the strides of the pieces, which a program's graphs do not expect.
+        return reduce_pieces(pieces, operation) if self.concat_dim is None else torch.cat(tuple(pieces), self.concat_dim).contiguous()
 
 
 def reduce_pieces(pieces: Sequence[Tensor], operation: Operation) -> Tensor:

@@ -222,8 +222,8 @@ def rehearse(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except Exception:  # noqa: BLE001  a model that needs values, or refuses to be run so, is traced as it is
         return ()
     logs = [(call.path, call.log) for call in first.calls if call.path not in stand_ins]
-    is_same = again.log == first.log and logs == [(call.path, call.log) for call in again.calls]
-    return copies if is_same and not again.is_unclear else ()
+    is_same = again.outside.entries == first.outside.entries and logs == [(call.path, call.log) for call in again.calls]
+    return copies if is_same and not again.outside.is_unclear else ()
 
 
 # -- what is seen of a run ---------------------------------------------------------------------------------------------------------------
@@ -278,15 +278,6 @@ class _Call:
     log: tuple[Hashable, ...]
     key: Hashable
     result: StandIn | None
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What was seen of a run of a model."""
-
-    calls: tuple[_Call, ...]
-    log: tuple[Hashable, ...]
-    is_unclear: bool
 
 
 class _Watch(TorchFunctionMode):
@@ -356,7 +347,7 @@ def _run(
     modules: Mapping[str, nn.Module],
     forms: Forms,
     stand_ins: Mapping[str, StandIn],
-) -> _Run:
+) -> _Watch:
     """Run a model on shapes alone.
 
     Args:
@@ -372,7 +363,7 @@ def _run(
     with preserved(model), intercepted(modules, watch.call), watch:
         result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
     watch.outside.entries.append(watch.outside.name(result))
-    return _Run(tuple(watch.calls), tuple(watch.outside.entries), watch.outside.is_unclear)
+    return watch
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -391,7 +382,7 @@ def _modes() -> Hashable:
 # -- what follows from it ----------------------------------------------------------------------------------------------------------------
 
 
-def _copies(run: _Run) -> tuple[Copies, ...]:
+def _copies(run: _Watch) -> tuple[Copies, ...]:
     """The modules that are called once and do what others do."""
     alike: defaultdict[Hashable, list[_Call]] = defaultdict(list)
     for call in run.calls:
