@@ -15,11 +15,7 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """Whether steps sum gradients, and whether some are still to be summed.
-
-    Args:
-        parameters: of this process.
-    """
+    """Whether steps sum gradients, and whether some are still to be summed."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._parameters = tuple(parameters)

@@ -26,10 +26,6 @@ def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
 def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
     """Each replica of a stage sees its own microbatches, so what a stage keeps of all of them would be another thing on each.
 
-    Args:
-        graph: the model.
-        plan: of it.
-
     Raises:
         ConfigError: a stage on several ranks writes a buffer, as batch normalisation does with running statistics.
     """
@@ -52,10 +48,6 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
 
 def check_stage_degrees(graph: ModelGraph, plan: Plan) -> None:
     """Each rank sums its part of a gradient with the other ranks that hold the same part: of stages of unequal degrees none does.
-
-    Args:
-        graph: the model.
-        plan: of it.
 
     Raises:
         ConfigError: stages of unequal tensor-parallel degrees read one parameter.

@@ -24,11 +24,7 @@ backward that was registered for it, wherever it is called."""
 
 
 class CustomFunctionError(Exception):
-    """A custom autograd function was called.
-
-    Args:
-        function: its class.
-    """
+    """A custom autograd function was called."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function

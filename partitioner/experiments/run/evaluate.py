@@ -62,11 +62,7 @@ class Bench:
 
 
 class Evaluator:
-    """Gives the row of a placement. What it lowered last it keeps: the next placement may differ in its machine alone.
-
-    Args:
-        bench: what it evaluates with.
-    """
+    """Gives the row of a placement. What it lowered last it keeps: the next placement may differ in its machine alone."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench

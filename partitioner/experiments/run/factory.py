@@ -93,10 +93,6 @@ def _failed(what: str, path: str, error: BaseException) -> ConfigError:
 def checked(name: str, made: object) -> Made:
     """What a factory returned, if it is what one has to return.
 
-    Args:
-        name: of the factory, for the error.
-        made: what it returned.
-
     Raises:
         ConfigError: it is no ``(model, args)`` and no ``(model, args, kwargs)``.
     """

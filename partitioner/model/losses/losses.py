@@ -58,12 +58,7 @@ class PreparedLoss:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of a training step.
-
-    Attributes:
-        inputs: of the model.
-        reduction: as the caller says.
-    """
+    """The arguments of a training step."""
 
     inputs: BoundInputs
     target: Any
@@ -101,12 +96,7 @@ def check_loss(loss_fn: object, loss_reduction: object) -> None:
 
 
 class Losses:
-    """What is known of losses.
-
-    Args:
-        runtime: reaches the other ranks.
-        graph: the model.
-    """
+    """What is known of losses."""
 
     def __init__(self, runtime: Runtime, graph: ModelGraph) -> None:
         self._runtime = runtime

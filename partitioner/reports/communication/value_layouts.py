@@ -52,11 +52,7 @@ def _size(size: object) -> str:
 
 
 class ValueLayouts:
-    """How the values of a partitioned model lie, as text.
-
-    Args:
-        explained: the model.
-    """
+    """How the values of a partitioned model lie, as text."""
 
     def __init__(self, explained: Explained) -> None:
         self._axes = explained.cut.axes
@@ -83,11 +79,7 @@ class ValueLayouts:
         return self._known[value][0] if value in self._known else value
 
     def of(self, value: str, *, gradient: bool = False) -> str:
-        """How a value of a rank's graph lies, or its gradient; empty where that is not known.
-
-        Args:
-            value: a node of the graph.
-        """
+        """How a value of a rank's graph lies, or its gradient; empty where that is not known."""
         if value not in self._known:
             return ""
         name, layout = self._known[value]

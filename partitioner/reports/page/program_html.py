@@ -11,13 +11,7 @@ _COMMUNICATION = re.compile(r"= (send|receive|all_reduce|all_gather|reduce_scatt
 
 
 def program_html(title: str, code: str, *, is_open: bool) -> str:
-    """The lines of a program, those that communicate marked.
-
-    Args:
-        title: whose it is.
-        code: its text.
-        is_open: whether it is shown from the start.
-    """
+    """The lines of a program, those that communicate marked."""
     lines = "".join(_line(line) for line in code.strip().splitlines())
     opened = " open" if is_open else ""
     return f'<details{opened}><summary>{escape(title)}</summary><pre class="program">{lines}</pre></details>'

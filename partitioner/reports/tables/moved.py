@@ -19,13 +19,7 @@ __all__ = ["moved_text"]
 
 
 def moved_text(before: str, after: str, plan: Plan, moves: Moves) -> str:
-    """The text.
-
-    Args:
-        before, after: the plans in words.
-        plan: the new one.
-        moves: what moves.
-    """
+    """Tell what moves between two plans, given in words: by rank of the new plan, and by tensor."""
     lost = moves.from_checkpoint
     loaded = f", {format_bytes(lost)} come from a checkpoint: no rank that is left has them" if lost else ""
     lines = [f"{before}  ->  {after}: {format_bytes(moves.between_ranks)} move between ranks{loaded}", ""]

@@ -81,11 +81,7 @@ class _Row:
 
 
 class CallTable:
-    """The calls of all ranks that are under way.
-
-    Args:
-        size: how many ranks there are.
-    """
+    """The calls of all ranks that are under way."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -14,12 +14,7 @@ __all__ = ["GatheredState"]
 
 
 class GatheredState:
-    """Reads what all processes hold: every rank must ask alike.
-
-    Args:
-        state: what this process holds.
-        runtime: reaches the others.
-    """
+    """Reads what all processes hold: every rank must ask alike."""
 
     def __init__(self, state: State, runtime: Runtime) -> None:
         self._state = state

@@ -90,11 +90,7 @@ def _named(init_fn: InitFunction) -> InitFunction:
 
 
 class _ReachedError(Exception):
-    """A function reads or writes tensors that are not real yet.
-
-    Args:
-        names: of these.
-    """
+    """A function reads or writes tensors that are not real yet."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
@@ -138,11 +134,7 @@ _ASKS_NO_VALUES = frozenset(
 
 
 class _Initializer:
-    """Calls a function with module after module.
-
-    Args:
-        model, state, gathered: see ``initialize``.
-    """
+    """Calls a function with module after module."""
 
     def __init__(self, model: nn.Module, state: State, gathered: GatheredState) -> None:
         self._state = state

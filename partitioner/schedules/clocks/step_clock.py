@@ -34,9 +34,6 @@ class StepClock:
 
     Args:
         schedule: every stage has a forward and a backward for every microbatch.
-
-    Attributes:
-        schedule: the same.
     """
 
     def __init__(self, schedule: Schedule) -> None:
