@@ -19,7 +19,7 @@ from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import Lowerings, Variant, first_variant, variant_for
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.model.session import Assumptions, Session
-from partitioner.options.arguments import EXAMPLES, VALUES, positional
+from partitioner.options.arguments import EXAMPLES, VALUES, positional, read_cluster
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
 from partitioner.options.constraints import Constraints
@@ -213,9 +213,7 @@ def _joined() -> tuple[int | None, int | None]:
 
 def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:
     """The hardware to plan for; a plan that is given needs none."""
-    if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster)
-    found = cluster or placement.cluster or hardware_of(placement.devices)
+    found = read_cluster(cluster) or placement.cluster or hardware_of(placement.devices)
     if plan is None:
         found.first(len(placement.devices))  # raises where there are fewer
     return found

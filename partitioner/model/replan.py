@@ -19,6 +19,7 @@ from cost_models.memory.optimizer_state import training_bytes
 from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import first_variant
 from partitioner.model.session import Session
+from partitioner.options.arguments import read_cluster
 from partitioner.options.constraints import Constraints
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode
@@ -100,8 +101,7 @@ def _places(
         places = now[:1] * devices
     else:
         places = resolve_devices(devices, None).devices
-    if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster)
+    cluster = read_cluster(cluster)
     described = cluster or (devices if isinstance(devices, Cluster) else None) or session.assumed.cluster
     if len(described.devices) < len(places):
         if cluster is not None or isinstance(devices, Cluster):

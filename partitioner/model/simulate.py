@@ -8,6 +8,7 @@ from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.session import Session
+from partitioner.options.arguments import read_cluster
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
@@ -31,7 +32,7 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         ConfigError: the cluster has fewer devices than the plan has ranks.
     """
     plan, assumed = session.plan, session.assumed
-    machine = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or assumed.cluster
+    machine = read_cluster(cluster) or assumed.cluster
     if len(machine.devices) < plan.n_ranks:
         raise ConfigError(
             f"the plan has {plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",

@@ -19,10 +19,11 @@ from partitioner.schedules.catalog import find_schedule
 from passes.ir.checked_arguments import Rule, at_least, one_of, read_by
 from passes.ir.plan import BATCHNORM, RECOMPUTE
 
-__all__ = ["EXAMPLES", "VALUES", "positional"]
+__all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
 
 
-def _read_cluster(cluster: Cluster | str) -> Cluster:
+def read_cluster(cluster: Cluster | str | None) -> Cluster | None:
+    """The hardware that a caller names, if any."""
     return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
 
@@ -32,7 +33,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "schedule": read_by(find_schedule),
         "stages_per_device": at_least(1),
         "recompute": one_of(RECOMPUTE),
-        "cluster": read_by(_read_cluster),
+        "cluster": read_by(read_cluster),
         "memory_limit": read_by(parse_bytes),
         "optimizer": read_by(optimizer_states),
         "precision": read_by(true_dtype),

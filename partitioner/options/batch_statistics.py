@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from partitioner.options.batch_rows import RowParts
 from passes.analysis.row_statistics import values_per_channel
 from passes.ir.comm.microbatch import microbatch_sizes
-from passes.ir.errors import ConfigError, PartitionWarning, Place, level_of_caller
+from passes.ir.errors import ConfigError, PartitionWarning, Place, first_few, level_of_caller
 from passes.ir.graph import ModelGraph, RowMixing
 from passes.ir.plan import Plan
 
@@ -77,5 +77,4 @@ def first_names(names: Sequence[str]) -> str:
     >>> first_names(["bn1", "bn2", "bn3", "bn4", "bn5"])
     'bn1, bn2, bn3 and 2 more'
     """
-    distinct = list(dict.fromkeys(name or "the model itself" for name in names))
-    return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
+    return first_few(list(dict.fromkeys(name or "the model itself" for name in names)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Place",
     "TraceError",
     "VerificationError",
+    "first_few",
     "level_of_caller",
 ]
 
@@ -95,6 +97,16 @@ class CommunicationError(PartitionError):
 
 class VerificationError(PartitionError):
     """The programs of the ranks do not fit together; names the nodes."""
+
+
+def first_few(names: Sequence[object], most: int = 3) -> str:
+    """The first names, and how many there are besides.
+
+    >>> first_few(["bn1", "bn2", "bn3"], most=1)
+    'bn1 and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def level_of_caller() -> int:

@@ -63,7 +63,8 @@ def compare(
         return _unlike(what, "none, where the original has one" if found is None else "there is one, where the original has none")
     if (reference.shape, reference.dtype) != (found.shape, found.dtype):
         return _unlike(what, f"{found.dtype} {tuple(found.shape)}, where the original has {reference.dtype} {tuple(reference.shape)}")
-    tolerance = TOLERANCE.get((computed_in or reference.dtype).to_real(), 0.0) if _is_inexact(reference) else 0.0
+    is_inexact = reference.is_floating_point() or reference.is_complex()
+    tolerance = TOLERANCE.get((computed_in or reference.dtype).to_real(), 0.0) if is_inexact else 0.0
     one, other = _wide(reference), _wide(found)
     same = (one == other) | (one.isnan() & other.isnan())
     difference = torch.where(same, 0.0, (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
@@ -82,10 +83,6 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 def _unlike(what: str, problem: str) -> Comparison:
     return Comparison(what, float("inf"), 0.0, 0.0, problem)
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wide(tensor: Tensor) -> Tensor:

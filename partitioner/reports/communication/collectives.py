@@ -22,6 +22,7 @@ from passes.autograd.staged_model import LoweredStages
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce
 from passes.ir.comm.semantics import CollectiveSpec
+from passes.ir.errors import first_few
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.ir.tensor_spec import TensorSpec
@@ -123,7 +124,7 @@ def _transfer(calls: Sequence[_Call], mesh: Mesh | None) -> Transfer:
     groups = list(dict.fromkeys(call.spec.group for call in calls))
     sending = tuple(sorted({rank for group in groups for rank in group}))
     purpose = calls[0].purpose
-    value = purpose.subject + _named([name for call in calls for name in call.purpose.names])
+    value = purpose.subject + first_few(list(dict.fromkeys(name for call in calls for name in call.purpose.names)), 1)
     source, destination = _between(groups, mesh)
     moved = int(sum(call.sent for call in calls))
     return Transfer(value, purpose.made or calls[0].result, moved, len(calls), source, destination, purpose.why, sending)
@@ -137,8 +138,3 @@ def _between(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[str,
         return ranks, ranks
     over = " and ".join(dimensions_of(groups[0], mesh))
     return f"over {over}", rank_list(groups[0]) if len(groups) == 1 else f"{len(groups)} groups of {len(groups[0])} ranks"
-
-
-def _named(names: Sequence[str]) -> str:
-    different = list(dict.fromkeys(names))
-    return different[0] + (f" and {len(different) - 1} more" if len(different) > 1 else "")

@@ -23,6 +23,7 @@ from partitioner.reports.sources import Explained
 from passes.emit.communication_plan import Message
 from passes.graph.provenance import module_path, source_line
 from passes.ir.comm.primitives import COLLECTIVES, receive, send
+from passes.ir.errors import first_few
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import homes, ranks_at_places
 from passes.ir.program import Program
@@ -90,8 +91,7 @@ class _Writer:
         changes = [(item, change) for item in items if (change := change_of(item)) is not None]
         if not changes:
             over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
-            more = f" and {len(purpose.names) - 1} more" if len(purpose.names) > 1 else ""
-            return f"{purpose.subject}{purpose.names[0]}{more}, over {over}: {purpose.why}"
+            return f"{purpose.subject}{first_few(purpose.names, 1)}, over {over}: {purpose.why}"
         item, change = changes[0]
         is_gradient = is_of_gradient(item)
         value = f"{'gradient of ' if is_gradient else ''}{self._name(change)}"

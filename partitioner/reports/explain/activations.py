@@ -12,6 +12,7 @@ from partitioner.reports.communication.value_layouts import ValueLayouts, change
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import Table
 from passes.ir.comm.primitives import COLLECTIVES, send
+from passes.ir.errors import first_few
 
 __all__ = ["activations_section"]
 
@@ -36,7 +37,5 @@ def activations_section(explained: Explained) -> Table | None:
                     found.setdefault((before, after, is_of_gradient(item)), {})[change.value] = None
     rows = [("value", "layout", "becomes")]
     for (before, after, is_gradient), names in found.items():
-        first, *others = names
-        more = f" and {len(others)} more" if others else ""
-        rows.append((f"{'gradient of ' if is_gradient else ''}{first}{more}", before, after))
+        rows.append((f"{'gradient of ' if is_gradient else ''}{first_few(list(names), 1)}", before, after))
     return Table(rows, "<<<") if found else None

@@ -57,7 +57,7 @@ def _runs(graph: ModelGraph, stage: StageGraph, depth: int) -> list[ModuleRun]:
     for node in stage.module.graph.nodes:
         if node.op != "call_function" or not _is_tensor(node.meta.get("val")):
             continue
-        module = _cut(_module(node), depth)
+        module = ".".join(_module(node).split(".")[:depth])  # what a container holds is told apart by its number
         if groups and groups[-1][0] == module:
             groups[-1][1].append(node)
         else:
@@ -75,11 +75,6 @@ def _module(node: fx.Node) -> str:
     while not node.meta.get("nn_module_stack") and node.users and next(iter(node.users)).op != "output":
         node = next(iter(node.users))
     return module_path(node)
-
-
-def _cut(path: str, depth: int) -> str:
-    """The module at a depth; what a container holds is told apart by its number."""
-    return ".".join(path.split(".")[:depth]) if path else ""
 
 
 def _is_tensor(value: object) -> bool:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 __all__ = ["Table", "align", "html_table"]
 
 
+_GAP = 2
+"""Spaces between columns."""
+
+
 @dataclass(frozen=True)
 class Table:
     """A table for a terminal or a page.
@@ -36,7 +40,7 @@ class Table:
         return f"{html_table(self.rows, self.columns)}{below}"
 
 
-def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int, gap: int = 2) -> list[Sequence[str]]:
+def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int) -> list[Sequence[str]]:
     """Wrap cells of columns on the left between words, those of the widest first, until the rows fit or no column can be narrower.
 
     >>> _wrapped([("bytes", "why"), ("4.50 KiB", "token -> blocks.0.norm")], "><", 24)
@@ -47,7 +51,7 @@ def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int, gap: int =
     words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
     least = [word if side == "<" else most for side, word, most in zip(columns, words, natural, strict=True)]
     widths = list(natural)
-    while widths != least and sum(widths) + gap * (len(widths) - 1) > width:
+    while widths != least and sum(widths) + _GAP * (len(widths) - 1) > width:
         widths[max((index for index, each in enumerate(widths) if each > least[index]), key=widths.__getitem__)] -= 1
     if widths == natural:
         return list(rows)
@@ -61,20 +65,19 @@ def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int, gap: int =
     return wrapped
 
 
-def align(rows: Sequence[Sequence[str]], columns: str, *, gap: int = 2) -> list[str]:
+def align(rows: Sequence[Sequence[str]], columns: str) -> list[str]:
     """One line a row, each column as wide as its widest cell.
 
     Args:
         rows: cells as text, the heading first if there is one.
         columns: for each column, ``<`` to put its cells left or ``>`` to put them right.
-        gap: spaces between columns.
 
     >>> align([("stage", "bytes"), ("0", "12.5 KiB")], "<>")
     ['stage     bytes', '0      12.5 KiB']
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     return [
-        (" " * gap).join(f"{cell:{side}{width}}" for cell, side, width in zip(row, columns, widths, strict=True)).rstrip() for row in rows
+        (" " * _GAP).join(f"{cell:{side}{width}}" for cell, side, width in zip(row, columns, widths, strict=True)).rstrip() for row in rows
     ]
 
 

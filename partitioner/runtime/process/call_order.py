@@ -10,7 +10,6 @@ its own. What tells is what the script passes, and how many steps its optimizer 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections import defaultdict
@@ -163,12 +162,9 @@ def _clusters(values: Mapping[int, Any], same: Callable[[Any, Any], bool] | None
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         close = 1e-3 * max((abs(value) for value in (*one, *other) if math.isfinite(value)), default=0.0)
-        return len(one) == len(other) and all(map(functools.partial(_near, within=close), one, other))
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(a == b or abs(a - b) <= close or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
     return bool(one == other)
-
-
-def _near(one: float, other: float, within: float) -> bool:
-    return one == other or abs(one - other) <= within or (math.isnan(one) and math.isnan(other))
 
 
 @torch.no_grad()

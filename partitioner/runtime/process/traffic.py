@@ -43,7 +43,7 @@ class Traffic:
 class _Message:
     """One step of a message, in one rank's program, and the name of the value there."""
 
-    step: Literal["send", "arrive"]
+    step: Literal["send", "receive"]
     peer: int
     tag: int
     value: str
@@ -78,7 +78,7 @@ def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int
         for message in _messages(program):
             if message.peer != rank:
                 continue
-            if message.step == "arrive":
+            if message.step == "receive":
                 arrived.add(message.tag)
                 while count in arrived:
                     count += 1
@@ -89,8 +89,7 @@ def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int
 
 def message_name(program: Program, step: Literal["send", "receive"], peer: int, tag: int) -> str:
     """The name of the value that a message carries."""
-    named = "send" if step == "send" else "arrive"
-    names = (message.value for message in _messages(program) if (message.step, message.peer, message.tag) == (named, peer, tag))
+    names = (message.value for message in _messages(program) if (message.step, message.peer, message.tag) == (step, peer, tag))
     return next(names, f"message {tag}")
 
 
@@ -101,7 +100,7 @@ def _messages(program: Program) -> Iterator[_Message]:
         if node.target is send:
             yield _Message("send", keywords["destination"], keywords["tag"], node.all_input_nodes[0].name)
         elif node.target is wait and (pending := node.all_input_nodes[0]).target is receive:
-            yield _Message("arrive", _keywords(pending)["source"], _keywords(pending)["tag"], node.name)
+            yield _Message("receive", _keywords(pending)["source"], _keywords(pending)["tag"], node.name)
 
 
 def _communication(program: Program) -> Iterator[fx.Node]:

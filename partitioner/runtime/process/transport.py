@@ -20,6 +20,7 @@ from torch import Tensor
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
+from partitioner.runtime.process.call_order import rank_list
 from partitioner.runtime.process.groups import Connection, Route
 from partitioner.runtime.process.traffic import Traffic, arrivals_shown, message_name, traffic_of
 from passes.ir.comm.primitives import Operation
@@ -188,10 +189,9 @@ class DistributedTransport(CollectiveTransport):
         )
 
     def _collective_failed(self, name: Collective, group: tuple[int, ...], start: float | None = None) -> CommunicationError:
-        ranks = ", ".join(str(rank) for rank in group)
         why = self._connection.reason([rank for rank in group if rank != self.rank], start)
         return CommunicationError(
-            f"rank {self.rank} could not {name} with ranks {ranks}{why}",
+            f"rank {self.rank} could not {name} with {rank_list(group)}{why}",
             remedy="look at what those ranks report",
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.runtime.state.stored_parameters import StoredParameter
-from passes.ir.errors import ConfigError, Place
+from passes.ir.errors import ConfigError, Place, first_few
 
 __all__ = [
     "TensorHooks",
@@ -132,9 +132,8 @@ def side_effect_note(model: nn.Module) -> str | None:
         named += [f"{name or '(the model itself)'} ({kind} {_name(hook)})" for kind, hook in _hooks(module, _FORWARD)]
     if not named:
         return None
-    more = f" and {len(named) - 4} more" if len(named) > 4 else ""
     return (
-        f"hooks run once, while the model is traced: {', '.join(named[:4])}{more}. What they do to values is part of the partitioned "
+        f"hooks run once, while the model is traced: {first_few(named, 4)}. What they do to values is part of the partitioned "
         "model; what else they do (print, store, count) is not repeated when it runs"
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.runtime.state.parameters import State
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, first_few
 
 __all__ = ["load_state"]
 
@@ -32,8 +32,8 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any
     unexpected = [name for name in tensors if name not in state.names]
     missing = [name for name in state.names if name not in tensors and state.held(name)]
     if strict and (missing or unexpected):
-        problems = [f"the state lacks {_listed(missing)}"] if missing else []
-        problems += [f"unknown names in the state: {_listed(unexpected)}"] if unexpected else []
+        problems = [f"the state lacks {first_few(missing, 5)}"] if missing else []
+        problems += [f"unknown names in the state: {first_few(unexpected, 5)}"] if unexpected else []
         raise ConfigError(
             "; ".join(problems),
             remedy="use the names of the original model's state_dict(); strict=False keeps values that are missing and skips unknown names",
@@ -61,8 +61,3 @@ def _check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor) -> N
         )
     if value.is_meta:
         raise ConfigError(f"{name} is on the meta device in the state: it has no values", remedy="load values first")
-
-
-def _listed(names: Sequence[object]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(str, names[:5])) + more

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State
-from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.errors import ConfigError, PartitionError, first_few
 
 __all__ = ["InitFunction", "initialize", "seed_text"]
 
@@ -58,10 +58,9 @@ def initialize(model: nn.Module, state: State, gathered: GatheredState, init_fn:
         model.apply(lambda module: initializer.call(function, module))
     unset = initializer.unset()
     if unset:
-        more = f" and {len(unset) - 3} more" if len(unset) > 3 else ""
         what = "init_fn" if init_fn is not None else "reset_parameters()"
         raise ConfigError(
-            f"{what} gave no value to {', '.join(unset[:3])}{more}",
+            f"{what} gave no value to {first_few(unset)}",
             remedy="let init_fn(module) set all parameters and buffers of its module, also those that a constructor computes; "
             "pm.initialize(init_fn), or pm.load_state_dict(...)",
         )
@@ -160,7 +159,8 @@ class _Initializer:
             start = torch.random.get_rng_state()
             with self._real(names) as real:
                 try:
-                    with _Watch(self._identities(self._meta.keys() - names), {id(tensor): name for name, tensor in real.items()}) as watch:
+                    meta = {id(self._meta[name]): name for name in self._meta.keys() - names}
+                    with _Watch(meta, {id(tensor): name for name, tensor in real.items()}) as watch:
                         function(module)
                 except _ReachedError as reached:
                     torch.random.set_rng_state(start)
@@ -172,9 +172,6 @@ class _Initializer:
     def unset(self) -> list[str]:
         """The tensors of the model that have no value."""
         return [name for name in self._meta if name in self._names and name not in self._done]
-
-    def _identities(self, names: Collection[str]) -> dict[int, str]:
-        return {id(self._meta[name]): name for name in names}
 
     @contextlib.contextmanager
     def _real(self, names: Collection[str]) -> Iterator[dict[str, Tensor]]:

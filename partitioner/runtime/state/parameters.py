@@ -23,7 +23,7 @@ from partitioner.runtime.state.sharded_tensor import BlockTensor
 from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
 from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.spmd.shards import Block, whole_block
 
@@ -341,9 +341,8 @@ def check_values(state: State) -> None:
     """Raise ConfigError where a tensor here is on the meta device."""
     names = state.on_meta
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConfigError(
-            f"the model is on the meta device: {', '.join(names[:3])}{more} have shapes but no numbers to compute with",
+            f"the model is on the meta device: {first_few(names)} have shapes but no numbers to compute with",
             remedy="pm.initialize(init_fn) or pm.load_state_dict(...) gives them numbers; plan and graphs can be read without",
         )
 
