@@ -325,13 +325,7 @@ class PartitionedModel(nn.Module):
             InfeasiblePlanError: nothing fits the memory; says what would.
         """
         return replan(
-            self._session,
-            devices,
-            mode,
-            cluster=cluster,
-            memory_limit=memory_limit,
-            survivors=survivors,
-            constraints=constraints,
+            self._session, devices, mode, cluster=cluster, memory_limit=memory_limit, survivors=survivors, constraints=constraints
         )
 
     def explained(self) -> Explained:

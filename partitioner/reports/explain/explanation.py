@@ -146,16 +146,7 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _stages(explained: Explained) -> Table:
-    heading = (
-        "stage",
-        _rank_heading(explained),
-        "modules",
-        "parameters",
-        "size",
-        "work forward",
-        "time forward",
-        "time backward",
-    )
+    heading = ("stage", _rank_heading(explained), "modules", "parameters", "size", "work forward", "time forward", "time backward")
     rows = [
         (
             str(index),
@@ -198,20 +189,12 @@ def _schedule(explained: Explained) -> list[str]:
 def _memory(explained: Explained) -> Table:
     """Return the table of activation memory: saved bytes by stage from the graphs, microbatches in flight from the schedule."""
     lowered, plan = explained.lowered, explained.plan
-    heading = (
-        "stage",
-        _rank_heading(explained),
-        "kept a microbatch",
-        "microbatches held",
-        "kept at most",
-        "peak of the rank",
-    )
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return Table([("rank", "predicted peak"), *peaks], ">>")
     held = peak_in_flight(explained.schedule)
     peaks_of_ranks = peaks_of_step(plan, lowered, explained.schedule)
-    lines = [heading]
+    lines = [("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")]
     for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
         kept = saved_bytes(lowered, training, plan)
         places = lowered.stage_ranks[stage.index]
@@ -255,16 +238,11 @@ def _tied(explained: Explained) -> list[str]:
         others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
         reading = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
         ranks = _ranks_at(explained, [place for places in reading for place in places])
+        also = f"also {', '.join(others)}" if others else "read by several stages"
         if len(reading) > 1:
-            rows.append(
-                (
-                    name,
-                    *([f"also {', '.join(others)}"] if others else ["read by several stages"]),
-                    f"held by {rank_list(ranks)}, gradients are summed in training",
-                )
-            )
+            rows.append((name, also, f"held by {rank_list(ranks)}, gradients are summed in training"))
         elif others:
-            rows.append((name, f"also {', '.join(others)}", f"held by {rank_list(ranks or (0,))}"))
+            rows.append((name, also, f"held by {rank_list(ranks or (0,))}"))
     return align(rows, "<<<") if rows else []
 
 

@@ -32,7 +32,7 @@ class GatheredState:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter of the original ``named_parameters()``; None where there is none."""
-        return self._collect(self._state.parameter_names, _gradient)
+        return self._collect(self._state.parameter_names, lambda held: None if held.grad is None else plain(held.grad))
 
     def held(self) -> dict[str, Tensor]:
         """What this process holds, in the order of the original; what is cut over processes is put together."""
@@ -51,7 +51,3 @@ class GatheredState:
         owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
         found = self._runtime.collect(owned)
         return {name: self._state.whole(name, found) for name in names}
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else plain(parameter.grad)
