@@ -32,7 +32,7 @@ from partitioner.planner.search.plan_mesh import cut_described
 from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
-from partitioner.planner.sharding.stage_submeshes import SubmeshParts, submesh_parts
+from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos
 from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
@@ -123,12 +123,9 @@ class _Opener:
         of_one_size = part.graph.batch is None and self._graph.batch is not None
         mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
         request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
-        unlike = None if cut is None or not mesh.widths else self._unlike(cut, mesh)
+        unlike = None if cut is None or not mesh.widths else submesh_parts(cut, mesh, self._request.batchnorm, self.links)
         problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
         return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
-
-    def _unlike(self, cut: MeshCut, mesh: Mesh) -> SubmeshParts:
-        return submesh_parts(cut, mesh, self._request.batchnorm, self.links, differentiate=self._graph.training)
 
     def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
         """Return whether allowing tile dimensions to shard other axes than space gives the same sharding as not allowing it."""
@@ -155,10 +152,8 @@ class _Auto:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
-        trains, hardware = graph.training, Hardware(cluster, cost_model)
-        self._model = CuttableModel(
-            graph, request, differentiate=trains, pace=clock_rate_of(graph, cluster, asked=False), hardware=hardware
-        )
+        pace, hardware = clock_rate_of(graph, cluster, asked=False), Hardware(cluster, cost_model)
+        self._model = CuttableModel(graph, request, pace=pace, hardware=hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)

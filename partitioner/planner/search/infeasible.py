@@ -13,7 +13,7 @@ from partitioner.options.batch_statistics import first_names
 from partitioner.options.constraints import Constraints
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, schedules
 from partitioner.planner.pipeline.problem import PipelineProblems
-from partitioner.planner.search.mesh_problem import MeshProblem, policies
+from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 from passes.ir.mesh import Mesh, mesh_words
@@ -72,7 +72,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     """
     lacking = []
     for order, mesh in enumerate(meshes):
-        problems = mesh.problems(policies(mesh.request, differentiate=mesh.differentiate)[-1])
+        problems = mesh.problems(mesh.policies[-1])
         candidate = _most_frugal(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
             missing = shortfall(problems.problem(candidate))
@@ -82,7 +82,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
         first = meshes[0] if meshes else None
         if refusals or first is None:
             return refusals[0]
-        problems = first.problems(policies(first.request, differentiate=first.differentiate)[-1])
+        problems = first.problems(first.policies[-1])
         return why_infeasible(problems, _most_frugal(problems, first))
     missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
     words = mesh_words(mesh.mesh, candidate.replicas)

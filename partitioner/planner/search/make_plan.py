@@ -21,7 +21,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import Option, PlanSearch
 from partitioner.planner.search.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.search.infeasible import nothing_fits, too_many_stages, why_infeasible
-from partitioner.planner.search.mesh_problem import MeshProblem, Solution, policies
+from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.rank_shard import unfolded, whole_part
@@ -48,7 +48,7 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
     """
     request.check(graph)
-    part = whole_part(unfolded(graph), differentiate=graph.training)
+    part = whole_part(unfolded(graph))
     mesh = Mesh((("pipeline", len(request.devices)),))
     problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
     return plan_ways([Way(problem, None)])[0]
@@ -128,7 +128,7 @@ def _counts(problem: MeshProblem) -> list[int]:
 
 def _check_constraints(problem: MeshProblem, count: int) -> None:
     """Raise ConfigError when no schedule has few enough stages, or constraints do not fit one that has."""
-    problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[0])
+    problems = problem.problems(problem.policies[0])
     candidates = [Candidate(*names, count, problem.request.replicas) for names in schedules(problem.request)]
     refusals = [too_many_stages(problems, candidate) for candidate in candidates]
     if refusals[0] is not None and None not in refusals:
@@ -142,7 +142,7 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
     """The error of a mesh, under the policy that keeps least: of the default schedule, with the most microbatches that were tried."""
     if problem.mesh.cutting.size > 1:  # places of the pipeline are not devices
         return nothing_fits([problem], [])
-    problems = problem.problems(policies(problem.request, differentiate=problem.differentiate)[-1])
+    problems = problem.problems(problem.policies[-1])
     name, stages_per_rank = schedules(problems.request)[0]
     count = _counts(problem)[-1]
     return why_infeasible(problems, Candidate(name, stages_per_rank, count, problems.request.replicas))

@@ -33,7 +33,7 @@ from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, pipelines
 
-__all__ = ["MeshProblem", "Promise", "Solution", "policies"]
+__all__ = ["MeshProblem", "Promise", "Solution"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +114,11 @@ class MeshProblem:
         return len(self.places.devices)
 
     @property
-    def differentiate(self) -> bool:
-        """Whether a backward is planned for."""
-        return self.part.graph.training
+    def policies(self) -> Sequence[Recompute]:
+        """What may be computed again: the policy asked for, or all of them, the least first."""
+        if self.request.recompute is not None:
+            return (cast(Recompute, self.request.recompute),)
+        return ("none", "selective", "full") if self.part.graph.training else ("none",)
 
     @property
     def batch_size(self) -> int:
@@ -350,10 +352,3 @@ _ROUNDING = 1e-6
 
 _MOST_RUNS = 2_000
 """Units times stages up to which the runs of stages that share ranks are looked at one by one: what they promise is too little for more."""
-
-
-def policies(request: PlanRequest, *, differentiate: bool) -> Sequence[Recompute]:
-    """What may be computed again: the policy asked for, or all of them, the least first."""
-    if request.recompute is not None:
-        return (cast(Recompute, request.recompute),)
-    return ("none", "selective", "full") if differentiate else ("none",)

@@ -61,7 +61,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
         return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
     model_prices, pace = cost_model or Roofline(), clock_rate_of(graph, cluster, asked=True)
     hardware = Hardware(cluster, model_prices)
-    model = CuttableModel(graph, request, differentiate=graph.training, pace=pace, hardware=hardware)
+    model = CuttableModel(graph, request, pace=pace, hardware=hardware)
     mesh = model.with_grid(mesh)
     opener = _Opener(model, cluster.first(mesh.size), request, model_prices, mesh)
     ways = opener.ways(model, request)
@@ -111,8 +111,7 @@ class _Opener:
         mesh = self._mesh
         cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, self._cluster, request, self._cost_model)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
-        differentiate = cut.part.of.graph.training
-        unlike = submesh_parts(cut, mesh, request.batchnorm, self._links, differentiate=differentiate) if mesh.widths else None
+        unlike = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
         return Way(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, unlike), cut)
 

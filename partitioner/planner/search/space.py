@@ -22,7 +22,7 @@ from partitioner.planner.constraints.axes import named_dimensions
 from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.mesh_problem import MeshProblem, policies
+from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
@@ -135,7 +135,7 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
         counts: the microbatch counts to choose from.
     """
     at_least = max(problem.request.replicas, default=1)
-    for policy in policies(problem.request, differentiate=problem.differentiate):
+    for policy in problem.policies:
         for count in (count for count in counts if count >= at_least):
             for name, stages_per_rank in schedules(problem.request):
                 yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)

@@ -63,7 +63,6 @@ class CuttableModel:
     Args:
         graph: the model.
         request: what the user said.
-        differentiate: whether there is a backward.
         pace: of the ranks that cut axes of parameters; None: see ``AxisProblem``.
         hardware: that tiles are for, with what prices it; None: tiles cut space alone.
     """
@@ -73,11 +72,10 @@ class CuttableModel:
         graph: ModelGraph,
         request: PlanRequest,
         *,
-        differentiate: bool,
         pace: ClockRate | None = None,
         hardware: Hardware | None = None,
     ) -> None:
-        self._request, self._differentiate, self._pace, self._hardware = request, differentiate, pace, hardware
+        self._request, self._pace, self._hardware = request, pace, hardware
         self._whole = graph
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
@@ -126,7 +124,7 @@ class CuttableModel:
     @cached_property
     def whole(self) -> ModelPart:
         """The model for a mesh that cuts no axes."""
-        return whole_part(part_graph(self._folded, self._whole, lambda graph: graph), differentiate=self._differentiate)
+        return whole_part(part_graph(self._folded, self._whole, lambda graph: graph))
 
     def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
         """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
@@ -157,7 +155,7 @@ class CuttableModel:
         key = (few, beside, tuple(chosen.assigned.items()), id(chosen.axes))
         if key not in self._among_few:
             cut = axis_cut(few, chosen.assigned, self._request.batchnorm)
-            self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, differentiate=self._differentiate)
+            self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut)
         return self._among_few[key]
 
     def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloSegment, ...]) -> MeshCut:
@@ -239,7 +237,7 @@ class CuttableModel:
         for in_numbers in (True, False)[not self._could_cut_batch(cutting) :]:
             of = self._prepared(cutting, in_numbers=in_numbers)
             axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
-            cost = graph_cost(of.graph, differentiate=self._differentiate, reading=of.reading(differentiate=self._differentiate))
+            cost = graph_cost(of.graph, differentiate=of.graph.training, reading=of.reading)
             fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
             ranks = self._hardware.along(cutting, self._request.n_microbatches or 1)
             problem = SpaceProblem(of.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
@@ -279,14 +277,14 @@ class CuttableModel:
         """The part of a rank. Said in its own rows it is the same however many replicas there are, unless these exchange activations."""
         alone = all(set(cut.assigned[name]) <= batch_axes(of.graph, axes) and name not in cut.stored for name in cut.rows)
         if not cut.rows or not alone or of.graph.batch is None:
-            return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
+            return cut_part(of, batch_size, axes, cut)
         fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
         key = (fewest, beside, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped)
         if key not in self._of_two:
-            self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest), differentiate=self._differentiate)
+            self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest))
         part = self._of_two[key]
         if any(each.dimension in cut.rows and isinstance(each.size, sympy.Expr) for each in part.exchanges):
-            return cut_part(of, batch_size, axes, cut, differentiate=self._differentiate)
+            return cut_part(of, batch_size, axes, cut)
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
 
     def _prepared(self, mesh: Mesh, *, in_numbers: bool = False) -> PartGraph:

@@ -161,23 +161,22 @@ class ModelPart:
         return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
 
 
-def whole_part(of: PartGraph, *, differentiate: bool) -> ModelPart:
+def whole_part(of: PartGraph) -> ModelPart:
     """The whole model, for a mesh that cuts no axes."""
-    cost = graph_cost(of.graph, differentiate=differentiate, reading=of.reading(differentiate=differentiate))
+    cost = graph_cost(of.graph, differentiate=of.graph.training, reading=of.reading)
     return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
 
 
-def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, *, differentiate: bool) -> ModelPart:
+def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
     """The part of a rank under a cut.
 
     Args:
         batch_size: rows of the whole batch.
         axes: of the folded graph.
-        differentiate: whether there is a backward.
     """
     layouts = layouts_of_cut(of.graph, axes, cut)
     sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
-    cost = graph_cost(of.graph, differentiate=differentiate, parts=sizes, reading=of.reading(differentiate=differentiate))
+    cost = graph_cost(of.graph, differentiate=of.graph.training, parts=sizes, reading=of.reading)
     cost = with_written_out(cost, of.graph, axes, layouts)
     sums = tuple(
         dataclasses.replace(each, parameter=name)
@@ -236,17 +235,10 @@ class PartGraph:
         """The units that something with these units has in the whole model: one for each copy that there is of it."""
         return (units,) if self.unfolding is None else self.unfolding.places(units)
 
-    def reading(self, *, differentiate: bool) -> Reading:
+    @cached_property
+    def reading(self) -> Reading:
         """Return the facts about the graph that the costs of all its shards share."""
-        return self._differentiated if differentiate else self._alone
-
-    @cached_property
-    def _differentiated(self) -> Reading:
-        return read_graph(self.graph, differentiate=True)
-
-    @cached_property
-    def _alone(self) -> Reading:
-        return read_graph(self.graph, differentiate=False)
+        return read_graph(self.graph, differentiate=self.graph.training)
 
     def copies(self, name: str) -> tuple[str, ...]:
         """The nodes that a node of the folded graph stands for."""

@@ -167,7 +167,7 @@ class SubmeshParts:
                 raise shared_by_unlike_stages(name, self.mesh.widths[0], self.mesh.widths[-1])
 
 
-def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *, differentiate: bool) -> SubmeshParts:
+def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) -> SubmeshParts:
     """The parts for a mesh whose stages have degrees of their own.
 
     Args:
@@ -175,7 +175,6 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *,
         mesh: of all ranks.
         batchnorm: statistics where the batch is cut: ``"sync"`` or ``"local"``.
         links: of the cluster.
-        differentiate: whether there is a backward.
     """
     parts, between = dict[int, ModelPart](), dict[int, Mapping[str, GroupLinks]]()
     widest = cut.part.cutting
@@ -188,7 +187,7 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable, *,
             plain = axis_cut(cutting, {name: cut.assigned[name] for name in cutting.names}, batchnorm)
             own = dataclasses.replace(plain, wide=ends_of(cut.halos, "recompute"), overlapped=ends_of(cut.halos, "overlap"))
             rows = cut.part.batch_size * cut.part.n_row_parts
-            parts[width] = cut_part(cut.part.of, rows, cut.axes, own, differentiate=differentiate)
+            parts[width] = cut_part(cut.part.of, rows, cut.axes, own)
         place = mesh.widths.index(width) if width in mesh.widths else None
         found = links.at(mesh, mesh.widths.index(max(mesh.widths)) if place is None else place)
         between[width] = {name: found[name] for name in cutting.names}

@@ -73,8 +73,8 @@ def test_an_unlike_block_ends_a_run(unlike: int) -> None:
 def test_folded_prices_are_those_of_the_whole_model() -> None:
     graph = traced()
     kinds = (Cluster.preset("v100").devices[0],)
-    whole = whole_part(unfolded(graph), differentiate=True)
-    folded = whole_part(part_graph(fold_repeats(graph), graph, lambda each: each), differentiate=True)
+    whole = whole_part(unfolded(graph))
+    folded = whole_part(part_graph(fold_repeats(graph), graph, lambda each: each))
     assert folded.of.unfolding is not None
     assert folded.points.units == whole.points.units
     one, other = (part.prices(kinds, Roofline(), "adamw").at(2) for part in (whole, folded))

@@ -188,7 +188,7 @@ def problem_of(
     if mesh.cutting.size == 1:
         return MeshProblem(mesh, model.whole, given.cluster, request, Roofline(), links)
     cut = model.cut(mesh.cutting, beside=beside, limit=limit)
-    parts = submesh_parts(cut, mesh, "sync", links, differentiate=True) if mesh.widths else None
+    parts = submesh_parts(cut, mesh, "sync", links) if mesh.widths else None
     return MeshProblem(mesh, cut.part, given.cluster, request, Roofline(), links, parts)
 
 

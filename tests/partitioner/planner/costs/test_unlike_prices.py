@@ -58,7 +58,7 @@ def widths(policy: str = "none") -> Widths:
     layers = [module for _ in range(3) for module in (nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.LayerNorm(16))]
     graph = trace(nn.Sequential(*layers), (torch.rand(8, 16),), training=True)
     request = PlanRequest("pipeline", ("two", "one"), recompute=policy)
-    model = CuttableModel(graph, request, differentiate=True)
+    model = CuttableModel(graph, request)
     links = {"tensor": group_links((0, 1), CLUSTER)}
     parts = (model.whole, model.cut(Mesh((("tensor", 2),))).part)
     one, two = (part.prices(KINDS, Roofline(), "adamw", "full" if policy == "full" else "none", links) for part in parts)

@@ -75,13 +75,13 @@ def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_f
     graph = trace(nn.Sequential(*layers), (torch.rand(64, 64),), training=True)
 
     def gathered() -> list[Gathered]:
-        model = CuttableModel(graph, PlanRequest("pipeline", ("cuda",) * 3), differentiate=True)
+        model = CuttableModel(graph, PlanRequest("pipeline", ("cuda",) * 3))
         cluster, mesh = Cluster.parse("h100:1x3"), Mesh((("pipeline", 2), ("tensor", 2)), (2, 1))
         links = LinkTable(cluster)
         places = links.places(mesh)
         cut = model.cut(mesh.cutting)
         assert (cut.part.of.unfolding is None) == is_whole
-        parts = submesh_parts(cut, mesh, "sync", links, differentiate=True)
+        parts = submesh_parts(cut, mesh, "sync", links)
         kinds = tuple(dict.fromkeys(places.devices))
         return sorted(parts.prices(kinds, places.devices, Roofline(), "adamw", "none").at(16).gathered)
 
