@@ -36,7 +36,6 @@ from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos
 from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
-from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, TILES, Mesh
@@ -114,11 +113,13 @@ class _Opener:
     def __call__(self, item: _Cut) -> Opened | None:
         """Return the problem of a mesh, its sharding and its candidates; None if another item has the same sharding."""
         mesh, limit = item.mesh, self.parameter_limit(item.mesh)
-        cut = self._cut(item, limit) if mesh.cutting.size > 1 else None
-        if cut is not None:
+        cut: MeshCut | None = None
+        if mesh.cutting.size > 1:
+            known = (self._model, mesh, self._cluster, self._request, self._cost_model)
+            cut = with_paid_halos(*known, beside=item.beside, limit=limit)
             check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
-        if cut is not None and item.beside and self._is_known(item, cut, limit):
-            return None
+            if item.beside and self._is_known(item, cut, limit):
+                return None
         part = self._model.whole if cut is None else cut.part
         of_one_size = part.graph.batch is None and self._graph.batch is not None
         mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
@@ -131,12 +132,6 @@ class _Opener:
         """Return whether allowing tile dimensions to shard other axes than space gives the same sharding as not allowing it."""
         in_tiles = any(name in TILES for name in item.mesh.names)
         return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
-
-    def _cut(self, item: _Cut, limit: float) -> MeshCut:
-        def cut(halos: tuple[HaloSegment, ...]) -> MeshCut:
-            return self._model.cut(item.mesh.cutting, beside=item.beside, limit=limit, halos=halos)
-
-        return with_paid_halos(cut, item.mesh, self._cluster, self._request, self._cost_model)
 
     def parameter_limit(self, mesh: Mesh) -> float:
         """Return how many bytes of parameters fit a pipeline beside their gradients and optimizer state."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -32,7 +31,6 @@ from passes.analysis.axis_names import axes_named, batch_axes, shortened
 from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.provenance import module_path
-from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
@@ -109,7 +107,7 @@ class _Opener:
 
     def _way(self, model: CuttableModel, request: PlanRequest, *, beside: bool) -> Way:
         mesh = self._mesh
-        cut = with_paid_halos(functools.partial(_cut, model, mesh, beside), mesh, self._cluster, request, self._cost_model)
+        cut = with_paid_halos(model, mesh, self._cluster, request, self._cost_model, beside=beside)
         check_kept(cut.names, mesh.cutting, request.constraints, cut.layouts)
         unlike = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
@@ -134,10 +132,6 @@ def _besides(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bo
     if in_tiles and not model.can_cut_beside(mesh, alone=True):
         return (False,)
     return (True,) if in_tiles and TILE in named_dimensions(request.constraints) else (False, True)
-
-
-def _cut(model: CuttableModel, mesh: Mesh, beside: bool, halos: tuple[HaloSegment, ...]) -> MeshCut:
-    return model.cut(mesh.cutting, beside=beside, halos=halos)
 
 
 def _seconds_without(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> float:

@@ -24,7 +24,7 @@ from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
 from passes.analysis.merge_axes import find_axes_to_cut, merge_short_axes
 from passes.graph.repeated_subgraphs import Folded, fold_repeats
-from passes.ir.comm.halo_strategy import HaloSegment, ends_of
+from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILE, TILES, Mesh
@@ -162,8 +162,7 @@ class CuttableModel:
         chosen = self._choose(cutting, beside, limit)
         key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
         if key not in self._cuts:
-            plain = axis_cut(cutting, chosen.assigned, self._request.batchnorm)
-            cut = dataclasses.replace(plain, wide=ends_of(halos, "recompute"), overlapped=ends_of(halos, "overlap"))
+            cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos)
             part = self._part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, beside)
             assert part.layouts is not None
             self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, beside, chosen.gap, halos)

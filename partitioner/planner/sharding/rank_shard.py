@@ -39,6 +39,7 @@ from passes.autograd.recompute import Recompute
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.graph.repeated_subgraphs import Folded
 from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.spmd.propagate import Layouts
@@ -187,11 +188,12 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelP
     return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
 
 
-def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str) -> AxisCut:
-    """The cut of a mesh, from the axes that each of its dimensions cuts."""
+def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str, halos: Sequence[HaloSegment] = ()) -> AxisCut:
+    """The cut of a mesh, from the axes that each of its dimensions cuts, and segments of calls with a halo strategy of their own."""
     rows = tuple(name for name in cutting.names if name in ROWS)
     stored = tuple(name for name in cutting.names if name in STORED)
-    return AxisCut(cutting, assigned, rows, stored, batchnorm == "local")
+    wide, overlapped = ends_of(halos, "recompute"), ends_of(halos, "overlap")
+    return AxisCut(cutting, assigned, rows, stored, batchnorm == "local", wide, overlapped)
 
 
 # -- the graph that parts of a model are cut from ----------------------------------------------------------------------------------

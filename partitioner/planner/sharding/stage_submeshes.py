@@ -10,7 +10,6 @@ The axes that are cut are those that the widest stage cuts. What crosses from st
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.rank_shard import ModelPart, axis_cut, cut_part
 from partitioner.planner.solvers.boundaries import Gathered, Parted
 from passes.autograd.recompute import Recompute
-from passes.ir.comm.halo_strategy import ends_of
 from passes.ir.errors import ConfigError
 from passes.ir.layout import Replicate, Shard
 from passes.ir.mesh import WIDTH, Mesh
@@ -184,8 +182,7 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) ->
         if cutting == widest:
             parts[width] = cut.part
         else:
-            plain = axis_cut(cutting, {name: cut.assigned[name] for name in cutting.names}, batchnorm)
-            own = dataclasses.replace(plain, wide=ends_of(cut.halos, "recompute"), overlapped=ends_of(cut.halos, "overlap"))
+            own = axis_cut(cutting, {name: cut.assigned[name] for name in cutting.names}, batchnorm, cut.halos)
             rows = cut.part.batch_size * cut.part.n_row_parts
             parts[width] = cut_part(cut.part.of, rows, cut.axes, own)
         place = mesh.widths.index(width) if width in mesh.widths else None
