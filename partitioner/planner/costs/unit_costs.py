@@ -23,7 +23,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.cut_points import Expansion
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.solvers.boundaries import Gathered, Parted
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, Units, Value, Working
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, Units, Working
 from passes.autograd.recompute import Recompute
 
 __all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]
@@ -99,41 +99,17 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchCosts:
-    """N units, K kinds of stages, one microbatch. Bytes are the same for all kinds, or one number for each (``Shared``).
+    """N units, K kinds of stages, one microbatch.
 
     Attributes:
         halves: (3, N, K) seconds, as ``MicrobatchTimes`` has them.
-        replicated: (seconds of each kind, units), forward only.
-        values: what crosses between units.
-        fixed: bytes held all the time.
-        kept: bytes held for each microbatch in flight.
         flops: (N,) of the forward; (N, K) where kinds differ.
-        depth: (N,) how many modules a cut in front of each unit goes through.
-        gradients: bytes held from the first backward on.
-        summed: bytes of gradients that are there twice at once, at most.
-        working: what units hold while they compute, one for each kind where these differ.
-        gathered: what a stage makes whole before it sends it.
-        parted: what it reads in parts, and makes the gradient whole of.
+        units: the same for the stage cutter, with what they hold and send.
     """
 
     halves: Floats
-    replicated: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...]
-    values: tuple[Value, ...]
-    fixed: tuple[Shared, ...]
-    kept: tuple[Shared, ...]
     flops: Floats
-    depth: Integers
-    gradients: tuple[Shared, ...]
-    summed: float
-    working: Working | tuple[Working, ...]
-    gathered: tuple[Gathered, ...] = ()
-    parted: tuple[Parted, ...] = ()
-
-    @cached_property
-    def units(self) -> Units:
-        """The same for the stage cutter."""
-        of_memory = (self.fixed, self.kept, self.depth, self.gradients, self.summed, self.working)
-        return Units(self.halves.sum(axis=0), self.values, self.replicated, *of_memory, gathered=self.gathered, parted=self.parted)
+    units: Units
 
     def flops_of(self, run: range, kind: int) -> float:
         """Of the forward of a run of units in a stage of a kind."""
@@ -191,20 +167,20 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
         return dataclasses.replace(folded, source=folded.source[source], kept=Amounts(folded.kept.items, expansion))
 
     def at(rows: int) -> MicrobatchCosts:
-        folded = costs.at(rows)
+        halves, folded = costs.at(rows).halves[:, source], costs.at(rows).units
         assert isinstance(folded.working, Working)  # blocks repeat in stages of one width
-        return MicrobatchCosts(
-            halves=folded.halves[:, source],
-            replicated=tuple((seconds, places) for seconds, units in folded.replicated for places in expansion.places(units)),
+        units = Units(
+            time=halves.sum(axis=0),
             values=tuple(expansion.values(folded.values)),
+            replicated=tuple((seconds, places) for seconds, users in folded.replicated for places in expansion.places(users)),
             fixed=(*fixed.every, *results),
             kept=tuple(expansion.shared(folded.kept)),
-            flops=folded.flops[source],
             depth=folded.depth[source],
             gradients=gradients.every,
             summed=folded.summed,
             working=folded.working.repeated(source),
         )
+        return MicrobatchCosts(halves, costs.at(rows).flops[source], units)
 
     return dataclasses.replace(
         costs,
@@ -247,23 +223,25 @@ def stack(
         return MicrobatchTimes(columns([of_table.halves for of_table in each]), waiting, np.arange(waiting.shape[1]), kept)
 
     def at(rows: int) -> MicrobatchCosts:
-        each, whole = [table.at(rows) for table in tables], values_of.at(rows)
+        each, whole = [table.at(rows).units for table in tables], values_of.at(rows).units
         replicated = _stacked(of_kind, ([(seconds, (units, -1)) for seconds, units in of_table.replicated] for of_table in each))
-        workings = tuple(each[place].units.workings[0] for place in of_kind)
-        flops, is_mixed = [each[place].flops for place in of_kind], len(set(of_kind)) > 1
-        return MicrobatchCosts(
-            times(rows).halves,
-            tuple((seconds, units) for seconds, (units, _) in replicated),
-            whole.values,
-            fixed.every,
-            _stacked_amounts(of_kind, (of_table.kept for of_table in each)),
-            np.stack(flops, axis=1) if is_mixed else flops[0],
-            whole.depth,
-            gradients.every,
-            max(of_table.summed for of_table in each),
-            workings if is_mixed else workings[0],
-            *borders(rows),
+        workings, halves = tuple(each[place].workings[0] for place in of_kind), times(rows).halves
+        flops, is_mixed = [tables[place].at(rows).flops for place in of_kind], len(set(of_kind)) > 1
+        gathered, parted = borders(rows)
+        units = Units(
+            time=halves.sum(axis=0),
+            values=whole.values,
+            replicated=tuple((seconds, users) for seconds, (users, _) in replicated),
+            fixed=fixed.every,
+            kept=_stacked_amounts(of_kind, (of_table.kept for of_table in each)),
+            depth=whole.depth,
+            gradients=gradients.every,
+            summed=max(of_table.summed for of_table in each),
+            working=workings if is_mixed else workings[0],
+            gathered=gathered,
+            parted=parted,
         )
+        return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units)
 
     return dataclasses.replace(
         tables[0],

@@ -21,7 +21,7 @@ from partitioner.planner.costs.activation_memory import UnitMemory
 from partitioner.planner.costs.collectives import Exchange
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
-from partitioner.planner.solvers.stage_problem import Floats, Shared, Value
+from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
 
@@ -235,18 +235,18 @@ class _Microbatch:
         # Stages that communicate are inlined in their programs, and so are the last backwards of those whose gradients are summed.
         called = not of.is_cut or not (alone or self.exchanges)
         summed, summed_meanwhile = of.summed
-        return MicrobatchCosts(
-            halves=self.times.halves,
-            replicated=tuple(replicated),
+        units = Units(
+            time=self.times.halves.sum(axis=0),
             values=tuple(self._values()),
+            replicated=tuple(replicated),
             fixed=self.fixed,
             kept=kept,
-            flops=of.calls @ flops,
             depth=np.array(of.points.depth, dtype=np.int64),
             gradients=of.memory.gradients,
             summed=summed,
             working=replace(of.memory.working(numbers, share, kept, alone=alone, called=called), summed=summed_meanwhile),
         )
+        return MicrobatchCosts(self.times.halves, of.calls @ flops, units)
 
     def _values(self) -> Iterator[Value]:
         """What crosses between units."""

@@ -80,8 +80,8 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     one, other = (part.prices(kinds, Roofline(), "adamw").at(2) for part in (whole, folded))
     np.testing.assert_allclose(other.halves, one.halves)
     np.testing.assert_allclose(other.flops, one.flops)
-    assert sorted((value.producer, value.readers, value.size) for value in other.values) == sorted(
-        (value.producer, value.readers, value.size) for value in one.values
+    assert sorted((value.producer, value.readers, value.size) for value in other.units.values) == sorted(
+        (value.producer, value.readers, value.size) for value in one.units.values
     )
     n_units = len(whole.points.units)
     for starts in ((0,), (0, 9), (0, 5, 20, 31)):

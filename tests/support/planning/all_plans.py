@@ -17,7 +17,6 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.unit_costs import MicrobatchCosts
 from partitioner.planner.pipeline.candidate import StagedModel, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
@@ -25,7 +24,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.solvers.stage_problem import Working
+from partitioner.planner.solvers.stage_problem import Units, Working
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.autograd.recompute import Recompute
@@ -206,7 +205,7 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
                 yield policy, Candidate(name, SCHEDULES[name].default_stages_per_rank, count, replicas)
 
 
-def memory(prices: MicrobatchCosts, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
+def memory(units: Units, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
     """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
 
     While one action goes on, what the next one waits for comes. Of ranks that share a stage, all gradients of such small models are in one
@@ -217,12 +216,12 @@ def memory(prices: MicrobatchCosts, schedule: Schedule, runs: tuple[range, ...],
             sum(item.of_kind(kind) for item in items if set(item.units) & set(run) and item.producer not in run)
             for run, kind in zip(runs, kinds, strict=True)
         ]
-        for items in (prices.fixed, prices.kept, prices.gradients)
+        for items in (units.fixed, units.kept, units.gradients)
     ]
     fixed, kept, gradients = held
-    workings = prices.units.workings
+    workings = units.workings
     computing = [
-        needed(workings[kind if len(workings) > 1 else 0], run) + at_borders(prices, run, kind)
+        needed(workings[kind if len(workings) > 1 else 0], run) + at_borders(units, run, kind)
         for run, kind in zip(runs, kinds, strict=True)
     ]
     peaks = list[float]()
@@ -231,31 +230,31 @@ def memory(prices: MicrobatchCosts, schedule: Schedule, runs: tuple[range, ...],
         now, made, most = 0.0, dict[int, float](), 0.0
         for action, following in zip(actions, (*actions[1:], None), strict=True):
             now += kept[action.stage] if action.kind is ActionKind.FORWARD else 0.0
-            coming = 0.0 if following is None else received(prices, runs, following)
+            coming = 0.0 if following is None else received(units, runs, following)
             most = max(most, now + sum(made.values()) + computing[action.stage] + coming)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 now -= kept[action.stage]
                 made[action.stage] = gradients[action.stage]
-        at_once = math.inf if any(len(ranks) > 1 for ranks in schedule.stage_ranks) else prices.summed
+        at_once = math.inf if any(len(ranks) > 1 for ranks in schedule.stage_ranks) else units.summed
         summed = sum(made.values()) + min(sum(made.values()), at_once)
         peaks.append(int(sum(fixed[stage] for stage in stages) + max(most, summed)))
     return peaks
 
 
-def received(prices: MicrobatchCosts, runs: tuple[range, ...], action: Action) -> int:
+def received(units: Units, runs: tuple[range, ...], action: Action) -> int:
     """Bytes of the messages that an action waits for: what a stage reads of others, or the gradients of what it gave them."""
     run = runs[action.stage]
     if action.kind is ActionKind.FORWARD:
-        return sum(value.gradient_size for value in prices.values if value.producer < run.start and set(value.readers) & set(run))
+        return sum(value.gradient_size for value in units.values if value.producer < run.start and set(value.readers) & set(run))
     if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-        return sum(value.size for value in prices.values if value.producer in run and max(value.readers) >= run.stop)
+        return sum(value.size for value in units.values if value.producer in run and max(value.readers) >= run.stop)
     return 0
 
 
-def at_borders(prices: MicrobatchCosts, run: range, kind: int) -> float:
+def at_borders(units: Units, run: range, kind: int) -> float:
     """What a stage makes whole to send it, and what it reads in parts."""
-    gathered = (item.size[kind] for item in prices.gathered if item.producer in run and item.reader >= run.stop)
-    parted = (item.size[kind] for item in prices.parted if item.producer < run.start and set(item.readers) & set(run))
+    gathered = (item.size[kind] for item in units.gathered if item.producer in run and item.reader >= run.stop)
+    parted = (item.size[kind] for item in units.parted if item.producer < run.start and set(item.readers) & set(run))
     return sum(gathered) + sum(parted)
 
 
@@ -278,7 +277,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     runs = [set(run) for run in staged.runs]
     assert sum(map(len, runs)) == units
     kinds = problems.kinds(staged.candidate)
-    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices, staged.schedule, staged.runs, kinds))):
+    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices.units, staged.schedule, staged.runs, kinds))):
         return math.inf
     sums = []
     for rank in range(problem.n_places):
@@ -295,7 +294,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     taking_turns = [0.0]
     for ranks, run, kind in zip(stage_ranks, runs, kinds, strict=True):
         if len(ranks) > 1:
-            size = sum(item.of_kind(kind) for item in prices.gradients if set(item.units) & run)
+            size = sum(item.of_kind(kind) for item in prices.units.gradients if set(item.units) & run)
             taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
     return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns)
 

@@ -108,18 +108,18 @@ def test_times_are_those_of_the_list_of_each_kind(both: Widths) -> None:
         assert both.unlike.times(ROWS).waiting_of(range(6), kind) == both.lists[place].times(ROWS).waiting_of(range(6))
         assert both.unlike.limit_of(range(6), ROWS, kind) == both.lists[place].limit_of(range(6), ROWS, kind)
     assert both.unlike.times(ROWS).waiting_of(range(6), 0) > both.unlike.times(ROWS).waiting_of(range(6), 1) == 0
-    assert prices.summed == max(each.at(ROWS).summed for each in both.lists)
-    assert prices.values == both.lists[0].at(ROWS).values
+    assert prices.units.summed == max(each.at(ROWS).units.summed for each in both.lists)
+    assert prices.units.values == both.lists[0].at(ROWS).units.values
 
 
 def test_what_all_kinds_hold_alike_is_one_number(both: Widths) -> None:
     alike = stack((0, 0), both.lists, both.lists[0]).at(ROWS)
     one = both.lists[0].at(ROWS)
-    assert alike.fixed == one.fixed
-    assert tuple(alike.kept) == tuple(one.kept)
+    assert alike.units.fixed == one.units.fixed
+    assert alike.units.kept == one.units.kept
     assert alike.units.kept_uses.amount.ndim == alike.flops.ndim == 1
-    assert alike.working is one.working
-    assert any(isinstance(item.amount, tuple) for item in both.unlike.at(ROWS).fixed)
+    assert alike.units.working is one.units.working
+    assert any(isinstance(item.amount, tuple) for item in both.unlike.at(ROWS).units.fixed)
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])

@@ -83,7 +83,7 @@ def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_f
         assert (cut.part.of.unfolding is None) == is_whole
         parts = submesh_parts(cut, mesh, "sync", links)
         kinds = tuple(dict.fromkeys(places.devices))
-        return sorted(parts.prices(kinds, places.devices, Roofline(), "adamw", "none").at(16).gathered)
+        return sorted(parts.prices(kinds, places.devices, Roofline(), "adamw", "none").at(16).units.gathered)
 
     is_whole = False
     folded = gathered()
