@@ -16,14 +16,16 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from cost_models.collectives.algorithms import Collective
 from cost_models.formulas.symbols import Numbers
+from partitioner.planner.costs.collectives import collectives_between
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.solvers.variable_elimination import Term
 from passes.analysis.axes import Axes
 from passes.graph.dependencies import is_differentiable
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
+from passes.ir.layout import Placement, Shard
 from passes.spmd.enumerate_layouts import CallLayout, HeldLayout, LayoutChoices, Outcomes
 
 __all__ = ["WORTH", "AxisPrices", "axis_terms", "contractions_of"]
@@ -201,8 +203,8 @@ def _moved(have: Placement, need: Placement, count: int, *, flows: bool) -> tupl
 
     Between two parts of a value a rank keeps what is in both.
     """
-    forward, backward = _CHANGES.get((type(have), type(need)), (0.0, 0.0))
-    moved = [each for each in (forward, backward if flows else 0.0) if each]
+    forward, backward = collectives_between(have, need)
+    moved = [_MOVED[each] for each in (forward, backward if flows else None) if each is not None]
     return sum(moved) * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), len(moved)
 
 
@@ -224,14 +226,5 @@ WORTH = 10
 MESSAGES_INSIDE = 4
 """How many small messages an operation that reduces inside sends, forward and backward."""
 
-_CHANGES: Mapping[tuple[type, type], tuple[float, float]] = {
-    (Partial, Replicate): (2.0, 0.0),
-    (Partial, Varying): (2.0, 2.0),
-    (Partial, Shard): (1.0, 1.0),
-    (Shard, Replicate): (1.0, 0.0),
-    (Shard, Varying): (1.0, 1.0),
-    (Shard, Shard): (0.5, 0.5),
-    (Replicate, Shard): (0.0, 1.0),
-    (Replicate, Varying): (0.0, 2.0),
-}
-"""How often a change of layout moves the value forward, and its gradient backward, in a message each; between shards, for two ranks."""
+_MOVED: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 0.5}
+"""How often a collective moves the value, in a message; all_to_all, for two ranks."""
