@@ -20,7 +20,7 @@ import numpy as np
 from partitioner.planner.solvers.critical_paths import PathCosts
 from partitioner.planner.solvers.run_tables import Runs
 from partitioner.planner.solvers.stage_problem import Floats
-from partitioner.planner.solvers.stage_tables import NOTHING, affordable_blocks, bottleneck_table, price_table
+from partitioner.planner.solvers.stage_tables import affordable_blocks, bottleneck_table, price_table
 
 __all__ = ["FastestCuts", "fastest_cuts", "promising_cuts"]
 
@@ -55,12 +55,7 @@ def promising_cuts(costs: PathCosts, bound: float) -> Starts:
     Args:
         bound: seconds of that path, as ``best_bottleneck`` has them.
     """
-    table, starts, unit = price_table(costs, bound * (1 + _ROUNDING)), list[int](), 0
-    for stage in range(costs.problem.n_stages):
-        assert table.price[stage, unit] < NOTHING
-        starts.append(unit)
-        unit = int(table.end[stage, unit]) + 1
-    return tuple(starts)
+    return price_table(costs, bound * (1 + _ROUNDING)).starts()
 
 
 def fastest_cuts(

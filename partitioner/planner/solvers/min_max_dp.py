@@ -26,7 +26,7 @@ import numpy as np
 from partitioner.planner.solvers.run_tables import RunCosts
 from partitioner.planner.solvers.shared_rank_memory import Search, fits_together, split_limits
 from partitioner.planner.solvers.stage_problem import StageProblem
-from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable, best_bottleneck, bottleneck_table, price_table, shortfall_table
+from partitioner.planner.solvers.stage_tables import best_bottleneck, bottleneck_table, price_table, shortfall_table
 
 __all__ = ["StageCuts", "shortfall", "solve"]
 
@@ -46,17 +46,15 @@ class StageCuts:
     proven: bool
 
 
-def solve(problem: StageProblem, slack: float = 0.0, at_least: float = 0.0) -> StageCuts | None:
+def solve(problem: StageProblem, slack: float = 0.0) -> StageCuts | None:
     """The best cuts; None when there are none, or, with several stages on a rank that is nearly full, none were found.
 
     Args:
-        problem: the problem.
         slack: how much slower than the best, relatively, a stage may be for the sake of fewer bytes and plainer cuts.
-        at_least: a bottleneck that no cuts can beat, as far as the caller knows; saves time.
     """
     if problem.n_units < problem.n_stages:
         return None
-    alone = _solve_alone(RunCosts(problem), slack, at_least)
+    alone = _solve_alone(RunCosts(problem), slack)
     if alone is None or fits_together(problem, alone.starts):
         return alone
     parts = (_solve_alone(RunCosts(problem, limits), slack, alone.bottleneck) for limits in split_limits(problem, alone.starts))
@@ -84,12 +82,12 @@ def shortfall(problem: StageProblem) -> float:
         excess = excess * 2 if excess < everything else np.inf
 
 
-def _solve_alone(costs: RunCosts, slack: float, at_least: float) -> StageCuts | None:
-    """The best cuts when every stage has its own limit."""
+def _solve_alone(costs: RunCosts, slack: float, at_least: float = 0.0) -> StageCuts | None:
+    """The best cuts when every stage has its own limit, if no bottleneck is known to be less than ``at_least``."""
     bottleneck = best_bottleneck(costs, at_least)
     if not np.isfinite(bottleneck):
         return None
-    return StageCuts(_follow(price_table(costs, _widened(bottleneck, slack))), bottleneck, proven=True)
+    return StageCuts(price_table(costs, bottleneck * (1 + slack)).starts(), bottleneck, proven=True)
 
 
 def _solve_together(problem: StageProblem, slack: float, known: StageCuts | None) -> StageCuts | None:
@@ -101,21 +99,8 @@ def _solve_together(problem: StageProblem, slack: float, known: StageCuts | None
     bottleneck = min(bottleneck, bound)
     if not np.isfinite(bottleneck):
         return known
-    starts = search.cheapest(price_table(costs, _widened(bottleneck, slack)), _widened(bottleneck, slack))
+    widened = bottleneck * (1 + slack)
+    starts = search.cheapest(price_table(costs, widened), widened)
     if starts is None:
         return None if known is None else StageCuts(known.starts, known.bottleneck, proven=False)
     return StageCuts(starts, bottleneck, proven and search.proven)
-
-
-def _widened(bottleneck: float, slack: float) -> float:
-    return bottleneck * (1 + slack)
-
-
-def _follow(table: PriceTable) -> tuple[int, ...]:
-    """The starts that the table chose, from the first stage on."""
-    starts, unit = [], 0
-    for stage in range(table.price.shape[0] - 1):
-        assert table.price[stage, unit] < NOTHING
-        starts.append(unit)
-        unit = int(table.end[stage, unit]) + 1
-    return tuple(starts)

@@ -37,6 +37,15 @@ class PriceTable(NamedTuple):
     price: Integers
     end: Integers
 
+    def starts(self) -> tuple[int, ...]:
+        """The first unit of each stage of the cuts that the table chose."""
+        starts, unit = list[int](), 0
+        for stage in range(len(self.price) - 1):
+            assert self.price[stage, unit] < NOTHING
+            starts.append(unit)
+            unit = int(self.end[stage, unit]) + 1
+        return tuple(starts)
+
 
 def bottleneck_table(costs: RunCosts, bound: float) -> Floats:
     """(S + 1, N + 1) seconds of the slowest stage; exact where it is at most the bound."""
