@@ -28,10 +28,10 @@ _MOST_VISITS = 3_000
 
 def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
     """Whether every rank holds all its stages: those that share one are taken to hold most at the same time, and to compute in turn."""
-    between, computing = _held_together(problem, starts)
+    fixed, held = _held(problem, starts)
     holds, working = np.zeros((2, len(problem.limit)))
-    np.add.at(holds, list(problem.rank), between)
-    np.maximum.at(working, list(problem.rank), computing)
+    np.add.at(holds, list(problem.rank), fixed + held.between)
+    np.maximum.at(working, list(problem.rank), held.computing)
     return bool((holds + working <= np.array(problem.limit)).all())
 
 
@@ -40,9 +40,9 @@ def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Float
 
     Equal parts, parts in proportion to the microbatches in flight, and in proportion to what the given cuts would hold.
     """
-    rank = np.array(problem.rank)
-    limit = np.array(problem.limit)
-    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), _held_alone(problem, starts) + 1):
+    rank, limit = np.array(problem.rank), np.array(problem.limit)
+    fixed, held = _held(problem, starts)
+    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), fixed + held.most + 1):
         yield limit[rank] * weight / np.bincount(rank, weight, len(limit))[rank]
 
 
@@ -171,7 +171,7 @@ class _Partial:
     computing: Floats
 
 
-def _of_stages(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Held]:
+def _held(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Held]:
     """(S,) what each stage holds all the time, and what else."""
     units, kinds = problem.units, problem.kind
     stage_of, n_stages = stages_of(starts, len(units)), problem.n_stages
@@ -181,15 +181,3 @@ def _of_stages(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, He
     entering, leaving = units.entering.held(stage_of, n_stages), units.leaving.left(stage_of, n_stages)
     comes = list(zip(np.array(problem.awaiting, dtype=float), (entering, entering, leaving, leaving), strict=True))
     return fixed, Held(in_flight, later, kept, gradients, working, comes[::2], comes[1::2], units.summed)
-
-
-def _held_alone(problem: StageProblem, starts: Sequence[int]) -> Floats:
-    """(S,) bytes that each stage holds."""
-    fixed, held = _of_stages(problem, starts)
-    return fixed + held.most
-
-
-def _held_together(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Floats]:
-    """(S,) bytes that each stage holds while others of its rank compute, and that it needs to compute with."""
-    fixed, held = _of_stages(problem, starts)
-    return fixed + held.between, held.computing
