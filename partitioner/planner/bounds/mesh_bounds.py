@@ -21,12 +21,10 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_shared_step, least_step
 from partitioner.planner.costs.collectives import part_of_message
 from partitioner.planner.costs.links import LinkTable, stages_length
-from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, microbatch_size, schedules
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.planner.solvers.stage_problem import Floats
 from passes.analysis.axes import Axes, find_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILES, Mesh
@@ -55,7 +53,6 @@ class MeshBounds:
         # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
         prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
         self._prices, self._request = prices, request
-        self._known: dict[int, tuple[float, float, TimeFractions, Floats]] = {}
         self._numbers: dict[int, Numbers] = {}
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
@@ -110,7 +107,7 @@ class MeshBounds:
 
     def _of_work_alone(self, mesh: Mesh) -> float:
         """Return the lower bound that is the work of an average rank."""
-        seconds = self._prices.times(self._whole.batch_size).seconds.min(axis=1)
+        seconds = self._prices.times(self._whole.batch_size).least
         return float(np.maximum(seconds / mesh.cutting.size, self._starts).sum()) / stages_length(mesh) * (1 - _ROUNDING)
 
     def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
@@ -127,18 +124,10 @@ class MeshBounds:
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         steps = []
         for count in microbatch_choices(part, self._request, len(mesh.widths)):
-            whole, _, shares, seconds = self._seconds_of(microbatch_size(own_rows, count))
-            through = float(np.maximum(seconds / widest, self._starts).sum()) * shares.through
-            steps.append(max(count * whole / n_ranks, through))
+            times = self._prices.times(microbatch_size(own_rows, count))
+            through = float(np.maximum(times.least / widest, self._starts).sum()) * times.fractions.through
+            steps.append(max(count * float(times.least.sum()) / n_ranks, through))
         return min(steps) * (1 - _ROUNDING)
-
-    def _seconds_of(self, rows: int) -> tuple[float, float, TimeFractions, Floats]:
-        """Return the seconds of one unsharded microbatch on the fastest device: (all units, the longest, backward fractions, each unit)."""
-        if rows not in self._known:
-            times = self._prices.times(rows)
-            seconds = times.seconds.min(axis=1)
-            self._known[rows] = float(seconds.sum()), float(seconds.max()), times.fractions, seconds
-        return self._known[rows]
 
     def _pipeline(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
         """Return a lower bound of the seconds of one pipeline, compute and bubble, under the best schedule.
@@ -149,8 +138,9 @@ class MeshBounds:
             parts: ranks that share each stage.
             exchanged: seconds of the collectives of all stages for one microbatch, forward and backward.
         """
-        whole, longest, shares, seconds = self._seconds_of(rows)
-        started = count * (float(np.maximum(seconds / parts, self._starts).sum()) + sum(exchanged)) / places
+        times = self._prices.times(rows)
+        whole, longest, shares = float(times.least.sum()), float(times.least.max()), times.fractions
+        started = count * (float(np.maximum(times.least / parts, self._starts).sum()) + sum(exchanged)) / places
         steps = []
         for name, each in schedules(request):
             if request.replicas:

@@ -88,6 +88,12 @@ class MicrobatchTimes:
         return seconds
 
     @cached_property
+    def least(self) -> Floats:
+        """(N,) seconds in a stage of the fastest kind, forward and backward together."""
+        least: Floats = self.seconds.min(axis=1)
+        return least
+
+    @cached_property
     def fractions(self) -> TimeFractions:
         """What parts forward and backward have of the time of the units that take time, in a stage of any kind."""
         return TimeFractions.of(self.distinct, np.bincount(self.source, minlength=self.distinct.shape[1]))

@@ -18,7 +18,6 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
@@ -104,7 +103,6 @@ class MeshProblem:
         self._refusals: list[ConfigError] = []
         self._n_priced = 0
         self._problems: dict[Recompute, PipelineProblems] = {}
-        self._seconds: dict[tuple[Recompute, int], tuple[float, float, TimeFractions]] = {}
         self._steps: dict[tuple[Recompute, Candidate], float] = {}
         self._loads: dict[tuple[Recompute, int, int, int], float] = {}
 
@@ -176,7 +174,8 @@ class MeshProblem:
     def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
         n_stages = candidate.n_stages(self.n_places)
         rows, parts = problems.rows(candidate), (self.n_places, n_stages)
-        whole, longest, shares = self._least_seconds(problems, rows)
+        times = problems.prices.times(rows)
+        whole, longest, shares = float(times.least.sum()), float(times.least.max()), times.fractions
         if candidate.replicas:
             return least_shared_step(candidate, whole, longest, shares) * (1 - _ROUNDING) + self._least_sums
         load, slowest = (max(whole / count, longest) for count in parts)
@@ -214,19 +213,10 @@ class MeshProblem:
                 return False
         return True
 
-    def _least_seconds(self, problems: PipelineProblems, rows: int) -> tuple[float, float, TimeFractions]:
-        """Return the seconds of all units, and of the longest, for a microbatch on the fastest devices, and their backward fractions."""
-        key = (problems.prices.recompute, rows)
-        if key not in self._seconds:
-            times = problems.prices.times(rows)
-            seconds = times.seconds.min(axis=1)
-            self._seconds[key] = float(seconds.sum()), float(seconds.max()), times.fractions
-        return self._seconds[key]
-
     def _least_load(self, problems: PipelineProblems, rows: int, n_parts: int, n_runs: int) -> float:
         key = (problems.prices.recompute, rows, n_parts, n_runs)
         if key not in self._loads:
-            self._loads[key] = least_load(problems.prices.times(rows).seconds.min(axis=1), n_parts, n_runs)
+            self._loads[key] = least_load(problems.prices.times(rows).least, n_parts, n_runs)
         return self._loads[key]
 
     def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:
