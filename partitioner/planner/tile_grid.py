@@ -18,7 +18,7 @@ from passes.analysis.axis_names import space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["best_grid", "tile_axes", "with_grid"]
+__all__ = ["best_grid", "fits", "tile_axes", "with_grid"]
 
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
@@ -63,6 +63,12 @@ def tile_axes(axes: Axes, mesh: Mesh, dimension: str) -> tuple[int, ...]:
             remedy=f"pass {len(space)} numbers, or one",
         )
     return space[place]
+
+
+def fits(axes: Axes, axis: int, count: int) -> bool:
+    """Return whether an axis is long enough for so many parts; one of symbolic size is not."""
+    size = axes.sizes[axis]
+    return isinstance(size, int) and size >= count
 
 
 def _space(axes: Axes) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.options.mode import dimension_named
-from partitioner.planner.tile_grid import tile_axes
+from partitioner.planner.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
@@ -89,7 +89,7 @@ def constrained_axes(
                 f"axes={{{name!r}: {where!r}}}: {dimension!r} cuts {kind}",
                 remedy=f"choose another of {', '.join(mesh.names)}, or leave it out",
             )
-        fitting = tuple(axis for axis in wanted if _fits(axes, axis, mesh.length(dimension)) or axis in batch)
+        fitting = tuple(axis for axis in wanted if fits(axes, axis, mesh.length(dimension)) or axis in batch)
         if not fitting:
             sizes = ", ".join(sorted({str(axes.sizes[axis]) for axis in wanted}))
             raise ConfigError(
@@ -153,11 +153,6 @@ def _named(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
         yield from ((name, dimension) for dimension in _over(dimension_named(where), mesh))
 
 
-def _fits(axes: Axes, axis: int, count: int) -> bool:
-    size = axes.sizes[axis]
-    return isinstance(size, int) and size >= count
-
-
 # -- patterns ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +208,7 @@ def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name:
     for dimension, each in enumerate(axes.of(name)):
         if _kind_of(graph, axes, name, dimension) != kind:
             continue
-        fitting = [axis for axis in each if _fits(axes, axis, count)]
+        fitting = [axis for axis in each if fits(axes, axis, count)]
         if fitting:
             yield min(fitting, key=lambda axis: _rank(names[axis]))
             return

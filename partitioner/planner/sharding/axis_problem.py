@@ -21,6 +21,7 @@ import numpy as np
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.sharding.axis_costs import AxisPrices, axis_terms
 from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Choices, Term, choose
+from partitioner.planner.tile_grid import fits
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import batch_axes
 from passes.graph.symbolic_sizes import ValueBytes
@@ -158,10 +159,8 @@ class AxisProblem:
     def _axes_of(self, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
         """The axes of a choice; the fixed ones alone, where no call would be left for these: space, where channels could be cut as well."""
         chosen = (*self._fixed, *(axis for group, option in zip(groups, options, strict=True) if option for axis in group.axes))
-        return chosen if not self._fixed or self._cuts_fixed(chosen) or not self._cuts_fixed(self._fixed) else self._fixed
-
-    def _cuts_fixed(self, chosen: Sequence[int]) -> bool:
-        return self._cuts(chosen, self._fixed)
+        fixed = self._fixed
+        return chosen if not fixed or self._cuts(chosen, fixed) or not self._cuts(fixed, fixed) else fixed
 
     def _cuts(self, chosen: Sequence[int], wanted: Collection[int]) -> bool:
         """Whether a call is cut, or a parameter held, by one of some axes."""
@@ -206,8 +205,6 @@ def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[i
                 signatures.setdefault(axis, []).append(f"{re.sub(r'[0-9]+', '*', original)}:{dimension}")
     groups: dict[tuple[object, ...], list[int]] = {}
     for axis, signature in signatures.items():
-        size = axes.sizes[axis]
-        if axis in batch or axis in decided or not isinstance(size, int) or size < count:
-            continue
-        groups.setdefault((size, tuple(sorted(set(signature)))), []).append(axis)
+        if axis not in batch and axis not in decided and fits(axes, axis, count):
+            groups.setdefault((axes.sizes[axis], tuple(sorted(set(signature)))), []).append(axis)
     return [AxisGroup(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]

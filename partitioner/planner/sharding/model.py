@@ -19,7 +19,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
 from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, Switched, may_switch
-from partitioner.planner.tile_grid import tile_axes, with_grid
+from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
 from passes.analysis.merge_axes import find_axes_to_cut, merge_short_axes
@@ -103,9 +103,9 @@ class CuttableModel:
         axes, names = self._find_axes(graph, cutting)
         count, found = cutting.length(dimension), dict[str, bool]()
         of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
-        for axis, size in enumerate(axes.sizes):
-            if isinstance(size, int) and size >= count:
-                kind = names[axis].partition("[")[0]
+        for axis, name in enumerate(names):
+            if fits(axes, axis, count):
+                kind = name.partition("[")[0]
                 found[kind] = found.get(kind, False) or axis in of_parameters
         return dict(sorted(found.items()))
 
@@ -265,8 +265,7 @@ class CuttableModel:
     def _beside_rows(self, of: PartGraph, graph: ModelGraph, axes: Axes, cutting: Mesh, limit: float) -> AxisChoice:
         """The batch, and the axes of parameters whose gradients would take longer to sum than their calls' activations to exchange."""
         count, batch = cutting.length(DATA), tuple(sorted(batch_axes(graph, axes)))
-        longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
-        key = (id(axes), DATA, longer, batch)
+        key = (id(axes), DATA, _longer(axes, count), batch)
         if key not in self._problems:
             known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._pace)
             self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)), rows=True)
@@ -347,8 +346,7 @@ class CuttableModel:
                 )
             return AxisChoice((*fixed[dimension], *rest))
         count = cutting.length(dimension)
-        longer = frozenset(axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size >= count)
-        key = (id(axes), dimension, longer, fixed[dimension], tuple(sorted(elsewhere)))
+        key = (id(axes), dimension, _longer(axes, count), fixed[dimension], tuple(sorted(elsewhere)))
         if key not in self._problems:
             along = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
             others = elsewhere | along - set(fixed[dimension])
@@ -369,7 +367,12 @@ def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mappi
     """The sequence axes that a tensor dimension could cut besides: long enough, and cut by nothing yet."""
     taken = {axis for each in assigned.values() for axis in each}
     along = [axis for axis, name in enumerate(names) if name.startswith("sequence[") and axis not in taken]
-    return tuple(axis for axis in along if isinstance(size := axes.sizes[axis], int) and size >= cutting.length(TENSOR))
+    return tuple(axis for axis in along if fits(axes, axis, cutting.length(TENSOR)))
+
+
+def _longer(axes: Axes, count: int) -> frozenset[int]:
+    """The axes that so many ranks could cut."""
+    return frozenset(axis for axis in range(len(axes.sizes)) if fits(axes, axis, count))
 
 
 def _kind(mesh: Mesh) -> tuple[bool, bool]:

@@ -27,7 +27,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.planner.costs.links import LinkTable, places_of
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.space_costs import Ranks, SpacePrices
-from partitioner.planner.tile_grid import tile_axes
+from partitioner.planner.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import batch_axes, space_axes
 from passes.ir.graph import ModelGraph
@@ -44,7 +44,7 @@ def may_switch(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *,
         free: whether the planner chose tiles, not the user.
     """
     dimensions = [name for name in cutting.names if name in TILES]
-    short = any(not _fits(axes, axis, cutting.length(name)) for name in dimensions for axis in tile_axes(axes, cutting, name))
+    short = any(not fits(axes, axis, cutting.length(name)) for name in dimensions for axis in tile_axes(axes, cutting, name))
     return bool(dimensions) and (free or short or any(fixed[name] for name in dimensions))
 
 
@@ -118,16 +118,16 @@ class SpaceProblem:
     def _along(self, name: str, before: Mapping[str, AxisChoice]) -> AxisChoice:
         """Choose the axes of one tile dimension: ``cut`` must be sharded, ``alone`` may be, ``excluded`` must not."""
         count, every = self.cutting.length(name), {axis for each in space_axes(self.axes).values() for axis in each}
-        space = [axis for axis in tile_axes(self.axes, self.cutting, name) if _fits(self.axes, axis, count)]
+        space = [axis for axis in tile_axes(self.axes, self.cutting, name) if fits(self.axes, axis, count)]
         named = [axis for axis in space if axis in self.fixed[name]]
         others = [axis for axis in self.fixed[name] if axis not in space]
         cut = named or self._first(space) if self.free or self.fixed[name] else space
-        rows = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if _fits(self.axes, axis, count * self._parts(axis, before))]
+        rows = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if fits(self.axes, axis, count * self._parts(axis, before))]
         alone = (*(axis for axis in space if axis not in cut), *(axis for axis in rows if not others or axis in others))
         elsewhere = {axis for other, each in self.fixed.items() if other not in TILES for axis in each}
         elsewhere |= self._of_parameters().difference(others) if others or {"tensor", "sequence"} & set(self.cutting.names) else set()
         prices = SpacePrices(self.graph, self.axes, self.cost, self.ranks[name], asked=not self.free)
-        short = {axis for each in before.values() for axis in each.axes if not _fits(self.axes, axis, count * self._parts(axis, before))}
+        short = {axis for each in before.values() for axis in each.axes if not fits(self.axes, axis, count * self._parts(axis, before))}
         excluded = (every | elsewhere | short).difference(cut, alone)
         problem = AxisProblem(self.graph, self.axes, (name, count), cut, excluded, alone=alone, prices=prices)
         chosen = problem.solve(count)
@@ -148,8 +148,3 @@ class SpaceProblem:
         rows = axis in batch_axes(self.graph, self.axes)
         outer = [name for name in self.cutting.names if (rows and name in ROWS) or (name in before and axis in before[name].axes)]
         return math.prod(self.cutting.length(name) for name in outer)
-
-
-def _fits(axes: Axes, axis: int, count: int) -> bool:
-    size = axes.sizes[axis]
-    return isinstance(size, int) and size >= count
