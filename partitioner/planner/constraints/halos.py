@@ -6,11 +6,11 @@ halo={"": "exchange", "encoder.0": "recompute"}         those of one block, and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import get_args
 
 from partitioner.options.constraints import Constraints
+from partitioner.planner.constraints.modules import check_module, prefixes
 from passes.graph.provenance import module_path
 from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.errors import ConfigError
@@ -52,18 +52,13 @@ def asked_strategies(constraints: Constraints, graph: ModelGraph, modules: Colle
         ConfigError: a module is unknown.
     """
     paths = {node.name: module_path(node) for node in graph.computing_nodes()}
-    known = {prefix for path in (*paths.values(), *modules) for prefix in _prefixes(path)} | {""}
+    known = {prefix for path in (*paths.values(), *modules) for prefix in prefixes(path)} | {""}
     entries = _entries(constraints)
     for name in entries:
-        if name not in known:
-            close = difflib.get_close_matches(name, sorted(known), n=3)
-            raise ConfigError(
-                f"halo names {name!r}, which is no module of the model",
-                remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "write names as model.named_modules() gives them",
-            )
+        check_module(name, known, "halo names")
     found: dict[str, HaloStrategy] = {}
     for node, path in paths.items():
-        entry = max((name for name in entries if name in ("", *_prefixes(path))), key=len, default=None)
+        entry = max((name for name in entries if name in ("", *prefixes(path))), key=len, default=None)
         if entry is not None:
             found[node] = entries[entry]
     return found
@@ -71,9 +66,3 @@ def asked_strategies(constraints: Constraints, graph: ModelGraph, modules: Colle
 
 def _entries(constraints: Constraints) -> Mapping[str, HaloStrategy]:
     return {"": constraints.halo} if isinstance(constraints.halo, str) else constraints.halo or {}
-
-
-def _prefixes(path: str) -> list[str]:
-    """Of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from partitioner.options.constraints import Constraints
-from partitioner.planner.costs.cut_points import CutPoints, module_path
+from partitioner.planner.constraints.modules import check_module, prefixes
+from partitioner.planner.costs.cut_points import CutPoints
+from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import ModelGraph
 
@@ -91,21 +92,16 @@ class _Names:
         self._points = points
         self._unit_of = points.unit_of
         self.module_of = {node.name: module_path(node) for node in graph.computing_nodes()}
-        owners = [name.rpartition(".")[0] for name in (*graph.parameters.values(), *graph.buffers.values(), *graph.aliases)]
+        parameters = (*graph.parameters.values(), *graph.buffers.values(), *graph.aliases)
+        owners = [name.rpartition(".")[0] for name in parameters]
         paths = {*self.module_of.values(), *owners, *modules}
-        self._modules = {prefix for path in paths for prefix in _prefixes(path)} | {""}
-        self._parameters = {*graph.parameters.values(), *graph.buffers.values(), *graph.aliases}
+        modules_and_nodes = {"", *(prefix for path in paths for prefix in prefixes(path)), *self.module_of}
+        self._known = modules_and_nodes.union(parameters)
 
     def check(self, name: str) -> bool:
         """True; raises ConfigError when no module, parameter or node has the name."""
-        known = self._modules | self._parameters | self.module_of.keys()
-        if name in known:
-            return True
-        close = difflib.get_close_matches(name, sorted(known), n=3)
-        raise ConfigError(
-            f"the constraints name {name!r}, which is no module of the model",
-            remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "write names as model.named_modules() gives them",
-        )
+        check_module(name, self._known, "the constraints name")
+        return True
 
     def units(self, name: str) -> list[int]:
         """The units of a module or node, in order; empty for a module that computes nothing of its own."""
@@ -139,11 +135,6 @@ class _Names:
 
 def _is_inside(module: str, name: str) -> bool:
     return name in ("", module) or module.startswith(f"{name}.")
-
-
-def _prefixes(path: str) -> Iterable[str]:
-    parts = path.split(".")
-    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
 def _split_point(name: str, where: Any) -> bool:

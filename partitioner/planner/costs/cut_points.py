@@ -34,7 +34,7 @@ from passes.graph.aliasing import aliasing
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["CrossingValue", "CutPoints", "Expansion", "expansion_of", "find_cut_points", "module_path"]
+__all__ = ["CrossingValue", "CutPoints", "Expansion", "expansion_of", "find_cut_points"]
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,6 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
         replicated=_replicated(graph, replicable, unit_of),
         depth=tuple(depth[: len(units)]),
     )
-
-
-def module_path(node: fx.Node) -> str:
-    """The innermost module that a node belongs to: ``"transformer.h.0.mlp"``; the model itself is ``""``."""
-    stack = _module_stack(node)
-    return stack[-1] if stack else ""
 
 
 def _module_stack(node: fx.Node) -> tuple[str, ...]:

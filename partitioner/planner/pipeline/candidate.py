@@ -10,13 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
+from partitioner.planner.constraints.modules import prefixes
 from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
-from partitioner.planner.costs.cut_points import module_path
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
+from passes.graph.provenance import module_path
 from passes.ir.plan import Stage
 from passes.ir.schedule import ActionKind, Schedule
 
@@ -140,19 +141,14 @@ def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[in
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:
     """For each stage, how many parameters its rank holds, and their bytes."""
-    held_by = [(0, 0) for _ in runs]
+    held_by, starts = [(0, 0) for _ in runs], [run.start for run in runs]
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
-            for stage in _stages_reading(problems, node.name, runs):
+            for stage in {bisect_right(starts, unit) - 1 for unit in problems.prices.users[node.name]}:
                 size = problems.prices.held_bytes[kinds[stage]][node.name]
                 count = size // node.meta["val"].dtype.itemsize
                 held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
     return held_by
-
-
-def _stages_reading(problems: PipelineProblems, parameter: str, runs: Sequence[range]) -> set[int]:
-    starts = [run.start for run in runs]
-    return {bisect_right(starts, unit) - 1 for unit in problems.prices.users[parameter]}
 
 
 class StageSums:
@@ -212,19 +208,13 @@ def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[st
     ]
     stages: dict[str, set[int]] = {}
     for path, stage in paths:
-        for prefix in _prefixes(path):
+        for prefix in prefixes(path):
             stages.setdefault(prefix, set()).add(stage)
     covered: list[dict[str, None]] = [{} for _ in runs]
     for path, stage in paths:
-        whole = next((prefix for prefix in _prefixes(path) if stages[prefix] == {stage}), path)
+        whole = next((prefix for prefix in prefixes(path) if stages[prefix] == {stage}), path)
         covered[stage][whole] = None
     return [tuple(name for name in names if name or len(names) == 1) for names in covered]
-
-
-def _prefixes(path: str) -> list[str]:
-    """The modules around a node, outermost first, the model itself left out unless it is all there is."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 # -- how long a step takes ---------------------------------------------------------------------------------------------------------
