@@ -54,12 +54,7 @@ class Pinned:
 
 
 def pinned(problem: PlanProblem, plan: Plan) -> tuple[Pinned, ...]:
-    """Price everything that is pinned.
-
-    Args:
-        problem: as the user put it.
-        plan: its solution.
-    """
+    """Price everything that is pinned."""
     return tuple(_priced(choice, free, plan) for choice, free in pinned_choices(problem))
 
 

@@ -48,10 +48,8 @@ def plan_stream(
     """Plan sequential tiles.
 
     Args:
-        graph: the model.
         tiles: how many, or a grid, one number for each dimension of space.
         cluster: the hardware; its first device computes.
-        request: what the user said.
         cost_model: prices; None: an analytic roofline.
 
     Raises:

@@ -36,9 +36,6 @@ class MeshBounds:
     """Computes lower bounds of meshes on one cluster.
 
     Args:
-        model: the model.
-        cluster: the hardware.
-        request: what was asked for.
         cost_model: prices work. A part of some work may take no less than its share of the time beyond what it costs to start it.
         links: of the cluster, where they are known already.
     """

@@ -104,7 +104,6 @@ def least_step(
         whole: seconds of all units, for one microbatch.
         load: of the fullest rank.
         slowest: of the slowest stage.
-        shares: of forward and backward.
         exchanged: seconds that all stages together wait for the ranks beside them, for one microbatch, forward and backward.
     """
     count, alone, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
@@ -147,10 +146,8 @@ def least_shared_step(
         x / W = (c - p) / (ceil(M / k) - p + c)        or at x = 0 where c < p: the first is at least p W
 
     Args:
-        candidate: whose stages ranks share.
         whole: seconds of all units, for one microbatch.
         longest: of the longest of them.
-        shares: of forward and backward.
         exchanged: as ``least_step`` has it; what a split backward exchanges is not in front.
     """
     count, n_ranks, n_last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]  # M, R, k

@@ -63,7 +63,6 @@ def least_on_v(name: str, n_ranks: int, count: int, halves: Floats, exchanged: t
     """Seconds of a step, at least.
 
     Args:
-        name: of the schedule.
         count: microbatches.
         halves: (3, N, K) seconds of the forward of each unit and of the halves of its backward, for one microbatch, on kinds of devices.
         exchanged: seconds that units wait for the other ranks of their stages besides, forward and backward, whichever they are.
@@ -111,8 +110,6 @@ class _Paths:
     """The paths through each rank.
 
     Args:
-        name: of the schedule.
-        n_ranks: of a pipeline.
         count: microbatches.
     """
 

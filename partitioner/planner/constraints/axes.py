@@ -68,9 +68,6 @@ def constrained_axes(
 ) -> dict[str, tuple[int, ...]]:
     """Return mesh dimension -> the axes that it must shard.
 
-    Args:
-        names: of the axes.
-
     Raises:
         ConfigError: an axis is unknown, too short, or of the wrong kind; a pattern matches nothing or says what is unknown.
     """

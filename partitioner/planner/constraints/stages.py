@@ -44,9 +44,6 @@ def restrict(
     """Translate constraints for a number of stages.
 
     Args:
-        constraints: what the user decided.
-        graph: the model.
-        points: its units.
         devices: for each rank, its device.
         stage_ranks: for each stage, its ranks.
         modules: names of the model's modules, also of those that no node comes from (a dropout in evaluation).

@@ -23,9 +23,6 @@ class UnitMemory:
     """The memory of units, whatever the microbatch size.
 
     Args:
-        graph: the model.
-        cost: its formulas.
-        points: its units.
         optimizer: whose state is held for every parameter that trains.
         policy: what the backward computes again instead of keeping it.
 

@@ -30,10 +30,7 @@ class CheckpointSelection:
     """What is kept of one rank's part of a model.
 
     Args:
-        graph: the model.
-        cost: the prices of the part.
         within: the nodes that some stage computes; all others every stage has for itself.
-        recompute: the policy.
 
     Attributes:
         again: the nodes that the backward computes again.

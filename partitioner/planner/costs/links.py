@@ -95,7 +95,6 @@ def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluste
     Where stages have degrees of their own, devices are told apart by how many share a stage: its work is another for each.
 
     Args:
-        mesh: all dimensions.
         cluster: of all ranks.
         all_talk: whether any two places may, not only neighbours.
     """

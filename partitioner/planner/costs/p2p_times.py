@@ -23,7 +23,6 @@ class MessageTimes:
     Args:
         units: what crosses between them.
         links: from each stage to the next.
-        cost_model: prices messages.
 
     Attributes:
         shares: (S,) the part of the messages between a stage and the next in which who receives computes nothing.

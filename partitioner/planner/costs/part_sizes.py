@@ -33,8 +33,6 @@ class PartSizes:
 
     Args:
         graph: the whole model.
-        axes: of the graph.
-        layouts: how every value lies.
         rows: the mesh dimensions that cut the batch.
         stored_again: the mesh dimensions over which the backward gathers parameters once more.
     """

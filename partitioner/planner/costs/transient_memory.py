@@ -70,10 +70,8 @@ class WorkingMemory:
     Args:
         parameters: placeholders of parameters.
         given: the allocations of a step's inputs, which are alive all the time.
-        cost: the costs of the shard.
         units: the calls of each unit, all in order.
         keeping: the activations saved for the backward.
-        policy: the recomputation that decided these.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class WorkingMemory:
         """Return the transient memory of all units for one size of microbatches.
 
         Args:
-            numbers: values of the symbolic sizes.
             share: factor of the sizes of activations.
             made: (N,) bytes that each unit adds to the saved activations.
             trained: (N,) bytes of the gradients that are alive after the backward of each unit.

@@ -37,11 +37,6 @@ class UnitPricing:
     A graph that serves one batch size alone is priced as if all its work and bytes were in proportion to the batch.
 
     Args:
-        graph: the model.
-        cost: its formulas.
-        points: its units.
-        kinds: the kinds of devices.
-        cost_model: turns work into seconds.
         optimizer: whose state is held for every parameter that trains.
         recompute: what the backward computes again instead of keeping it.
         known_seconds: of operations on a kind of device, by microbatch size: shared by all parts that the same cost model prices.

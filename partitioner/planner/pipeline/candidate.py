@@ -155,7 +155,6 @@ class StageSums:
     """The gradients that the ranks of stages sum at the end of a step.
 
     Args:
-        prices: of the units.
         sums: each gradient with its mesh dimension.
     """
 

@@ -41,12 +41,7 @@ class PipelineProblems:
     """The problems of one model on one cluster, and their solutions.
 
     Args:
-        graph: the model.
         cluster: one device for each rank.
-        request: what was asked for.
-        points: the units of the graph.
-        prices: their prices.
-        cost_model: prices messages.
     """
 
     def __init__(

@@ -79,7 +79,6 @@ def plan_auto(
     """Decide everything that the user left open.
 
     Args:
-        graph: the model.
         cluster: the hardware, at least as many devices as the request names.
         request: what the user said, its mode ``"auto"``.
         cost_model: prices work and messages; None: an analytic roofline.
@@ -96,14 +95,7 @@ def plan_auto(
 
 
 class _Opener:
-    """Shards the axes of a mesh and lists its candidates.
-
-    Args:
-        model: shards the model for a mesh.
-        graph: the whole model.
-        cluster: all ranks.
-        cost_model: prices work and messages.
-    """
+    """Shards the axes of a mesh and lists its candidates."""
 
     def __init__(self, model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel) -> None:
         self._model, self._graph, self._cluster, self._request, self._cost_model = model, graph, cluster, request, cost_model

@@ -38,7 +38,6 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     """Decide stages, ranks, schedule and microbatches for a model whose axes are not cut.
 
     Args:
-        graph: the model.
         cluster: the hardware to plan for, at least as many devices as the request names.
         request: what the user said; what is None is decided here.
         cost_model: prices work and messages; None: an analytic roofline.

@@ -74,11 +74,9 @@ class MeshProblem:
     """A mesh on a cluster.
 
     Args:
-        mesh: all dimensions.
         part: what one rank has.
         cluster: of all ranks.
         request: what was asked for, its mode that of the stages.
-        cost_model: prices work and messages.
         links: of the cluster, where they are known already.
         unlike: what ranks have of a model whose stages have tensor-parallel degrees of their own; ``part`` is then that of the widest.
     """
@@ -246,7 +244,6 @@ class MeshProblem:
         3. Branch and bound over cuts from there (``fastest_cuts``).
 
         Args:
-            promise: lower bounds of the candidate.
             most: limit of simulated cuts, without the first.
             within: simulate no others if the first cuts are slower than these seconds.
             thorough: in case 1, look for other cuts if balanced ones exceed the memory.

@@ -44,11 +44,8 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     """Plan for a mesh that the user asked for.
 
     Args:
-        graph: the model.
         cluster: the hardware, at least as many devices as the mesh has ranks.
-        request: what the user said.
         cost_model: prices; None: an analytic roofline.
-        mesh: its dimensions.
 
     Raises:
         ConfigError: the mesh cannot cut this model.
@@ -74,15 +71,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
 
 
 class _Opener:
-    """Cuts the axes of a mesh in the ways that it could be cut in.
-
-    Args:
-        model: the model.
-        cluster: of the ranks of the mesh.
-        request: what the user said.
-        cost_model: prices.
-        mesh: its dimensions.
-    """
+    """Cuts the axes of a mesh in the ways that it could be cut in."""
 
     def __init__(self, model: CuttableModel, cluster: Cluster, request: PlanRequest, cost_model: CostModel, mesh: Mesh) -> None:
         self._model, self._cluster, self._request, self._cost_model, self._mesh = model, cluster, request, cost_model, mesh

@@ -131,7 +131,6 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
     """Everything that is open on a mesh, the plainest first.
 
     Args:
-        problem: the mesh.
         counts: the microbatch counts to choose from.
     """
     at_least = max(problem.request.replicas, default=1)
@@ -158,7 +157,6 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     """The meshes, those with fewer dimensions first.
 
     Args:
-        n_devices: ranks.
         batch_size: rows; the ranks that cut them must divide it.
         levels: whether links differ, so that the order of stages and rows matters.
     """
@@ -180,7 +178,6 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
     """The meshes of tiles, rows and stages outside of them: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``, ``{"pipeline": 2, "tile": 2}``.
 
     Args:
-        n_devices: ranks.
         batch_size: rows; the ranks that cut them must divide it.
         tight: for their memory: also where the batch could be cut into as many equal parts over the ranks of a stage, which is as little
             work for each, without halos.

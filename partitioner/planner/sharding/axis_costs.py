@@ -64,12 +64,9 @@ def axis_terms(
     """The tables.
 
     Args:
-        axes: of the graph.
-        choices: all outcomes.
         count: ranks of the mesh dimension.
         copies: how often something is there: a block that stands for others counts for them.
         pace: of the ranks; None: unknown, and a cut was asked for.
-        value_bytes: of the graph.
         fixed: axes that are cut whatever it costs.
         kept: parameters that ranks hold cut by those: they must stay so.
         prices: None: by the pace.

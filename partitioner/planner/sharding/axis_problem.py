@@ -65,8 +65,6 @@ class AxisProblem:
     """Which axes a mesh dimension cuts, for any number of ranks that can cut the same ones.
 
     Args:
-        graph: the model.
-        axes: of the graph.
         dimension: name of the mesh dimension, and the ranks that it has at most.
         fixed: axes that are cut whatever it costs.
         excluded: axes that are not: another mesh dimension cuts them.

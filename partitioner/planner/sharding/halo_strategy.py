@@ -79,7 +79,6 @@ def choose_halos(
         assigned: mesh dimension -> the axes that it shards.
         links: along each mesh dimension.
         device: prices the overlap, with the cost model.
-        cost_model: prices work and messages.
         rows: samples of one rank's microbatch.
         asked: call -> the strategy that the user fixed.
     """
@@ -97,7 +96,6 @@ class _Region:
 
     Args:
         calls: in order of the graph.
-        prices: of segments.
         asked: call -> the strategy that the user fixed.
     """
 

@@ -61,8 +61,6 @@ class CuttableModel:
     """A model and what was found out about it.
 
     Args:
-        graph: the model.
-        request: what the user said.
         pace: of the ranks that cut axes of parameters; None: see ``AxisProblem``.
         hardware: that tiles are for, with what prices it; None: tiles cut space alone.
     """

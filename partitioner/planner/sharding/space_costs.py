@@ -53,10 +53,6 @@ class SpacePrices:
     """Seconds of a microbatch, forward and backward (``axis_terms.AxisPrices``).
 
     Args:
-        graph: the model.
-        axes: of the graph.
-        cost: of the graph.
-        ranks: who computes.
         asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves: some for each call.
     """
 

@@ -172,7 +172,6 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) ->
         cut: of the widest.
         mesh: of all ranks.
         batchnorm: statistics where the batch is cut: ``"sync"`` or ``"local"``.
-        links: of the cluster.
     """
     parts, between = dict[int, ModelPart](), dict[int, Mapping[str, GroupLinks]]()
     widest = cut.part.cutting

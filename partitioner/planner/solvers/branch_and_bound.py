@@ -70,7 +70,6 @@ def fastest_cuts(
     """Search.
 
     Args:
-        costs: the problem and its paths.
         least: ``best_bottleneck`` of them.
         more: what all cuts take besides, at least.
         seconds: of cuts, with what they take besides; inf where they do not fit.
@@ -142,7 +141,6 @@ class _Choices:
     """What each stage could be, whatever the others are: worked out for a block of units and all stages when first asked for.
 
     Args:
-        costs: the problem and its paths.
         bound: seconds that no path is longer than.
     """
 

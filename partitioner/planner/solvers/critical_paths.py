@@ -37,9 +37,7 @@ class PathCosts(RunCosts):
     """Seconds of a step that has a run as one of its stages, at least.
 
     Args:
-        problem: the problem.
         halves: (3, N, K) seconds of the forward of each unit and of the input and weight halves of its backward.
-        order: of the schedule.
     """
 
     def __init__(self, problem: StageProblem, halves: Floats, order: Order) -> None:

@@ -87,11 +87,7 @@ class Runs:
 
 
 class RunTable:
-    """The runs of some units, worked out once for all problems about them.
-
-    Args:
-        units: the units.
-    """
+    """The runs of some units, worked out once for all problems about them."""
 
     def __init__(self, units: Units) -> None:
         self._n_units = len(units)
@@ -216,7 +212,6 @@ class RunCosts:
     """What a problem says about runs.
 
     Args:
-        problem: the problem.
         stage_limit: (S,) bytes that each stage may hold; None: each the whole limit of its rank.
 
     Attributes:

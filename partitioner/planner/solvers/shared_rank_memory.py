@@ -50,7 +50,6 @@ class Search:
     """Branch and bound over the cuts of a problem whose ranks are nearly full.
 
     Args:
-        problem: the problem.
         bound: no stage of a solution is slower.
     """
 
@@ -90,7 +89,6 @@ class Search:
 
         Args:
             table: of ``price_table`` for the same bottleneck.
-            bottleneck: in seconds.
         """
         self._visits = 0
         nothing = (NOTHING, ())

@@ -76,7 +76,6 @@ def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
     Runs that compute for longer than a bound are left out, so the first bound under which a solution lies has the best one.
 
     Args:
-        costs: the problem.
         at_least: the answer is known to be no less.
     """
     if not could_fit(costs):

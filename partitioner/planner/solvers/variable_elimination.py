@@ -100,7 +100,6 @@ def choose(problem: ChoiceProblem, known: Sequence[Options] = (), most_steps: in
     """The least seconds within the limit; None where nothing fits, or, where the search ended early, nothing was found.
 
     Args:
-        problem: the problem.
         known: choices to start from; those that do not fit are left out.
         most_steps: how many options are tried at most.
     """
