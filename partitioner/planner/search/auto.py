@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
@@ -23,7 +22,7 @@ from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_len
 from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.best_first import Opened, PlanSearch
+from partitioner.planner.search.best_first import ClosedMesh, Opened, PlanSearch
 from partitioner.planner.search.describe import searched_words
 from partitioner.planner.search.infeasible import nothing_fits
 from partitioner.planner.search.make_plan import describe_best
@@ -38,34 +37,10 @@ from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, STORED, TILES, Mesh
+from passes.ir.mesh import STORED, TILES, Mesh
 from passes.ir.plan import Plan
 
 __all__ = ["plan_auto"]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A mesh whose axes are not sharded yet.
-
-    Attributes:
-        mesh: all dimensions.
-        beside: whether the tensor dimension also shards the sequence (Megatron sequence parallelism).
-        rows: samples of the whole batch.
-        replicas: for each stage, its number of round-robin ranks; empty: one each.
-    """
-
-    mesh: Mesh
-    beside: bool
-    rows: int
-    replicas: tuple[int, ...] = ()
-
-    @property
-    def idle(self) -> float:
-        """Return a guess that orders the search: the bubble's fraction of a step."""
-        stages = stages_length(self.mesh)
-        replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
-        return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
 @gc_paused()
@@ -102,7 +77,7 @@ class _Opener:
         self.links = LinkTable(cluster)
         self._largest_memory = max(memory_limits(cluster, request))
 
-    def __call__(self, item: _Cut) -> Opened | None:
+    def __call__(self, item: ClosedMesh) -> Opened | None:
         """Return the problem of a mesh, its sharding and its candidates; None if another item has the same sharding."""
         mesh, limit = item.mesh, self.parameter_limit(item.mesh)
         cut: MeshCut | None = None
@@ -120,7 +95,7 @@ class _Opener:
         problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
         return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
 
-    def _is_known(self, item: _Cut, cut: MeshCut, limit: float) -> bool:
+    def _is_known(self, item: ClosedMesh, cut: MeshCut, limit: float) -> bool:
         """Return whether allowing tile dimensions to shard other axes than space gives the same sharding as not allowing it."""
         in_tiles = any(name in TILES for name in item.mesh.names)
         return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
@@ -144,10 +119,10 @@ class _Auto:
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
-        self._search = PlanSearch[_Cut](tell, self._opener)
+        self._search = PlanSearch(tell, self._opener)
         self._n_cuts = 0
         self._refusals: list[ConfigError] = []
-        self._too_large: list[_Cut] = []
+        self._too_large: list[ClosedMesh] = []
 
     def run(self) -> None:
         """Search until the best plan is proved optimal, or a limit of the search is reached."""
@@ -182,7 +157,7 @@ class _Auto:
             uniform = not replicas and not mesh.widths
             for beside in (False, True) if uniform and self._model.can_cut_beside(mesh) else (False,):
                 bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._opener.parameter_limit(mesh))
-                item = _Cut(mesh, beside, self._graph.batch_size, replicas)
+                item = ClosedMesh(mesh, beside, self._graph.batch_size, replicas)
                 self._n_cuts += 1
                 self._search.add(bound, item)
                 if bound == math.inf:

@@ -18,11 +18,12 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
 from cost_models.hardware.units import format_seconds
+from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import MeshProblem, Promise, Solution
@@ -30,8 +31,9 @@ from partitioner.planner.sharding.model import MeshCut
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
+from passes.ir.mesh import ROWS, Mesh
 
-__all__ = ["Opened", "Option", "PlanSearch"]
+__all__ = ["ClosedMesh", "Opened", "Option", "PlanSearch"]
 
 _UNEVEN = 0.3
 """Expected idle fraction from imbalance, for one unit a stage: units are indivisible, so stages of few units differ in length."""
@@ -103,18 +105,31 @@ Opened: TypeAlias = tuple[MeshProblem, MeshCut | None, Iterable[tuple[Recompute,
 """A mesh, what it cuts, and its candidates."""
 
 
-class Closed(Protocol):
-    """Something to be opened: many candidates, with one bound."""
+@dataclass(frozen=True)
+class ClosedMesh:
+    """A mesh whose axes are not sharded yet: many candidates, with one bound.
+
+    Attributes:
+        mesh: all dimensions.
+        beside: whether the tensor dimension also shards the sequence (Megatron sequence parallelism).
+        rows: samples of the whole batch.
+        replicas: for each stage, its number of round-robin ranks; empty: one each.
+    """
+
+    mesh: Mesh
+    beside: bool
+    rows: int
+    replicas: tuple[int, ...] = ()
 
     @property
     def idle(self) -> float:
-        """Return a guess that orders the search: by which fraction steps exceed the lower bound, since ranks wait for each other."""
+        """Return a guess that orders the search: the bubble's fraction of a step."""
+        stages = stages_length(self.mesh)
+        replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
+        return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
-T = TypeVar("T", bound=Closed)
-
-
-class PlanSearch(Generic[T]):
+class PlanSearch:
     """The search, with what it has found so far.
 
     Args:
@@ -131,18 +146,18 @@ class PlanSearch(Generic[T]):
         interrupted: whether an interrupt ended the search.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[T], Opened | None] | None = None) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[ClosedMesh], Opened | None] | None = None) -> None:
         self._tell, self._opened = tell, opened
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
         self.meshes: list[MeshProblem] = []
         self.refusals: list[ConfigError] = []
         self.bound, self.interrupted = 0.0, False
-        self._open: list[tuple[float, int, float, T | Option]] = []
+        self._open: list[tuple[float, int, float, ClosedMesh | Option]] = []
         self._n_added = self._n_solved = self._n_actions = 0
         self._unproved: list[float] = []
 
-    def add(self, bound: float, item: T | Option) -> None:
+    def add(self, bound: float, item: ClosedMesh | Option) -> None:
         """Queue a closed mesh or a candidate by its expected time: its lower bound, increased by the expected idle fraction."""
         if bound < np.inf:
             heapq.heappush(self._open, (bound * (1 + item.idle), self._n_added, bound, item))
@@ -186,7 +201,7 @@ class PlanSearch(Generic[T]):
                     heapq.heappush(left, (max(bound, known), number, each))
         self.bound = min((self._least_unproved, *(bound for bound, _, _ in left)), default=np.inf)
 
-    def _look_closer(self, item: T | Option, bound: float) -> None:
+    def _look_closer(self, item: ClosedMesh | Option, bound: float) -> None:
         """Tighten the bound of an item: open a mesh, or bound a candidate over its stage cuts."""
         if not isinstance(item, Option):
             self.open(item)
@@ -237,7 +252,7 @@ class PlanSearch(Generic[T]):
         too_long = len(self.meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS
         return self.interrupted or (self.best is not None and too_long)
 
-    def open(self, item: T) -> None:
+    def open(self, item: ClosedMesh) -> None:
         """Open a closed mesh: shard its axes and queue its candidates."""
         assert self._opened is not None
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Never
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
@@ -102,9 +101,9 @@ def plan_ways(
     return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), kept.best[0].cut
 
 
-def _searched(ways: Sequence[Way]) -> PlanSearch[Never]:
+def _searched(ways: Sequence[Way]) -> PlanSearch:
     """Search all plans of some ways."""
-    search = PlanSearch[Never]()
+    search = PlanSearch()
     for way in ways:
         problem = way.problem
         problem.request.check(problem.part.graph)
@@ -147,7 +146,7 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
     return why_infeasible(problems, Candidate(name, stages_per_rank, count, problems.request.replicas))
 
 
-def describe_best(search: PlanSearch[Any], group: Callable[[Option], Hashable]) -> Plan:
+def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Plan:
     """The best plan of a search, beside the best of other groups.
 
     Args:

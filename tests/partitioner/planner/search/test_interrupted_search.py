@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +17,10 @@ from cost_models.ops.work import Work
 from partitioner import Plan, partition
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
-from partitioner.planner.search.best_first import PlanSearch
+from partitioner.planner.search.best_first import ClosedMesh, PlanSearch
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
 from tests.partitioner.planner.search.test_auto_space import best_by_brute_force
 from tests.support.models.zoo import case_named
 from tests.support.planning.all_plans import instance
@@ -80,22 +80,16 @@ def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
-@dataclass(frozen=True)
-class Closed:
-    """Something of which nothing is known but a bound."""
-
-    idle: float = 0.0
-
-
 @pytest.mark.parametrize("proving", [False, True])
 def test_what_was_under_way_may_be_as_fast_as_its_bound(proving: bool) -> None:
-    def interrupted(_: Closed) -> None:
+    def interrupted(_: ClosedMesh) -> None:
         raise KeyboardInterrupt
 
-    search = PlanSearch[Closed](lambda _: None, interrupted)
+    search = PlanSearch(lambda _: None, interrupted)
     search.best = cast(Any, (None, SimpleNamespace(step_time=10.0)))
-    search.add(3.0, Closed())
-    search.add(8.0, Closed())
+    alone = ClosedMesh(Mesh((("pipeline", 1),)), beside=False, rows=1)
+    search.add(3.0, alone)
+    search.add(8.0, alone)
     if not proving:
         search.run()
     search.prove()
