@@ -35,27 +35,23 @@ class PartSizes:
         graph: the whole model.
         rows: the mesh dimensions that cut the batch.
         stored_again: the mesh dimensions over which the backward gathers parameters once more.
+
+    Attributes:
+        n_row_parts: into how many parts the batch is cut.
+        gathered_again: parameters that the backward gathers once more instead of keeping them whole.
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
         self._graph, self._axes, self._layouts = graph, axes, layouts
         self._counts = tuple(count for _, count in layouts.mesh)
-        self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
+        self.n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
         again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
-        self._again = frozenset(name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again))
+        self.gathered_again = frozenset(
+            name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
+        )
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
-        self._extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
+        self._extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self.n_row_parts)
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
-
-    @property
-    def n_row_parts(self) -> int:
-        """Into how many parts the batch is cut."""
-        return self._n_row_parts
-
-    @property
-    def gathered_again(self) -> frozenset[str]:
-        """Parameters that the backward gathers once more instead of keeping them whole."""
-        return self._again
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """The part of what a node gives."""
@@ -171,9 +167,9 @@ class PartSizes:
 
     def _in_own_rows(self, size: Size) -> Size:
         batch = self._graph.batch
-        if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
+        if batch is None or self.n_row_parts == 1 or not isinstance(size, sympy.Expr):
             return size
-        return size.subs(batch, self._n_row_parts * batch)
+        return size.subs(batch, self.n_row_parts * batch)
 
 
 def _along(part: TensorSpec, slide: Slide) -> TensorSpec:

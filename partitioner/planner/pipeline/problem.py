@@ -42,6 +42,9 @@ class PipelineProblems:
 
     Args:
         cluster: one device for each rank.
+
+    Attributes:
+        limits: bytes of each rank.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class PipelineProblems:
     ) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
-        self._limits = memory_limits(cluster, request)
+        self.limits = memory_limits(cluster, request)
         self._summing: dict[int, Units] = {}
         self._kinds: dict[Candidate, tuple[int, ...]] = {}
         self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
@@ -131,7 +134,7 @@ class PipelineProblems:
     def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
         """Bytes of each rank: of the first that share a stage, what all of them have."""
         first = {ranks[0]: ranks for ranks in stage_ranks}
-        return tuple(min(self._limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self._limits)))
+        return tuple(min(self.limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self.limits)))
 
     def links(self, stage_ranks: Sequence[tuple[int, ...]]) -> list[Link]:
         """From each stage to the next: the slowest of the links that its ranks send over."""
@@ -145,13 +148,9 @@ class PipelineProblems:
             self._messages[key] = MessageTimes(self.prices.at(key[1]).units, self.links(key[0]), self.cost_model)
         return self._messages[key]
 
-    def limits(self) -> tuple[float, ...]:
-        """Bytes of each rank."""
-        return self._limits
-
     def hold(self, memory: Sequence[float]) -> bool:
         """Whether ranks can hold so many bytes each."""
-        return all(held <= limit for held, limit in zip(memory, self._limits, strict=True))
+        return all(held <= limit for held, limit in zip(memory, self.limits, strict=True))
 
     def paths(self, candidate: Candidate) -> PathCosts:
         """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""

@@ -35,7 +35,7 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
             remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
         )
     missing = shortfall(problem)
-    limit = min(problems.limits())
+    limit = min(problems.limits)
     count = _count(candidate.n_microbatches, "microbatch", "es")
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     return InfeasiblePlanError(
@@ -91,7 +91,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
     counts = [_ranks(of.mesh, places) for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
     return InfeasiblePlanError(
-        f"no plan fits {devices} of {format_bytes(min(problems.limits()))}: in the closest, {words} with {count}, {lacks}",
+        f"no plan fits {devices} of {format_bytes(min(problems.limits))}: in the closest, {words} with {count}, {lacks}",
         remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
     )
 
@@ -129,7 +129,7 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
     if mixing and request.mode != "model" and request.n_microbatches is None and not may_cut_batch(problems.graph, request):
         others += f"; or pass n_microbatches=, which takes the statistics of {first_names(mixing.normalizations)} "
         others += "over each microbatch"
-    larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits()) + missing)}" if missing > 0 else "larger devices"
+    larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:
         return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"
     without = "" if problems.request.constraints == Constraints() else " without the constraints"

@@ -190,7 +190,7 @@ class MeshProblem:
         problems = self.problems(policy)
         activations = problems.prices.times(problems.rows(candidate)).kept.least * min(1.0, candidate.n_microbatches / self.n_places)
         fixed = problems.prices.fixed_bytes + problems.prices.gradients.least
-        return bool(activations + fixed / self.n_places > max(problems.limits()))
+        return bool(activations + fixed / self.n_places > max(problems.limits))
 
     def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
         """Whether the stages together could hold the model, each with the whole memory of its rank.
@@ -201,7 +201,7 @@ class MeshProblem:
 
         So it is before there are gradients, and with these among what is fixed, where all stages hold microbatches still.
         """
-        fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits()), self.n_places
+        fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits), self.n_places
         with_gradients = fixed + problems.prices.gradients.least
         if candidate.stages_per_rank > 1 or with_gradients > limit * places:
             return bool(with_gradients <= limit * places)

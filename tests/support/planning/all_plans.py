@@ -277,7 +277,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     runs = [set(run) for run in staged.runs]
     assert sum(map(len, runs)) == units
     kinds = problems.kinds(staged.candidate)
-    if any(peak > problems.limits()[rank] for rank, peak in enumerate(memory(prices.units, staged.schedule, staged.runs, kinds))):
+    if any(peak > problems.limits[rank] for rank, peak in enumerate(memory(prices.units, staged.schedule, staged.runs, kinds))):
         return math.inf
     sums = []
     for rank in range(problem.n_places):
