@@ -257,11 +257,13 @@ class MeshProblem:
             nonlocal fastest
             if starts in known:
                 return known[starts].step_time
-            if self.unlike is not None and (torn := self._torn(problems, candidate, starts)) is not None:
+            torn = None if self.unlike is None else self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
+            if torn is not None:
                 self._refusals.append(torn)
                 return math.inf
             self._n_priced += 1
-            found = self.price(problems, stage_model(problems, candidate, starts))
+            staged = stage_model(problems, candidate, starts)
+            found = Solution(problems, staged, self._sum_seconds(problems, staged))
             if found.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
                 return found.step_time
             if not problems.hold(found.staged.memory):
@@ -287,25 +289,17 @@ class MeshProblem:
         bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
         return (None if found.starts is None else known[found.starts]), bound
 
-    def price(self, problems: PipelineProblems, staged: StagedModel) -> Solution:
-        """A staged model with what the ranks of a stage sum at the end of a step."""
-        return Solution(problems, staged, self._sum_seconds(problems, staged))
-
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
-        of_replicas = problems.sum_seconds(staged.candidate, [run.start for run in staged.runs]) if staged.candidate.replicas else 0.0
+        """Until the ranks of all stages have summed their gradients at the end of a step."""
+        starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
+        of_replicas = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
         if not self.part.sums:
             return of_replicas
         if self.unlike is not None:
-            starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
             return of_replicas + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
-        ranks = self._stage_sums.of_ranks([run.start for run in staged.runs], staged.schedule.stage_ranks)
+        ranks = self._stage_sums.of_ranks(starts, stage_ranks)
         each = {tuple(sizes) for sizes in zip(*(map(tuple, sizes.tolist()) for sizes in ranks.values()), strict=True)}
         return of_replicas + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
-
-    def _torn(self, problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> ConfigError | None:
-        """Why stages of unequal degrees cannot begin there: they would share a parameter."""
-        assert self.unlike is not None
-        return self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
 
     @cached_property
     def _unlike_sums(self) -> dict[int, StageSums]:
