@@ -110,10 +110,6 @@ class UnitPricing:
             limits=lambda rows: at(rows).limits,
         )
 
-    def share(self, rows: int, batch_size: int) -> float:
-        """Of what formulas say, that of a microbatch of so many rows."""
-        return 1.0 if self.graph.batch is not None else rows / batch_size
-
     @cached_property
     def adding(self) -> Floats:
         """(N, K) seconds that gradients of parameters are added to those of earlier microbatches: two are read, one is written."""
@@ -182,7 +178,8 @@ class _Microbatch:
 
     @cached_property
     def _share(self) -> float:
-        return self.of.share(self.rows, self.batch_size)
+        """Of what formulas say, that of a microbatch of so many rows."""
+        return 1.0 if self.of.graph.batch is not None else self.rows / self.batch_size
 
     @cached_property
     def _operations(self) -> Floats:
