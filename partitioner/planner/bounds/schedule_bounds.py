@@ -21,7 +21,6 @@ backward counts as often as it does where it counts least.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -174,27 +173,11 @@ def _fill_of_loop(n_ranks: int, count: int, forwards_ahead: int) -> float:
     first one of its second, and as many backwards behind the last one.
     """
     ahead = min(forwards_ahead, count)
-
-    def counts(weights: Floats, second: Floats) -> Floats:
-        first = (1 - second) * _behind(weights) + second * (1 - ahead * weights)
-        return count * weights + np.minimum(first, second * _behind(weights))
-
-    return _best_mean(counts, n_ranks, count)
-
-
-def _behind(weights: Floats) -> Floats:
-    return 1 - np.cumsum(weights, axis=1)
-
-
-def _best_mean(counts: Callable[[Floats, Floats], Floats], n_ranks: int, count: int) -> float:
-    """The most that a second can be made to count at least.
-
-    Args:
-        counts: (T, R) what a second counts on each rank, by the weights of the ranks and (T, 1) the weight of the second kind of path.
-    """
     best, weights = 0.0, np.full((len(_SECONDS), n_ranks), 1 / n_ranks)
     for _ in range(_ROUNDS):
-        each = counts(weights, _SECONDS)
+        behind = 1 - np.cumsum(weights, axis=1)
+        first = (1 - _SECONDS) * behind + _SECONDS * (1 - ahead * weights)
+        each = count * weights + np.minimum(first, _SECONDS * behind)  # what a second counts on each rank
         best = max(best, float(each.min(axis=1).max()))
         weights = np.maximum(weights + (each.sum(axis=1, keepdims=True) / n_ranks - each) / count / 2, 0.0)
         weights /= weights.sum(axis=1, keepdims=True)
