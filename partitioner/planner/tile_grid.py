@@ -18,7 +18,7 @@ from passes.analysis.axis_names import space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["best_grid", "fits", "tile_axes", "with_grid"]
+__all__ = ["best_grid", "factorizations", "fits", "tile_axes", "with_grid"]
 
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
@@ -40,7 +40,7 @@ def best_grid(axes: Axes, count: int) -> tuple[int, ...]:
         ConfigError: there is no space to cut, or it is too small.
     """
     sizes = [max(_size(axes, axis) for axis in each) for each in _space(axes).values()]
-    fitting = [grid for grid in _grids(count, len(sizes)) if all(length <= size for length, size in zip(grid, sizes, strict=True))]
+    fitting = [grid for grid in factorizations(count, len(sizes)) if all(length <= size for length, size in zip(grid, sizes, strict=True))]
     if not fitting:
         raise ConfigError(
             f"space of {' x '.join(map(str, sizes))} cannot be cut into {count} tiles", remedy="use fewer tiles, or larger example inputs"
@@ -83,13 +83,13 @@ def _size(axes: Axes, axis: int) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _grids(count: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product."""
-    if rank == 1:
-        yield (count,)
+def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as a product of so many factors, in order."""
+    if count == 1:
+        yield (number,)
         return
-    for length in (number for number in range(1, count + 1) if count % number == 0):
-        yield from ((length, *rest) for rest in _grids(count // length, rank - 1))
+    for first in (each for each in range(1, number + 1) if number % each == 0):
+        yield from ((first, *rest) for rest in factorizations(number // first, count - 1))
 
 
 def _borders(grid: tuple[int, ...], sizes: list[int]) -> int:

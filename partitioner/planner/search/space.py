@@ -24,6 +24,7 @@ from partitioner.planner.pipeline.candidates import Candidate, microbatch_choice
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.tile_grid import factorizations
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
@@ -89,8 +90,7 @@ def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, m
     if most < 2 or named_dimensions(request.constraints):
         return
     for n_stages in range(2, n_places if n_places <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
-        for ends in itertools.combinations(range(1, n_places), n_stages - 1):
-            replicas = tuple(end - start for start, end in itertools.pairwise((0, *ends, n_places)))
+        for replicas in _divisions(n_places, n_stages):
             if max(replicas) <= most:
                 yield replicas
 
@@ -161,7 +161,7 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
         levels: whether links differ, so that the order of stages and rows matters.
     """
     found: dict[Mesh, None] = {}
-    for rows, stages, inner in _factors(n_devices, 3):
+    for rows, stages, inner in factorizations(n_devices, 3):
         if batch_size % rows:
             continue
         kinds, inners = (ROW_KINDS, INNER) if n_devices <= MANY else (("data", "fsdp"), INNER[:1])
@@ -182,7 +182,7 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
         tight: for their memory: also where the batch could be cut into as many equal parts over the ranks of a stage, which is as little
             work for each, without halos.
     """
-    for rows, stages, tiles in _factors(n_devices, 3):
+    for rows, stages, tiles in factorizations(n_devices, 3):
         if tiles > 1 and batch_size % rows == 0 and (tight or batch_size % (rows * tiles)):
             for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
                 outer = ((kind, rows), ("pipeline", stages), (TILE, tiles))
@@ -205,8 +205,7 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
     n_places = mesh.length(_PIPELINE)
     few = n_places <= _FEW
     for n_stages in range(2, n_places if few else 3):
-        for ends in itertools.combinations(range(1, n_places), n_stages - 1):
-            sizes = [end - start for start, end in itertools.pairwise((0, *ends, n_places))]
+        for sizes in _divisions(n_places, n_stages):
             if not few and any(size & (size - 1) for size in sizes):
                 continue
             for turns in itertools.product(*([count for count in range(1, size + 1) if size % count == 0] for size in sizes)):
@@ -215,6 +214,12 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
                     of_places = tuple(width for width, count in zip(widths, turns, strict=True) for _ in range(count))
                     outer = tuple((name, len(of_places) if name == _PIPELINE else size) for name, size in mesh.dimensions)
                     yield Mesh((*outer, (WIDTH, max(widths))), of_places), turns if max(turns) > 1 else ()
+
+
+def _divisions(n_places: int, n_stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to divide places among stages: how many each has."""
+    for ends in itertools.combinations(range(1, n_places), n_stages - 1):
+        yield tuple(end - start for start, end in itertools.pairwise((0, *ends, n_places)))
 
 
 _PIPELINE = "pipeline"
@@ -229,17 +234,6 @@ def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tupl
         yield ()
         return
     for names in inners:
-        for sizes in _factors(count, len(names)):
+        for sizes in factorizations(count, len(names)):
             if 1 not in sizes:
                 yield tuple(zip(names, sizes, strict=True))
-
-
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the factorizations of a number into ``count`` ordered factors."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factors(number // first, count - 1):
-                yield (first, *rest)
