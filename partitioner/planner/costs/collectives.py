@@ -18,6 +18,7 @@ one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,15 +208,13 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
         if node.name not in layouts.needs:
             continue
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
-        for operand, need in zip(operands, layouts.needs[node.name], strict=True):
-            for key, exchange in _changes(operand, need, node.name, layouts, sizes, flowing):
-                found.setdefault(key, exchange)
-        for key, exchange in find_halos(node, graph, axes, layouts, sizes, flowing):
-            found.setdefault(key, exchange)
-        for key, exchange in _inside(node, axes, layouts, sizes, flowing):
+        read = zip(operands, layouts.needs[node.name], strict=True)
+        changes = (_changes(operand, need, node.name, layouts, sizes, flowing) for operand, need in read)
+        halos, inside = find_halos(node, graph, axes, layouts, sizes, flowing), _inside(node, axes, layouts, sizes, flowing)
+        for key, exchange in itertools.chain(*changes, halos, inside):
             found.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
-    return [Exchange(**{**vars(each), "reader": last}) if each.reader == "output" else each for each in found.values()]
+    return [replace(each, reader=last) if each.reader == "output" else each for each in found.values()]
 
 
 def _changes(
