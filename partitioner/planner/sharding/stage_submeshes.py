@@ -72,13 +72,11 @@ class SubmeshParts:
             places: the device of each place along the pipeline.
         """
         widths = sorted(set(self.mesh.widths))
-        lists = {width: self._of_width(width, kinds, cost_model, optimizer, policy) for width in (1, *widths)}
+        known = (kinds, cost_model, optimizer, policy)
+        lists = {width: self.by_width[width].prices(*known, self.links[width]) for width in (1, *widths)}
         width_of = dict(zip(places, self.mesh.widths, strict=True))
         of_kind = [widths.index(width_of[kind]) for kind in kinds]
         return stack(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
-
-    def _of_width(self, width: int, kinds: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute) -> UnitCosts:
-        return self.by_width[width].prices(kinds, cost_model, optimizer, policy, self.links[width])
 
     def _borders(self, of_kind: Sequence[int], rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
         """What stages that hold parts of a value, or of a sum, make whole before they send it, and what they read in parts."""
