@@ -25,7 +25,7 @@ from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
 from passes.spmd.propagate import Layouts
 
-__all__ = ["NAMED_FIRST", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
+__all__ = ["NAMED_FIRST", "SEQUENCE", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
 
 SEQUENCE = "sequence"
 """The name of the axes of ``"sequence_parallel"``, and of the mesh dimension that shards them."""

@@ -13,16 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from partitioner.options.constraints import Constraints
-from partitioner.planner.constraints.axes import NAMED_FIRST
-from partitioner.planner.sharding.model import TENSOR, CuttableModel
+from partitioner.options.constraints import TENSOR, Constraints
+from partitioner.planner.constraints.axes import NAMED_FIRST, SEQUENCE
+from partitioner.planner.sharding.model import CuttableModel
 from passes.ir.layout import SPACE
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["SEQUENCE", "contending_axes"]
-
-SEQUENCE = "sequence"
-"""The mesh dimension, and the axes that it cuts."""
+__all__ = ["contending_axes"]
 
 _NEVER = ("batch", "rest")
 """Names of axes that neither dimension cuts."""

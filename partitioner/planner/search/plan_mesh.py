@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
-from partitioner.options.constraints import Constraints
+from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.planner.constraints.axes import check_dimensions, check_kept, named_dimensions
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
@@ -23,7 +23,7 @@ from partitioner.planner.search.axis_contenders import contending_axes
 from partitioner.planner.search.make_plan import Way, make_plan, plan_ways
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
-from partitioner.planner.sharding.model import TENSOR, CuttableModel, MeshCut
+from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos

@@ -12,7 +12,7 @@ from functools import cached_property
 import sympy
 
 from cost_models.graph_cost import graph_cost
-from partitioner.options.constraints import Constraints
+from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.planner.constraints.axes import constrained_axes
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
@@ -36,9 +36,6 @@ from passes.spmd.shard_graph import AxisCut
 
 __all__ = ["CuttableModel", "MeshCut"]
 
-
-TENSOR = "tensor"
-"""The mesh dimension that cuts axes of the parameters."""
 
 DATA = "data"
 """The mesh dimension of replicas."""
@@ -81,14 +78,13 @@ class CuttableModel:
         self._chosen: dict[object, _Chosen] = {}
         self._problems: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
-        self._asked: dict[object, MeshCut] = {}
         self._of_two: dict[object, ModelPart] = {}
         self._among_few: dict[object, ModelPart] = {}
 
     def constrained(self, constraints: Constraints) -> CuttableModel:
         """Return the same model under other constraints; what does not depend on them is found once."""
         other = copy.copy(self)
-        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _chosen={}, _asked={})
+        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _chosen={})
         return other
 
     def kinds_of_axes(self, cutting: Mesh, dimension: str) -> dict[str, bool]:
@@ -132,10 +128,14 @@ class CuttableModel:
             limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
             halos: segments of calls with a halo strategy of their own; all others exchange each halo and wait.
         """
-        asked = (cutting, beside, limit, halos)
-        if asked not in self._asked:
-            self._asked[asked] = self._worked_out(cutting, beside, limit, halos)
-        return self._asked[asked]
+        chosen = self._choose(cutting, beside, limit)
+        key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
+        if key not in self._cuts:
+            cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos)
+            part = self._part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, beside)
+            assert part.layouts is not None
+            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, beside, chosen.gap, halos)
+        return self._cuts[key]
 
     def axes_cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
         """The names of the axes that each mesh dimension cuts; as ``cut`` has it, without the part of a rank."""
@@ -155,16 +155,6 @@ class CuttableModel:
             cut = axis_cut(few, chosen.assigned, self._request.batchnorm)
             self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut)
         return self._among_few[key]
-
-    def _worked_out(self, cutting: Mesh, beside: bool, limit: float, halos: tuple[HaloSegment, ...]) -> MeshCut:
-        chosen = self._choose(cutting, beside, limit)
-        key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
-        if key not in self._cuts:
-            cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos)
-            part = self._part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, beside)
-            assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, beside, chosen.gap, halos)
-        return self._cuts[key]
 
     def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
         """Which axes are cut; found once for all that asks."""
