@@ -33,14 +33,19 @@ class UnitMemory:
     """
 
     def __init__(self, graph: ModelGraph, cost: GraphCost, points: CutPoints, optimizer: str, policy: Recompute) -> None:
-        self._graph, self._cost, self._points, self._policy = graph, cost, points, policy
+        self._cost, self._points, self._policy = cost, points, policy
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
-        self.fixed = tuple(self._find_fixed(optimizer_states(optimizer)))
-        self.gradients = tuple(self._find_gradients())
+        lasting = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants))
+        found = ((name, Shared(int(cost.bytes[name]), self._holders(name))) for name in lasting)
+        held = {name: item for name, item in found if item.amount and item.units}
+        trained = {name: item for name, item in held.items() if name in graph.parameters and name in cost.gradients}
+        copies = 1 + optimizer_states(optimizer)
+        self.fixed = tuple(item._replace(amount=item.most * copies) if name in trained else item for name, item in held.items())
+        self.gradients = tuple(trained.values())
 
         # Inputs of a step are held in any case, whoever reads them: they are no activations that a backward saves.
-        self._inputs = self._find_inputs()
+        self._inputs = tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
         of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
         selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy)
         self.again = selection.again
@@ -95,25 +100,6 @@ class UnitMemory:
         for item in self.gradients:
             trained[item.units[-1]] += item.most
         return self._working.at(numbers, share, made, trained, alone=alone, called=called)
-
-    def _find_inputs(self) -> tuple[str, ...]:
-        lasting = {*self._graph.parameters, *self._graph.buffers, *self._graph.constants}
-        return tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
-
-    def _find_fixed(self, states: int) -> Iterable[Shared]:
-        for name in (*self._graph.parameters, *self._graph.buffers, *self._graph.constants):
-            size, units = int(self._cost.bytes[name]), self._holders(name)
-            if units and size:
-                yield Shared(size * (1 + states if self._trains(name) else 1), units)
-
-    def _find_gradients(self) -> Iterable[Shared]:
-        for name in self._graph.parameters:
-            size, units = int(self._cost.bytes[name]), self._holders(name)
-            if units and size and self._trains(name):
-                yield Shared(size, units)
-
-    def _trains(self, placeholder: str) -> bool:
-        return placeholder in self._graph.parameters and placeholder in self._cost.gradients
 
     def _holders(self, placeholder: str) -> tuple[int, ...]:
         """The units that need a placeholder, directly or through replicated nodes."""
