@@ -42,7 +42,6 @@ class CrossingValue:
     """A tensor that later units read.
 
     Attributes:
-        node: its node.
         producer: the unit that computes it.
         readers: the later units that read it, in order. A returned value is read by the last unit, where results are collected.
     """
@@ -119,12 +118,8 @@ def _module_stack(node: fx.Node) -> tuple[str, ...]:
 
 def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     """How many modules, the model itself aside, are around both."""
-    shared = 0
-    for first, second in zip(one, other, strict=False):
-        if first != second:
-            break
-        shared += 1
-    return max(shared - 1, 0)
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return max(len(list(shared)) - 1, 0)
 
 
 def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
