@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from partitioner.planner.solvers.critical_paths import PathCosts
-from partitioner.planner.solvers.run_tables import Runs
 from partitioner.planner.solvers.stage_problem import Floats
 from partitioner.planner.solvers.stage_tables import affordable_blocks, bottleneck_table, price_table
 
@@ -146,7 +145,7 @@ class _Choices:
 
     def __init__(self, costs: PathCosts, bound: float) -> None:
         self._costs = costs
-        self._blocks = {unit: (runs, stages) for runs, stages in affordable_blocks(costs, bound) for unit in _units(runs)}
+        self._blocks = {unit: (runs, stages) for runs, stages in affordable_blocks(costs, bound) for unit in runs.units}
         self._known: dict[int, tuple[Floats, Floats, Floats]] = {}
 
     def of(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
@@ -163,7 +162,3 @@ class _Choices:
         width = min(runs.width, self._costs.problem.n_units - unit)
         cost, longer, messages = (each[stage - stages.start, unit - runs.start, :width] for each in self._known[runs.start])
         return cost, longer, messages
-
-
-def _units(runs: Runs) -> range:
-    return range(runs.starts.start, runs.starts.stop)

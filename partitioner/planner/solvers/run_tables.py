@@ -67,9 +67,14 @@ class Runs:
         return int(self.behind.shape[1])
 
     @property
-    def starts(self) -> slice:
+    def units(self) -> range:
         """The units of the block."""
-        return slice(self.start, self.start + self.behind.shape[0])
+        return range(self.start, self.start + self.behind.shape[0])
+
+    @property
+    def starts(self) -> slice:
+        """The same as an index."""
+        return slice(self.units.start, self.units.stop)
 
     def first(self, width: int) -> Runs:
         """The same of the shortest so many runs from each unit."""
@@ -134,10 +139,8 @@ class RunTable:
         return Runs(start, time, leaving, entering, fixed, kept, gradients, working, parted, behind)
 
 
-@lru_cache(maxsize=32)
-def run_table(units: Units) -> RunTable:
-    """Return the table of units; the last 32 are cached."""
-    return RunTable(units)
+run_table = lru_cache(maxsize=32)(RunTable)
+"""The table of units; the last 32 are cached."""
 
 
 class _Additions(NamedTuple):

@@ -66,7 +66,7 @@ class Search:
     def _alone(self, longest: Integers) -> Iterator[Runs]:
         """The runs of each unit, the first unit first."""
         for block in reversed(list(self._costs.blocks(longest))):
-            for unit in range(block.starts.start, block.starts.stop):
+            for unit in block.units:
                 yield block.of(unit).first(int(longest[unit]))
 
     @property

@@ -131,7 +131,7 @@ def price_table(costs: RunCosts, bottleneck: float) -> PriceTable:
     end = np.full((n_stages + 1, n + 1), -1, dtype=np.int64)
     for runs, stages in affordable_blocks(costs, bottleneck):
         fits = costs.fits(runs, stages) & (costs.cost(runs, stages) <= bottleneck)
-        own, units = costs.price(runs), np.arange(runs.starts.start, runs.starts.stop)
+        own, units = costs.price(runs), np.array(runs.units, dtype=np.int64)
         for stage in reversed(range(stages.start, stages.stop)):
             after = price[stage + 1][runs.behind]
             total = np.where(fits[stage - stages.start] & (after < NOTHING), own + after, NOTHING)
