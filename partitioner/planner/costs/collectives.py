@@ -40,7 +40,6 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.rules.loops import Size
 from passes.spmd.decompose.registry import SINGLE_BYTES, inside_of
 from passes.spmd.halo.regions import fetch_of, held_for, slides_of
-from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate import Layouts
 
 __all__ = [
@@ -210,7 +209,7 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
         read = zip(operands, layouts.needs[node.name], strict=True)
         changes = (_changes(operand, need, node.name, layouts, sizes, flowing) for operand, need in read)
-        halos, inside = find_halos(node, graph, axes, layouts, sizes, flowing), _inside(node, axes, layouts, sizes, flowing)
+        halos, inside = find_halos(node, axes, layouts, sizes, flowing), _inside(node, axes, layouts, sizes, flowing)
         for key, exchange in itertools.chain(*changes, halos, inside):
             found.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
@@ -242,7 +241,6 @@ def _changes(
 
 def find_halos(
     node: fx.Node,
-    graph: ModelGraph,
     axes: Axes,
     layouts: Layouts,
     sizes: PartSizes,
@@ -251,7 +249,7 @@ def find_halos(
     """What windows of a call read of neighbours, by a key that equal exchanges share: priced as the most that one rank gives another."""
     if node.op != "call_function" or node.name not in axes.loops:
         return
-    extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, sizes.n_row_parts)
+    extents = sizes.extents
     slides = [(slide, slide.window.operand) for slide in slides_of(node.name, axes, layouts, extents)]
     for place, operand in enumerate(axes.operands[node.name]):
         if operand.name in layouts.fetched and held_for(node.name, place, axes, layouts, extents)[0] == "fetched":

@@ -37,20 +37,20 @@ class PartSizes:
         stored_again: the mesh dimensions over which the backward gathers parameters once more.
 
     Attributes:
-        n_row_parts: into how many parts the batch is cut.
+        extents: how long the parts of axes are.
         gathered_again: parameters that the backward gathers once more instead of keeping them whole.
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
         self._graph, self._axes, self._layouts = graph, axes, layouts
         self._counts = tuple(count for _, count in layouts.mesh)
-        self.n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
+        self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
         again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
         self.gathered_again = frozenset(
             name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
         )
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
-        self._extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self.n_row_parts)
+        self.extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
@@ -81,7 +81,7 @@ class PartSizes:
         for place, (operand, _) in enumerate(self._read(call)):
             shape = parts[operand][0]
             is_fetched = operand.name in self._layouts.fetched and self._holding(call, place) == "fetched"
-            slides = [*fetch_of(operand.name, self._layouts, self._extents)] if is_fetched else []
+            slides = [*fetch_of(operand.name, self._layouts, self.extents)] if is_fetched else []
             copies: list[Fetched] = []
             for slide in (*slides, *(each for each in self._slides(call) if each.window.operand == place)):
                 if interior is not None and slide is interior.slide:
@@ -105,11 +105,11 @@ class PartSizes:
     def _slides(self, call: fx.Node) -> tuple[Slide, ...]:
         if call.name not in self._known_slides:
             is_call = call.name in self._axes.loops and call.name in self._layouts.cuts
-            self._known_slides[call.name] = slides_of(call.name, self._axes, self._layouts, self._extents) if is_call else ()
+            self._known_slides[call.name] = slides_of(call.name, self._axes, self._layouts, self.extents) if is_call else ()
         return self._known_slides[call.name]
 
     def _holding(self, call: fx.Node, place: int) -> Holding:
-        return held_for(call.name, place, self._axes, self._layouts, self._extents)[0]
+        return held_for(call.name, place, self._axes, self._layouts, self.extents)[0]
 
     def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
         """A part with the halo that ranks recompute (``Layouts.wide``), of the rank that recomputes most: it sets the pace."""
@@ -167,9 +167,9 @@ class PartSizes:
 
     def _in_own_rows(self, size: Size) -> Size:
         batch = self._graph.batch
-        if batch is None or self.n_row_parts == 1 or not isinstance(size, sympy.Expr):
+        if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
             return size
-        return size.subs(batch, self.n_row_parts * batch)
+        return size.subs(batch, self._n_row_parts * batch)
 
 
 def _along(part: TensorSpec, slide: Slide) -> TensorSpec:

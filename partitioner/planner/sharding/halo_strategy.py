@@ -35,7 +35,6 @@ from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import slides_of
 from passes.spmd.halo.wide import Overlaps, TileRegions
-from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate import Intervals, Layouts
 
 __all__ = ["Price", "choose_halos"]
@@ -224,11 +223,11 @@ class _Prices:
         Args:
             found: what was exchanged for calls in front of it.
         """
-        graph, layouts = self._part.of.graph, self._layouts
-        extents = Extents(self._axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._part.n_row_parts)
-        interior = interior_of(self._axes.loops[node.name], slides_of(node.name, self._axes, layouts, extents))
+        assert self._part.sizes is not None
+        slides = slides_of(node.name, self._axes, self._layouts, self._part.sizes.extents)
+        interior = interior_of(self._axes.loops[node.name], slides)
         waits = pieces = 0.0
-        for key, exchange in self._halos(node, layouts):
+        for key, exchange in self._halos(node, self._layouts):
             if key in found:
                 continue
             found[key] = None
@@ -268,7 +267,7 @@ class _Prices:
 
     def _halos(self, node: fx.Node, layouts: Layouts) -> Iterator[tuple[object, Exchange]]:
         assert self._part.sizes is not None
-        return find_halos(node, self._part.of.graph, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
+        return find_halos(node, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
 
     def _again(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
         """Return the seconds that a call takes longer with its overlap."""
