@@ -49,7 +49,7 @@ def contender(words: str, solution: Solution) -> Contender:
     if solution.sums > staged.makespan:
         spent = "the sum of gradients over replicas"
     else:
-        spent = "waiting for other ranks" if staged.idle > 1 / 2 else _spent_on(solution.problems, staged)
+        spent = "waiting for other ranks" if staged.idle > 1 / 2 else _spent_on(staged.problems, staged)
     return Contender(words, solution.step_time, max(staged.memory), spent)
 
 

@@ -167,7 +167,7 @@ def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contender
         contenders: what was worked out, the chosen one first.
     """
     graph, request, mesh = problem.part.graph, problem.request, problem.mesh
-    candidate, problems = chosen.staged.candidate, chosen.problems
+    candidate, problems = chosen.staged.candidate, chosen.staged.problems
     return Plan(
         mesh=mesh.dimensions,
         devices=problem.devices,

@@ -40,12 +40,9 @@ class Solution:
     """One candidate of a mesh, worked out.
 
     Attributes:
-        problems: the mesh under its recomputation policy.
-        staged: its stages and their times.
         sums: seconds at the end of the step until all gradients are summed.
     """
 
-    problems: PipelineProblems
     staged: StagedModel
     sums: float
 
@@ -263,7 +260,7 @@ class MeshProblem:
                 return math.inf
             self._n_priced += 1
             staged = stage_model(problems, candidate, starts)
-            found = Solution(problems, staged, self._sum_seconds(problems, staged))
+            found = Solution(staged, self._sum_seconds(problems, staged))
             if found.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
                 return found.step_time
             if not problems.hold(found.staged.memory):
