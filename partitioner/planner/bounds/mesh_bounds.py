@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class MeshBounds:
         # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
         prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
         self._prices, self._request = prices, request
-        self._numbers: dict[int, Numbers] = {}
+        self._numbers = cache(Numbers)
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
         self._fixed = prices.fixed_bytes + prices.gradients.least
@@ -164,7 +165,7 @@ class MeshBounds:
             return 0.0, 0.0
         part = self._model.cut_among_few(inner, beside=beside, limit=limit)
         links = self._links.of(mesh)
-        numbers, totals = self._numbers.setdefault(rows, Numbers(rows)), (0.0, 0.0)
+        numbers, totals = self._numbers(rows), (0.0, 0.0)
         for exchange, count in part.exchange_counts:
             if exchange.held:
                 continue
@@ -180,13 +181,9 @@ class MeshBounds:
             return (0.0, 0.0), 0.0
         links, parts = self._links.of(mesh)[rows_name], mesh.cutting.size // n_rows
         if rows_name == "data":
-            return (0.0, 0.0), self._gradient_sums(links, n_rows, stages * parts)
+            size = sum(self._sizes[name] for name in self._whole_on(n_rows))
+            return (0.0, 0.0), links.seconds("all_reduce", size / (stages * parts)) if size else 0.0
         return self._parameter_gathers(links, n_rows, parts), 0.0
-
-    def _gradient_sums(self, links: GroupLinks, rows: int, others: int) -> float:
-        """Return a lower bound of the seconds in which replicas all_reduce a stage's gradients, shared evenly by ``others`` ranks."""
-        size = sum(self._sizes[name] for name in self._whole_on(rows))
-        return links.seconds("all_reduce", size / others) if size else 0.0
 
     def _parameter_gathers(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
         """Return the seconds of all stages to gather parameters and to reduce-scatter gradients, for each microbatch.

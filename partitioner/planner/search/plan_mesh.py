@@ -116,9 +116,7 @@ def _besides(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bo
     in_tiles = any(name in TILES for name in mesh.names)
     if mesh.widths or (in_tiles and stages_length(mesh) > 1) or not (in_tiles or TENSOR in mesh.names):
         return (False,)
-    if not in_tiles and (request.constraints.tp_plan or not model.can_cut_beside(mesh, alone=True)):
-        return (False,)
-    if in_tiles and not model.can_cut_beside(mesh, alone=True):
+    if (request.constraints.tp_plan and not in_tiles) or not model.can_cut_beside(mesh, alone=True):
         return (False,)
     return (True,) if in_tiles and TILE in named_dimensions(request.constraints) else (False, True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,10 +132,9 @@ class ModelPart:
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
         """Return each distinct collective, compared without its reader, and how often the whole model runs it."""
-        counts: dict[Exchange, int] = {}
+        counts = Counter[Exchange]()
         for exchange in self.exchanges:
-            alike = dataclasses.replace(exchange, reader="")
-            counts[alike] = counts.get(alike, 0) + len(self.of.copies(exchange.reader))
+            counts[dataclasses.replace(exchange, reader="")] += len(self.of.copies(exchange.reader))
         return tuple(counts.items())
 
     @cached_property

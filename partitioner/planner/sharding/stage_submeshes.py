@@ -143,14 +143,11 @@ class SubmeshParts:
     def torn(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
         """The first parameter that stages of unequal degrees would share: no rank could sum its part of the gradient with the others."""
         for placeholder, name in self._shared_parameters.items():
-            widths = self._widths_of(prices.users[placeholder], starts, stage_ranks)
+            stages = {bisect_right(starts, unit) - 1 for unit in prices.users[placeholder]}
+            widths = {self.mesh.widths[stage_ranks[stage][0]] for stage in stages}
             if len(widths) > 1:
                 return shared_by_unlike_stages(name, min(widths), max(widths))
         return None
-
-    def _widths_of(self, units: Sequence[int], starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> set[int]:
-        stages = {bisect_right(starts, unit) - 1 for unit in units}
-        return {self.mesh.widths[stage_ranks[stage][0]] for stage in stages}
 
     def check(self, prices: UnitCosts) -> None:
         """Raise ConfigError where the first and the last stage have unequal degrees and share a parameter, wherever stages are cut."""
