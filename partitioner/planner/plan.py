@@ -24,9 +24,7 @@ class PlanProblem:
     """A model to be planned.
 
     Attributes:
-        graph: the model.
         cluster: the hardware, at least as many devices as the request names.
-        request: what the user said.
         cost_model: prices work and messages; None: an analytic roofline.
         mesh: its dimensions; None: to be chosen.
         sequential_tiles: the tiles that one device computes one after the other, a number or a grid; None: there are none.

@@ -156,14 +156,7 @@ class UnitPricing:
 
 @dataclass(frozen=True, eq=False)
 class _Microbatch:
-    """Prices units for one microbatch size, on some links.
-
-    Attributes:
-        of: what prices them at any.
-        rows: of a microbatch.
-        batch_size, exchanges, adding: as ``UnitPricing.on`` has them.
-        fixed: what stages hold all the time.
-    """
+    """Prices units for one microbatch size, on some links."""
 
     of: UnitPricing
     rows: int

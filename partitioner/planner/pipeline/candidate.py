@@ -30,8 +30,6 @@ class StagedModel:
 
     Attributes:
         problems: what was cut.
-        candidate: what was chosen.
-        schedule: its schedule.
         runs: the units of each stage.
         times: for each stage, what the clock was told.
         makespan: seconds of a step, what is summed at its end aside.

@@ -21,8 +21,6 @@ class Candidate:
     """One way to run the pipeline.
 
     Attributes:
-        schedule: its name.
-        stages_per_rank: stages on each rank.
         n_microbatches: microbatches a step.
         replicas: for each stage, how many ranks run it round-robin; empty: one rank each.
     """

@@ -69,10 +69,7 @@ class Option:
     """One candidate of a mesh.
 
     Attributes:
-        problem: the mesh.
         cut: its sharded axes; None: no axes.
-        policy: its recomputation.
-        candidate: its schedule, microbatches and number of stages.
         promise: lower bounds over its stage cuts; None: not computed yet.
         axes: the axes that the user named for it, in words; empty if the planner chose them.
     """

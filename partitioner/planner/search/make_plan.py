@@ -57,7 +57,6 @@ class Way:
     """A mesh with one choice of the axes that it cuts.
 
     Attributes:
-        problem: what is open on it.
         cut: its axes; None where it cuts none.
         axes: those that were named for it, in words; empty where the planner chose them.
         is_of_mode: whether it is what the mode means, and may be taken.

@@ -402,9 +402,6 @@ class MeshCut:
     """A model under the dimensions of a mesh that cut axes.
 
     Attributes:
-        part: of one rank.
-        axes: of the model.
-        names: of the axes.
         assigned: mesh dimension -> the axes that it cuts.
         layouts: how every value lies.
         beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation

@@ -56,7 +56,6 @@ class ModelPart:
     Attributes:
         of: the graph that it is a part of.
         batch_size: rows that one rank has.
-        cost: the prices of the part.
         cutting: the mesh dimensions that cut axes.
         sums: the gradients that are summed once a step.
         layouts: how every value lies; None where nothing is cut.
@@ -205,8 +204,6 @@ class PartGraph:
 
     Attributes:
         graph: of the model, repeated blocks folded.
-        points: its units.
-        whole: of the model.
         unfolding: how the units repeat; None where nothing is folded.
         known_seconds: of operations, by kind of device and microbatch size: worked out once for all parts, meshes and policies.
     """

@@ -37,9 +37,6 @@ class Ranks:
     """Who computes along a mesh dimension.
 
     Attributes:
-        device: of each rank.
-        links: between them.
-        cost_model: prices work.
         share: what other mesh dimensions and microbatches leave of every value, and of all work.
     """
 

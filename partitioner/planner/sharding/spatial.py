@@ -50,12 +50,7 @@ def may_switch(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *,
 
 @dataclass(frozen=True)
 class Hardware:
-    """The cluster and its cost model.
-
-    Attributes:
-        cluster: of all ranks.
-        cost_model: prices work.
-    """
+    """The cluster and its cost model."""
 
     cluster: Cluster
     cost_model: CostModel
@@ -91,9 +86,6 @@ class SpaceProblem:
     """The problem of choosing axes for tile dimensions.
 
     Attributes:
-        graph: the model.
-        axes: of the graph.
-        cost: of the graph.
         ranks: the devices and links along each.
         fixed: mesh dimension -> axes that the user names: those of space must be sharded, others may be instead of space.
         free: whether the planner chose tiles; if the user did, all axes of space that are long enough are sharded, or the named ones.

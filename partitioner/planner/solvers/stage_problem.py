@@ -352,7 +352,6 @@ class StageProblem:
     """N units, S stages on R ranks.
 
     Attributes:
-        units: the units.
         kind: (S,) the kind of each stage: its device, and how many ranks share it.
         rank: (S,) the rank of each stage; of several, the first.
         latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.

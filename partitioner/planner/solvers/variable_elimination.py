@@ -60,7 +60,6 @@ class ChoiceProblem:
 
     Attributes:
         n_options: (V,) options of each variable.
-        terms: the tables.
         limit: bytes.
     """
 
@@ -80,8 +79,6 @@ class Choices:
 
     Attributes:
         options: one for each variable.
-        seconds: what they take.
-        bytes: what they hold.
         bound: seconds that no choice within the limit can beat.
     """
 
