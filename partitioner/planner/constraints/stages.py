@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,8 @@ from passes.ir.graph import ModelGraph
 
 __all__ = ["Restrictions", "restrict"]
 
-
-@dataclass(frozen=True)
-class Restrictions:
-    """What ``StageProblem`` takes.
-
-    Attributes:
-        forced: boundaries that must be cuts.
-        allowed: (N, S) whether a unit may be in a stage; None: all may.
-    """
-
-    forced: frozenset[int]
-    allowed: NDArray[np.bool_] | None
+Restrictions = tuple[frozenset[int], NDArray[np.bool_] | None]
+"""The boundaries that must be cuts, and (N, S) whether a unit may be in a stage; None: all may."""
 
 
 def restrict(
@@ -53,7 +42,7 @@ def restrict(
             earlier rank where each rank has one stage.
     """
     if not constraints.split_spec and constraints.device_map is None and constraints.pin is None:
-        return Restrictions(frozenset(), None)
+        return frozenset(), None
     names = _Names(graph, points, modules)
     forced = frozenset(
         names.boundary(name, _split_point(name, where)) for name, where in (constraints.split_spec or {}).items() if names.check(name)
@@ -64,7 +53,7 @@ def restrict(
             remedy="pass as many devices (or stages on each) as there are stages, or fewer split points",
         )
     if constraints.device_map is None and constraints.pin is None:
-        return Restrictions(forced, None)
+        return forced, None
     allowed = np.ones((len(points.units), len(stage_ranks)), dtype=bool)
     if constraints.device_map is not None:
         ranks = _unit_ranks(constraints.device_map, names, points, devices)
@@ -79,7 +68,7 @@ def restrict(
             )
         for unit in names.units(name):
             allowed[unit] &= np.arange(len(stage_ranks)) == stage
-    return Restrictions(forced, allowed)
+    return forced, allowed
 
 
 class _Names:

@@ -76,7 +76,7 @@ class PipelineProblems:
     def problem(self, candidate: Candidate) -> StageProblem:
         """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
         order = self.order(candidate)
-        links, limits = self.links(order.stage_ranks), self.restrictions(candidate)
+        links, (forced, allowed) = self.links(order.stage_ranks), self.restrictions(candidate)
         return StageProblem(
             units=self.units(candidate),
             kind=self.kinds(candidate),
@@ -87,8 +87,8 @@ class PipelineProblems:
             later=order.later,
             awaiting=order.awaiting,
             limit=self._limits_of(order.stage_ranks),
-            forced=limits.forced,
-            allowed=limits.allowed,
+            forced=forced,
+            allowed=allowed,
             replicas=candidate.replicas,
         )
 
