@@ -31,17 +31,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, TILE, WIDTH, Mesh
 
-__all__ = [
-    "MANY",
-    "allowed_shapes",
-    "allowed_sharing",
-    "allowed_tiles",
-    "allowed_widths",
-    "candidates_of",
-    "mesh_shapes",
-    "tile_shapes",
-    "unlike_shapes",
-]
+__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "tile_shapes"]
 
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:

@@ -16,16 +16,7 @@ import numpy as np
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Uses, shared_uses
 
-__all__ = [
-    "NOTHING",
-    "PriceTable",
-    "affordable_blocks",
-    "best_bottleneck",
-    "bottleneck_table",
-    "could_fit",
-    "price_table",
-    "shortfall_table",
-]
+__all__ = ["NOTHING", "PriceTable", "affordable_blocks", "best_bottleneck", "bottleneck_table", "price_table", "shortfall_table"]
 
 NOTHING = np.iinfo(np.int64).max // 4
 """The price where there is no solution."""
