@@ -182,7 +182,8 @@ def test_blocks_that_differ_in_the_sign_of_a_zero_are_told_apart() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.norm(torch.relu(self.linear(x)))
-            return x + torch.sigmoid(torch.full_like(y, self.zero).reciprocal()) * y
+            result: Tensor = x + torch.sigmoid(torch.full_like(y, self.zero).reciprocal()) * y
+            return result
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(zero) for zero in (0.0, 0.0, 0.0, -0.0, -0.0, -0.0))).double()
