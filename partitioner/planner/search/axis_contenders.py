@@ -4,13 +4,14 @@ Axes are chosen by a sum over calls (``axis_choice``), which leaves out what onl
 parts that other dimensions leave. So the plan of that choice is compared with those of
 
     {"heads": "tensor"}                                   each name alone, the rest chosen beside it
-    {"heads": "tensor", "ffn": "tensor", ...}             the axes that tensor parallelism usually cuts, together
+    {"heads": "tensor", "ffn": "tensor", ...}             the axes that tensor parallelism usually cuts: together, and without one of them
     {"heads": "tensor", "ffn": "tensor", "hidden": ...}   all names
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from partitioner.options.constraints import TENSOR, Constraints
@@ -38,8 +39,9 @@ def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) 
     meant = {name: name for name in (TENSOR, SEQUENCE) if name in mesh.names} | ({TILE: first_tile} if first_tile else {})
     for dimension, of_mesh in meant.items():
         kinds = {name: held for name, held in model.kinds_of_axes(mesh.cutting, of_mesh).items() if name not in _NEVER}
-        together = [tuple(name for name in kinds if name in NAMED_FIRST), tuple(name for name in kinds if name != SEQUENCE)]
-        for chosen in dict.fromkeys([*((name,) for name in kinds), *together]):
+        usual, alone = tuple(name for name in kinds if name in NAMED_FIRST), [(name,) for name in kinds]
+        without_one = itertools.combinations(usual, len(usual) - 1) if usual else ()
+        for chosen in dict.fromkeys([*alone, usual, *without_one, tuple(name for name in kinds if name != SEQUENCE)]):
             if chosen and set(chosen) != {dimension}:
                 is_of_mode = all(_is_meant(dimension, name, of_parameters=kinds[name]) for name in chosen)
                 yield dataclasses.replace(constraints, axes=dict.fromkeys(chosen, dimension)), is_of_mode
