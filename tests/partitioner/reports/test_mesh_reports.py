@@ -110,20 +110,30 @@ def test_explain_tells_axes_and_layouts() -> None:
     assert "\n  batch      8 rows in 1 microbatch\n" in text
 
 
+def communication_of(text: str) -> dict[str, list[str]]:
+    """Value -> its message, bytes and number, from, to, and why, of which each may be wrapped."""
+    heading, *lines = text.partition("\nCOMMUNICATION\n")[2].partition("\n\n")[0].splitlines()
+    starts = [heading.index(name) for name in ("value", "one message", "from", "to", "why")]
+    rows: list[list[str]] = []
+    for line in lines:
+        row = [line[first:last].strip() for first, last in zip(starts, [*starts[1:], None], strict=True)]
+        if row[1]:
+            rows.append(row)
+        else:
+            rows[-1] = [f"{above} {below}".strip() for above, below in zip(rows[-1], row, strict=True)]
+    return {value: [*re.split(r"\s{2,}", message), *rest] for value, message, *rest in rows}
+
+
 @pytest.mark.slow
 def test_explain_tells_every_kind_of_communication_and_why() -> None:
     text = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B").explain()
-    found = {line[0]: line for line in lines_of(text, "COMMUNICATION")}
-    assert found["result of token and 4 more"][4:] == [
-        "over tensor",
-        "4 groups of 2 ranks",
-        "each rank has a part of the sum",
-    ]
-    assert found["input gradient of blocks.1.query_key_value and 4 more"][4] == "over tensor"
-    assert found["gradient of token.weight"][4:6] == ["over data and pipeline", "2 groups of 4 ranks"]
-    (sent,) = [line for line in found.values() if line[4:6] == ["stage 0, ranks 0, 1, 4 and 5", "stage 1, ranks 2, 3, 6 and 7"]]
-    assert sent[1] == "float32 (2, 6, 12)"  # a batch of 8 over two replicas in two microbatches
-    assert sent[2] == format_bytes(2 * 8 * 6 * 12 * 4)  # the whole batch once for each tensor rank
+    found = communication_of(text)
+    assert found["result of token and 4 more"][3:] == ["over tensor", "4 groups of 2 ranks", "each rank has a part of the sum"]
+    assert found["input gradient of blocks.1.query_key_value and 4 more"][3] == "over tensor"
+    assert found["gradient of token.weight"][3:5] == ["over data and pipeline", "2 groups of 4 ranks"]
+    (sent,) = [row for row in found.values() if row[3:5] == ["stage 0, ranks 0, 1, 4 and 5", "stage 1, ranks 2, 3, 6 and 7"]]
+    assert sent[0] == "float32 (2, 6, 12)"  # a batch of 8 over two replicas in two microbatches
+    assert sent[1] == format_bytes(2 * 8 * 6 * 12 * 4)  # the whole batch once for each tensor rank
     stages = lines_of(text, "STAGES")
     assert stages[1][1].startswith("0, 1, 4, 5")
     assert any(line.startswith("  place 1 |...|1F0|") for line in text.splitlines())
