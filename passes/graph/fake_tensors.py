@@ -21,7 +21,7 @@ from passes.graph.schemas import argument_form, draws, node_leaves, written_argu
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import enable_python_dispatcher
 
-__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result"]
+__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among"]
 
 aten = torch.ops.aten
 
@@ -107,7 +107,14 @@ def call_like(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], /, *
     node = graph.call_function(function, arguments)
     node.meta = dict(like.meta)
     node.meta["val"] = fake_result(node)
+    node.meta[OWN_MEMORY] = memory_among(node, node.all_input_nodes)
     return node
+
+
+def memory_among(node: fx.Node, others: Sequence[fx.Node]) -> MemoryOf:
+    """Return the memory of a value: that of the other node whose fake tensor it views, which more nodes may share, or of its fake tensor."""
+    keys = {memory_key(tensor): key for other in others for tensor, key in memory_keys(other)}
+    return MemoryOf(node.meta["val"], tuple(keys.get(memory_key(tensor), memory_key(tensor)) for tensor in tensors_of(node)))
 
 
 def _form(value: Any) -> Hashable:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, fx
 
-from passes.graph.aliasing import tensors_of
-from passes.graph.fake_tensors import call_like
+from passes.graph.aliasing import OWN_MEMORY, tensors_of
+from passes.graph.fake_tensors import call_like, memory_among
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
@@ -137,6 +137,7 @@ def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:
             keywords = {name: each for name, each in keywords.items() if name != "memory_format"}
             drawn = graph.create_node("call_function", node.target, arguments, keywords)
             drawn.meta = {**node.meta, "val": value.permute(order).contiguous()}
+            drawn.meta[OWN_MEMORY] = memory_among(drawn, [node, *drawn.all_input_nodes])
         result = call(aten.permute.default, drawn, inverse)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
