@@ -136,6 +136,7 @@ class TorchrunRuntime:
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The union of what the processes own, on every process: first what there is, then each tensor from its owner."""
         with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of what all ranks hold"):
+            connection.agreement.go_on()
             group = connection.group(connection.everyone)
             kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
             kinds_of: list[Any] = [None] * self.n_ranks
@@ -149,6 +150,7 @@ class TorchrunRuntime:
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """A number reduced over all processes."""
         with self.failing_together() as connection, connection.communicating("a reduction over all ranks"):
+            connection.agreement.go_on()
             reduced = value.detach().clone()
             dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], connection.group(connection.everyone))
             return reduced

@@ -33,7 +33,7 @@ def test_training(workers: Callable[[int], Workers], size: int, name: str, mode:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param("gpt", {"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt", {"data": 2, "pipeline": 2}, id="counted_targets"),
         pytest.param("nested_outputs", "pipeline", marks=pytest.mark.slow),
     ],
 )
