@@ -1,4 +1,4 @@
-"""Write what every phase gives into a folder, to see which one did it.
+"""Write the graphs or programs after every phase into a folder, to find the phase that changed something.
 
     passes/
       phases.txt                     the order, with seconds and nodes
@@ -35,10 +35,10 @@ def dump_passes(folder: Path, trace: Callable[[], ModelGraph], plan: Plan, targe
     """Trace and lower a model once more, and write the graph, or the programs, after each phase.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         trace: traces the model, for the batch of the target.
-        plan: what is lowered.
-        target: which programs are written.
+        plan: by which the model is lowered.
+        target: the kind of programs to lower to.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -54,7 +54,7 @@ def dump_passes(folder: Path, trace: Callable[[], ModelGraph], plan: Plan, targe
 
 
 class _Dump:
-    """Observes phases, and writes what each gives."""
+    """Observes phases, and writes the state after each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,6 +72,7 @@ class _Dump:
             self._last = texts
 
     def _write(self, name: str, texts: dict[str, str]) -> None:
+        """Write one file for a model, else a folder with a file for each graph."""
         if list(texts) == ["model"]:
             (self._folder / f"{name}.py").write_text(texts["model"], encoding="utf-8")
             return
@@ -80,14 +81,14 @@ class _Dump:
             (self._folder / name / f"{part}.py").write_text(text, encoding="utf-8")
 
     def write_summary(self) -> None:
-        """The phases in their order, with how long each took and how many nodes there are after it."""
+        """Write ``phases.txt``: the phases in order, the time of each, and the number of nodes after it."""
         lines = [f"{'phase':28} {'took':>9} {'nodes':>7}"]
         lines += [f"{name:28} {format_seconds(seconds):>9} {nodes:7}  {note}".rstrip() for name, note, seconds, nodes in self._rows]
         (self._folder / "phases.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _graphs_of(state: Any) -> dict[str, fx.Graph]:
-    """What a state holds by now, by name: the programs; else the stages; else the graphs of ranks; else the model."""
+    """Return name -> graph of the latest form of a state: its programs; else its stages; else the graphs of ranks; else the model."""
     if isinstance(state, ExportedGraph):
         return {"model": state.graph}
     assert isinstance(state, Lowered)
@@ -95,11 +96,11 @@ def _graphs_of(state: Any) -> dict[str, fx.Graph]:
         return {f"rank_{program.rank}": program.module.graph for _, program in state.programs}
     if state.stages:
         stages = state.stages[0, 0]
-        found = {f"stage_{stage.index}": stage.module.graph for stage in stages.stages}
+        graphs = {f"stage_{stage.index}": stage.module.graph for stage in stages.stages}
         for index, training in enumerate(stages.training):
             modules = {"forward": training.forward, "backward": training.backward}
-            found |= {f"stage_{index}_{name}": module.graph for name, module in modules.items() if module is not None}
-        return found
+            graphs |= {f"stage_{index}_{name}": module.graph for name, module in modules.items() if module is not None}
+        return graphs
     if state.cut is not None:
         return {
             f"rank_{rank}": part.graph

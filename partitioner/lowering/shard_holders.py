@@ -1,4 +1,4 @@
-"""How a plan cuts a model: one cut for each way in which the model is lowered, and the blocks that ranks hold, the same for all."""
+"""Cut a model by a plan: one cut for each variant that is lowered, and the blocks of parameters that ranks hold, the same for all."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PlanCuts:
 
     Args:
         graph: the model.
-        plan: how it is cut.
-        traced_for: traces the model for another size of the batch, where its graph serves one alone.
+        plan: by which it is cut.
+        traced_for: traces the model for a number of rows; used if its graph is fixed to one batch size.
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
         self._graph, self._plan, self._traced_for = graph, plan, traced_for
-        self._decided = self._cut(Lowerer(Lowered(plan, graph)), Target())
-        self._found: dict[int | None, Lowerer] = {}
+        self._plan_cut = self._cut(Lowerer(Lowered(plan, graph)), Target())
+        self._lowerers: dict[int | None, Lowerer] = {}
 
     @staticmethod
     def _cut(lowerer: Lowerer, target: Target) -> StagedCut:
@@ -42,15 +42,15 @@ class PlanCuts:
         return cut
 
     def at(self, variant: Variant) -> tuple[Lowerer, Target]:
-        """What runs the phases for one way in which the model is lowered, and what is asked of them."""
+        """Return the lowerer and the target of one variant of the model."""
         size = None if variant.batch_size in (None, self._graph.batch_size) else variant.batch_size
-        if size not in self._found:
-            graph = self._graph if size is None else self._traced_again(size)
-            self._found[size] = Lowerer(Lowered(self._plan, graph, held=self._decided))
-        return self._found[size], Target(variant.in_parts, variant.results, variant.rows)
+        if size not in self._lowerers:
+            graph = self._graph if size is None else self._trace_for(size)
+            self._lowerers[size] = Lowerer(Lowered(self._plan, graph, held=self._plan_cut))
+        return self._lowerers[size], Target(variant.in_parts, variant.results, variant.rows)
 
-    def _traced_again(self, size: int) -> ModelGraph:
-        """The model for another size; microbatches have to be computed as the batch is, or together they are another model."""
+    def _trace_for(self, size: int) -> ModelGraph:
+        """Trace the model for another batch size; raise ConfigError if its microbatches would not compute the same as the batch."""
         graph = self._traced_for(size)
         if self._plan.n_microbatches > 1 and (graph.mixed or pair_nodes(self._graph.graph, graph.graph) is None):
             raise ConfigError(
@@ -61,25 +61,25 @@ class PlanCuts:
         return graph
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
-        """Placeholder -> rank -> the block that it holds.
+        """Return placeholder of a parameter, buffer or constant -> rank -> the block that the rank holds.
 
-        A rank holds what its stages read of the part that this variant is cut into, and what any stage may need. What no stage reads stays
-        with rank 0.
+        A rank holds what its stages read in this variant, and what any stage may compute for itself (``read_by_replicable``). Rank 0 holds
+        what no stage reads.
 
         Args:
             devices: for each rank, where it runs.
         """
-        graph, plan, decided = self._graph, self._plan, self._decided
-        places = {rank: place for ranks in pipelines(plan.grid) for place, rank in enumerate(ranks)}
-        of_stages = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
-        stages = cut_stages(self._cut(*self.at(variant)).parts[0], plan, of_stages).stages
-        is_shared = decided.widest.cut.rows and len(plan.stages) > 1
-        shared = read_by_replicable(decided.widest.graph) if is_shared else frozenset[str]()
-        needed = {
-            rank: shared.union(*(stage.bound for stage in stages if place in plan.stage_ranks[stage.index]))
-            for rank, place in sorted(places.items())
+        graph, plan, plan_cut = self._graph, self._plan, self._plan_cut
+        positions = {rank: position for ranks in pipelines(plan.grid) for position, rank in enumerate(ranks)}
+        stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
+        stages = cut_stages(self._cut(*self.at(variant)).parts[0], plan, stage_devices).stages
+        may_replicate = plan_cut.widest.cut.rows and len(plan.stages) > 1
+        read_by_any = read_by_replicable(plan_cut.widest.graph) if may_replicate else frozenset[str]()
+        read_by = {
+            rank: read_by_any.union(*(stage.bound for stage in stages if position in plan.stage_ranks[stage.index]))
+            for rank, position in sorted(positions.items())
         }
-        held = (*graph.parameters, *graph.buffers, *graph.constants)
-        holders = {name: [rank for rank, names in needed.items() if name in names] or [0] for name in held}
-        blocks = {rank: decided.blocks(place, rank) for rank, place in places.items()}
+        placeholders = (*graph.parameters, *graph.buffers, *graph.constants)
+        holders = {name: [rank for rank, names in read_by.items() if name in names] or [0] for name in placeholders}
+        blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}

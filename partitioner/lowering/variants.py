@@ -1,4 +1,4 @@
-"""The lowered programs of a partitioned model, one set for each kind of batch and use, made when first asked for."""
+"""Choose the variant of a model that serves a batch, and lower each variant when it is first used."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LowerAt = Callable[["Variant"], Lowering]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way in which the model is lowered.
+    """Options by which the model is lowered for a kind of batch.
 
     Attributes:
         batch_size: for a graph that is fixed to one size, the rows of one microbatch over all ranks; else None.
-        in_parts: whether means over the batch that the model returns are sums of parts (``passes.spmd.mean_to_sum``).
-        results: what ranks return that cut the batch.
-        rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
+        in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``).
+        results: what each rank of a sharded batch returns.
+        rows: whether the batch is sharded over ranks; False if it does not divide.
         inputs: whether processes pass the whole batch and get whole results, or pass and get their own rows.
     """
 
@@ -38,19 +38,21 @@ class Variant:
 
 
 def results_in_training(graph: ModelGraph) -> Results:
-    """What ranks return to a loss: their own rows, unless the model returns means, or what no rank can tell from its rows alone."""
+    """Return what ranks return in training: ``"whole"`` if an output mixes rows, ``"rows"`` if one is a mean or sum, else ``"loss"``."""
     kinds = {output.combine for output in graph.outputs}
-    return "rows" if kinds & {"mean", "sum"} else "whole" if "mixed" in kinds else "loss"
+    if kinds & {"mean", "sum"}:
+        return "rows"
+    return "whole" if "mixed" in kinds else "loss"
 
 
 class Lowerings:
-    """What a model has lowered so far.
+    """Caches the lowered programs of each variant of a model.
 
     Args:
         graph: the model.
-        plan: where its nodes run.
+        plan: by which it is lowered.
         lower_at: lowers one variant.
-        trace_again: traces the model for so many rows; None: as it was traced.
+        trace_again: traces the model for a number of rows; None: as it was traced.
         inputs: what each process passes.
     """
 
@@ -62,53 +64,54 @@ class Lowerings:
         self._plan = plan
         self._lower_at = lower_at
         self.rows = RowParts(plan.grid, inputs)
-        self._kept: dict[Variant, Lowering] = {}
-        self._checked: set[tuple[int, int]] = set()
+        self._lowered: dict[Variant, Lowering] = {}
+        self._checked: set[tuple[int, int]] = set()  # (batch size, microbatches)
 
     def with_microbatches(self, count: int | None) -> Lowerings:
-        """The same programs, for batches that every process passes whole, cut into so many microbatches; None: as the plan says."""
+        """Return lowerings that share the cache, for whole batches in ``count`` microbatches; None: the plan's number."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
         other = Lowerings(self._graph, plan, self._lower_at, self.trace_again)
-        other._kept = self._kept
+        other._lowered = self._lowered
         return other
 
     def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
-        """How many microbatches a batch of this size has, and the programs that serve them; see ``variant_for``."""
+        """Return the number of microbatches of a batch, and the programs for it; see ``variant_for``."""
         count, variant = variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results)
         if (batch, count) not in self._checked:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
         if not variant.rows:
             warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=4)
-        if variant not in self._kept:
-            self._kept[variant] = self._lower_at(variant)
-        return count, self._kept[variant]
+        if variant not in self._lowered:
+            self._lowered[variant] = self._lower_at(variant)
+        return count, self._lowered[variant]
 
 
 def variant_for(
     graph: ModelGraph, plan: Plan, parts_of_rows: RowParts, batch: int, *, in_parts: bool = True, results: Results = "rows"
 ) -> tuple[int, Variant]:
-    """How many microbatches a batch has, and the way in which a model is lowered for them.
+    """Return the number of microbatches of a batch, and the variant that serves them.
 
-    At most the plan's number, and no more than rows. Where the graph is fixed to one size, microbatches are all equal.
+    The number is at most the plan's, and at most the rows of a rank. If the graph is fixed to one size, microbatches are all equal.
 
     Args:
-        in_parts: let means over the batch that the model returns be sums over microbatches and ranks.
-        results: what ranks return that cut the batch.
+        batch: rows of the whole batch.
+        in_parts: allow returned means over the batch to be computed as sums over microbatches and ranks.
+        results: what each rank of a sharded batch returns.
     """
-    rows = parts_of_rows.divides(batch)
-    parts = parts_of_rows.count if rows else 1
-    count = min(plan.n_microbatches, batch // parts)
+    is_sharded = parts_of_rows.divides(batch)
+    n_parts = parts_of_rows.count if is_sharded else 1
+    count = min(plan.n_microbatches, batch // n_parts)
     size = None
     if graph.batch is None:
-        count = next(divisor for divisor in range(count, 0, -1) if batch // parts % divisor == 0)
+        count = next(divisor for divisor in range(count, 0, -1) if batch // n_parts % divisor == 0)
         size = batch // count
-    cut = count > 1 or parts > 1
-    means = any(output.combine == "mean" for output in graph.outputs)
-    return count, Variant(size, in_parts and cut and means, results, rows, parts_of_rows.inputs)
+    is_split = count > 1 or n_parts > 1
+    has_means = any(output.combine == "mean" for output in graph.outputs)
+    return count, Variant(size, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs)
 
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:
-    """The way in which a model is lowered for the plan's own batch."""
+    """Return the variant for the plan's own batch."""
     rows = RowParts(plan.grid, inputs)
     return variant_for(graph, plan, rows, plan.batch_size, results=results_in_training(graph) if graph.training else "rows")[1]

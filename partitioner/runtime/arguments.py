@@ -1,4 +1,4 @@
-"""Match the arguments of a call with the inputs of the traced graph, or say what does not fit."""
+"""Match the arguments of a call with the inputs of the traced graph, or raise an error that names the mismatch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class BoundInputs:
     """The tensors of one call.
 
     Attributes:
-        tensors: placeholder -> tensor; without those that this process was not given.
+        tensors: placeholder -> tensor, without those that this process was not given.
         batch: rows of the batch.
-        requiring_gradient: the placeholders whose gradients are wanted, on whichever process.
+        requiring_gradient: the placeholders whose gradients are wanted on any process.
     """
 
     tensors: Mapping[str, Tensor]
@@ -51,17 +51,17 @@ class BoundInputs:
     requiring_gradient: frozenset[str]
 
     def at(self, batch: int) -> BoundInputs:
-        """The same tensors as a part of a batch of so many rows."""
+        """Return the same tensors as part of a whole batch of this many rows."""
         return replace(self, batch=batch)
 
 
 @dataclass(frozen=True)
 class GivenInputs:
-    """What a process was given in one call.
+    """The inputs that a process was given in one call.
 
     Attributes:
         tensors: placeholder -> tensor.
-        batch: rows of what was given; None where nothing given says it.
+        batch: rows of the given tensors; None if only inputs that were not given have a batch dimension.
         lacking: names of inputs that were not given.
     """
 
@@ -71,6 +71,7 @@ class GivenInputs:
 
     @property
     def requiring_gradient(self) -> frozenset[str]:
+        """The placeholders of given tensors that require a gradient."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad)
 
 
@@ -88,7 +89,7 @@ def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def missing_inputs(names: Sequence[str]) -> ConfigError:
-    """The error of a process that was not given what it reads."""
+    """Return the error of a process whose stages read inputs that it was not given."""
     verb = "was a tensor when the model was traced and is" if len(names) == 1 else "were tensors when the model was traced and are"
     return ConfigError(f"{', '.join(names)} {verb} None now", remedy="pass tensors; a rank may leave out what its stages do not read")
 
@@ -125,7 +126,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
             continue
         _check_tensor(leaf, value)
         if leaf.batch_dim is not None:
-            batches[leaf.name] = _batch(graph, leaf, value)
+            batches[leaf.name] = _rows_of(graph, leaf, value)
         _check_sizes(graph, leaf, value, any_batch)
         _warn_of_memory_order(leaf, value)
         if leaf.placeholder is not None:
@@ -134,7 +135,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[Input]) -> int | None:
-    """Rows of the batch from those of each input; None where an input that is not there would say it."""
+    """Return the rows of the batch from those of each given input; None if only ``lacking`` inputs have a batch dimension."""
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {rows}" for name, rows in batches.items())
         raise ConfigError(f"the inputs differ in batch size: {sizes}", remedy="give every input the same number of rows")
@@ -147,20 +148,20 @@ def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[I
 
 
 def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, results: Results) -> None:
-    """Look at a target before a step.
+    """Check a target before a step.
 
     Args:
-        rows: which process passes which.
+        rows: the rows that each process passes.
         batch: rows of the whole batch.
-        n_microbatches: of each part.
-        results: whether the loss is computed on rows, or on the whole.
+        n_microbatches: of each rank's rows.
+        results: whether the loss is computed on each rank's rows, or on the whole batch.
 
     Raises:
         ConfigError: a tensor in it cannot be cut into microbatches, for its first dimension is not the batch; or it holds the rows of one
             rank where the loss takes all.
     """
     passed = rows.passed(batch)
-    cut = results != "whole" and (n_microbatches > 1 or rows.count > 1)
+    is_split = results != "whole" and (n_microbatches > 1 or rows.count > 1)
     for path, leaf in pytree.tree_flatten_with_path(target)[0]:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise ConfigError(
@@ -177,7 +178,7 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
                 f"target{pytree.keystr(path)} has the rows of one rank, and the loss takes those of all",
                 remedy='let the model return its loss, or loss_fn compute the target; or pass the whole batch, with inputs="global"',
             )
-        if cut and leaf.shape[0] != passed:
+        if is_split and leaf.shape[0] != passed:
             raise ConfigError(
                 f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
                 remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
@@ -185,32 +186,36 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
 
 
 def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The same call with each argument in the place, or under the name, that it was traced with: ``f(x)`` and ``f(x=x)`` are one."""
+    """Return a call with each argument positional or by keyword as in the trace, so that ``f(x)`` matches a trace of ``f(x=x)``.
+
+    A call that cannot be matched is returned as it is; ``given_inputs`` then raises an error.
+    """
     traced_args, traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)
     if len(args) == len(traced_args):
         return args, kwargs
     parameters = list(signature.parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters) or len(args) > len(parameters):
         return args, kwargs
-    named = dict(zip((parameter.name for parameter in parameters), args, strict=False))
-    if named.keys() & kwargs.keys():
+    positional = dict(zip((parameter.name for parameter in parameters), args, strict=False))
+    if positional.keys() & kwargs.keys():
         return args, kwargs
-    given = {**named, **kwargs}
-    first = [parameter.name for parameter in parameters[: len(traced_args)]]
-    if set(given) != {*first, *traced_kwargs}:
+    given = {**positional, **kwargs}
+    traced_positional = [parameter.name for parameter in parameters[: len(traced_args)]]
+    if set(given) != {*traced_positional, *traced_kwargs}:
         return args, kwargs
-    return tuple(given[name] for name in first), {name: given[name] for name in traced_kwargs}
+    return tuple(given[name] for name in traced_positional), {name: given[name] for name in traced_kwargs}
 
 
 def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order of the trace."""
-    context = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)[1]
-    if isinstance(context, dict) and set(context) == set(kwargs):
-        return {name: kwargs[name] for name in context}
+    """Return keyword arguments in the order of the trace; unchanged if their names are others."""
+    traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)[1]
+    if isinstance(traced_kwargs, dict) and set(traced_kwargs) == set(kwargs):
+        return {name: kwargs[name] for name in traced_kwargs}
     return kwargs
 
 
 def _check_constant(leaf: Input, value: Any) -> None:
+    """Raise ConfigError if an argument that is no tensor differs from the traced one."""
     if not _is_same(value, leaf.constant):
         shown = described(value)
         raise ConfigError(
@@ -220,7 +225,7 @@ def _check_constant(leaf: Input, value: Any) -> None:
 
 
 def _is_same(value: Any, constant: Any) -> bool:
-    """Whether a value is one that a model was traced with; an array, or whatever else cannot be compared as a whole, is not."""
+    """Whether a value equals the traced one; False for values without a single truth value of ``==``, such as arrays."""
     try:
         return not isinstance(value, Tensor) and bool(value is constant or value == constant)
     except Exception:  # noqa: BLE001  what a class of the user's raises
@@ -228,6 +233,7 @@ def _is_same(value: Any, constant: Any) -> bool:
 
 
 def _check_tensor(leaf: Input, value: Any) -> None:
+    """Raise ConfigError unless a value is a tensor of the traced dtype and number of dimensions."""
     if not isinstance(value, Tensor):
         raise ConfigError(f"{leaf.name} was a tensor when the model was traced and is {described(value)} now", remedy="pass a tensor")
     _check_values(leaf.name, value)
@@ -248,7 +254,7 @@ def _check_values(name: str, tensor: Tensor) -> None:
 
 
 def _warn_of_memory_order(leaf: Input, value: Tensor) -> None:
-    """Emit a PartitionWarning for an input whose memory is ordered unlike the traced one's where the model draws random numbers."""
+    """Emit a PartitionWarning if the model draws random numbers and the input has another order of dimensions in memory than traced."""
     order = tuple(memory_order(value))
     if leaf.memory_order in (None, order):
         return
@@ -261,7 +267,8 @@ def _warn_of_memory_order(leaf: Input, value: Tensor) -> None:
     )
 
 
-def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
+def _rows_of(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
+    """Return the rows of the batch that an input has; its batch dimension may hold several elements for each row."""
     assert leaf.batch_dim is not None
     size, traced = value.shape[leaf.batch_dim], leaf.shape[leaf.batch_dim]
     per_row = int(traced.subs(graph.batch, 1)) if isinstance(traced, sympy.Expr) else traced // graph.batch_size
@@ -269,7 +276,8 @@ def _batch(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
 
 
 def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool) -> None:
-    batch = _batch(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
+    """Raise ConfigError if a dimension differs from the traced size; with ``any_batch``, the batch dimension may."""
+    batch = _rows_of(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
     for dim, traced in enumerate(leaf.shape):
         if dim == leaf.batch_dim and any_batch:
             continue
@@ -282,17 +290,17 @@ def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool)
 
 
 def shape_text(leaf: Input) -> str:
-    """The shape of an input as a reader would say it: ``(batch, 3, 32, 32)``."""
+    """Return the traced shape of an input as text: ``(batch, 3, 32, 32)``."""
     sizes = ["batch" if isinstance(size, sympy.Symbol) else str(size) for size in leaf.shape]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 def to_device(tensors: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """The named tensors on a device, laid out densely as stages are traced with."""
+    """Return the named tensors that were given, detached, on a device and contiguous, as stages are traced."""
     return {name: tensors[name].detach().to(device).contiguous() for name in names if name in tensors}
 
 
 def values_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Values of any structure, their tensors on a device."""
+    """Return values of any structure with their tensors detached and on a device."""
     moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
     return moved

@@ -1,4 +1,4 @@
-"""What a runtime is: some ranks in this process, a way to run their programs, and to look at what other processes hold."""
+"""The interface of a runtime: run the programs of this process's ranks, and exchange values with other processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Runtime(Protocol):
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
     ) -> dict[int, Any]:
-        """Run the program of every rank of this process; returns each one's result.
+        """Run the program of every rank of this process; return rank -> result.
 
         Args:
-            inputs: rank -> what its program takes.
-            given: name -> what the script passed, which is the same on all ranks that pass it.
-            optimizer_steps: made so far by each optimizer of this process, each number once.
+            inputs: rank -> placeholder of its program -> value.
+            given: name -> tensor that the script passed, the same on all ranks that pass it; compared to find skipped steps.
+            optimizer_steps: the distinct step counts of the optimizers of this process, compared likewise.
         """
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
@@ -44,17 +44,17 @@ class Runtime(Protocol):
         Args:
             what: names the question.
             value: of this process.
-            in_step: ``run`` follows, which tells the others that this process has passed the question: nothing is written twice.
+            in_step: whether ``run`` follows, which itself tells the others that this process has passed the question.
 
         Returns:
             The value as text; None where no rank knows it.
         """
 
     def failing_together(self) -> AbstractContextManager[object]:
-        """Whatever is raised inside on one rank ends the waiting of all others."""
+        """Return a context in which an error on one rank ends the waiting of all others."""
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The union of what the processes own, on every process; each name is owned by one of them."""
+        """Return the union of the tensors that the processes own, on every process; each name is owned by one of them."""
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
-        """A number reduced over all processes."""
+        """Reduce a number over all processes."""

@@ -1,4 +1,4 @@
-"""Processes that built models with unlike values, from unlike seeds: all of them take those of rank 0, as DistributedDataParallel does."""
+"""Broadcast the model's values from rank 0 if processes built it with different seeds, as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from partitioner.runtime.state.parameters import State
 __all__ = ["broadcast_values"]
 
 _SAMPLED = 64
-"""Elements of a tensor whose places count, too; of all others the sum of their bits."""
+"""Number of elements of a tensor that its digest contains one by one; all others enter as the sum of their bits."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> the integers that have its bits; more bytes are several integers of eight."""
+"""Bytes of an element -> integer dtype of that size; larger elements are viewed as several int64."""
 
 
 def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
-    """Give every process the values of rank 0 where another one has other values, and warn of it on rank 0.
+    """Give every process the values of rank 0 if any process has others, and warn of it on rank 0.
 
-    Values on the meta device are none, and nothing is compared with them.
+    Nothing is compared if a value is on the meta device.
 
     Raises:
         ConfigError: processes have unlike constants in the model's code, which are not sent.
@@ -36,13 +36,13 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    known = {name: tensors[name] for name in (*state.graph.parameters.values(), *state.graph.buffers.values())}
-    own = _digest(known.values())
+    values = {name: tensors[name] for name in (*state.graph.parameters.values(), *state.graph.buffers.values())}
+    own = _digest(values.values())
     first = runtime.agree("values of the model", own if is_first else None)
     differs = own is not None and first not in (None, own)
     if runtime.agree("values of the model unlike those of rank 0", "some" if differs else None) is not None:
         device = runtime.devices[runtime.local_ranks[0]]
-        for name, tensor in known.items():  # one at a time: whole models need not fit
+        for name, tensor in values.items():  # one at a time: whole models need not fit
             whole = runtime.collect({name: tensor.detach().to(device)} if is_first else {})[name]
             assert whole is not None
             state.set(name, whole)
@@ -58,13 +58,13 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str | None:
-    """A fingerprint of the bits of tensors, for which few elements are copied to the CPU; None where one is on the meta device."""
-    found = hashlib.sha256()
+    """Return a digest of tensors, for which few elements are copied to the CPU; None if one is on the meta device."""
+    digest = hashlib.sha256()
     for tensor in tensors:
         if tensor.is_meta:
             return None
-        plain = tensor.detach().contiguous().reshape(-1)
-        sampled = plain[:: max(1, plain.numel() // _SAMPLED)][:_SAMPLED].contiguous().cpu()
-        bits = plain.view(_BITS.get(plain.element_size(), torch.int64)).sum(dtype=torch.int64)
-        found.update(repr((int(bits), sampled.view(torch.uint8).tolist())).encode())
-    return found.hexdigest()[:16]
+        flat = tensor.detach().contiguous().reshape(-1)
+        sampled = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].contiguous().cpu()
+        bits = flat.view(_BITS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64)
+        digest.update(repr((int(bits), sampled.view(torch.uint8).tolist())).encode())
+    return digest.hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""All ranks in this process, one after another: each runs until it waits for something that is not there yet.
+"""Run all ranks in this process, one after another: each runs until it waits for another rank.
 
     rank 0   0F0 0F1 0F2 | wait for gradient of rank 1 |             0B0 ...
     rank 1               | 1F0 1B0 1F1 ...             |
 
-Deterministic, no threads, no set-up. On GPUs the kernels of several devices still overlap: launching them does not wait. When no rank
-can go on, what each one waits for is reported.
+Deterministic, no threads, no set-up. On GPUs the kernels of several devices still overlap: launching them does not wait. If all
+ranks are blocked, the error says what each waits for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Receive:
 
 @dataclass(frozen=True)
 class _Collective:
-    """One collective of a group: which one, and the how-manyeth of the group."""
+    """One collective of a group; ``number`` counts the collectives of the group from 0."""
 
     name: Collective
     operation: Operation
@@ -56,7 +56,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _DrawTurn:
-    """The random numbers of earlier stages, which the model in one piece draws first."""
+    """Waited for by a stage before it draws random numbers: the draws of earlier stages, which the original model makes first."""
 
     stage: int
 
@@ -66,16 +66,20 @@ class _DrawTurn:
 
 @dataclass
 class _Mailbox:
-    """What is on its way between the ranks of one run.
+    """Communication under way between the ranks of one run.
 
     Attributes:
+        messages: what was sent and not received yet.
+        exchanges: collective -> rank that has started it -> its exchanges.
+        n_finished: collective -> how many ranks have its results.
+        draws: (group, number of the draw) -> what the first rank drew, and how many ranks have it.
         undrawn: stage -> how many of its ranks have not drawn all of their random numbers yet.
     """
 
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
-    given: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
-    waited: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
-    drawn: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
+    exchanges: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
+    n_finished: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
+    draws: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
     undrawn: Counter[int] = field(default_factory=Counter)
 
 
@@ -87,8 +91,8 @@ class _EmbeddedTransport(CollectiveTransport):
         self.device = devices[rank]
         self._devices = devices
         self._mailbox = mailbox
-        self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self._drawn: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._n_collectives: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._n_draws: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         self._mailbox.messages[_Receive(self.rank, destination, tag)] = tensor.to(self._devices[destination], non_blocking=True)
@@ -97,27 +101,27 @@ class _EmbeddedTransport(CollectiveTransport):
         return _Receive(source, self.rank, tag)
 
     def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> _Collective:
-        collective = _Collective(name, operation, group, self._counts[group])
-        self._counts[group] += 1
-        self._mailbox.given[collective][self.rank] = exchanges
+        collective = _Collective(name, operation, group, self._n_collectives[group])
+        self._n_collectives[group] += 1
+        self._mailbox.exchanges[collective][self.rank] = exchanges
         return collective
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
-        """The first rank that comes draws; the others get what it drew."""
-        key = (group, self._drawn[group])
-        self._drawn[group] += 1
+        """Draw on the first rank that comes to this draw; the others of the group get its result."""
+        key = (group, self._n_draws[group])
+        self._n_draws[group] += 1
         in_place = writes_in_place(function)
-        if key not in self._mailbox.drawn:
+        if key not in self._mailbox.draws:
             result = function(*arguments, **keywords)
             if len(group) > 1:
-                self._mailbox.drawn[key] = (result.clone() if in_place else result, 1)
+                self._mailbox.draws[key] = (result.clone() if in_place else result, 1)
             return result
-        kept, readers = self._mailbox.drawn.pop(key)
-        if readers + 1 < len(group):
-            self._mailbox.drawn[key] = (kept, readers + 1)
+        drawn, n_ranks = self._mailbox.draws.pop(key)
+        if n_ranks + 1 < len(group):
+            self._mailbox.draws[key] = (drawn, n_ranks + 1)
         if in_place:
-            return arguments[0].copy_(kept)
-        return tuple(each.to(self.device) for each in kept) if isinstance(kept, tuple) else kept.to(self.device)
+            return arguments[0].copy_(drawn)
+        return tuple(tensor.to(self.device) for tensor in drawn) if isinstance(drawn, tuple) else drawn.to(self.device)
 
     def draw_turn(self, stage: int) -> _DrawTurn:
         return _DrawTurn(stage)
@@ -130,24 +134,25 @@ class _EmbeddedTransport(CollectiveTransport):
             return pending in self._mailbox.messages
         if isinstance(pending, _DrawTurn):
             return not any(count for stage, count in self._mailbox.undrawn.items() if stage < pending.stage)
-        return len(self._mailbox.given[pending]) == len(pending.group)
+        return len(self._mailbox.exchanges[pending]) == len(pending.group)
 
     def wait(self, pending: _Receive | _Collective) -> Tensor | list[Tensor]:
         if isinstance(pending, _Receive):
             return self._mailbox.messages.pop(pending)
-        given = self._mailbox.given[pending]
-        results = [self._result(pending, index, exchange, given) for index, exchange in enumerate(given[self.rank])]
-        self._mailbox.waited[pending] += 1
-        if self._mailbox.waited[pending] == len(pending.group):
-            del self._mailbox.given[pending], self._mailbox.waited[pending]
+        exchanges_of = self._mailbox.exchanges[pending]
+        results = [self._result(pending, index, exchange, exchanges_of) for index, exchange in enumerate(exchanges_of[self.rank])]
+        self._mailbox.n_finished[pending] += 1
+        if self._mailbox.n_finished[pending] == len(pending.group):
+            del self._mailbox.exchanges[pending], self._mailbox.n_finished[pending]
         return results
 
-    def _result(self, pending: _Collective, index: int, exchange: Exchange, given: Mapping[int, Sequence[Exchange]]) -> Tensor:
+    def _result(self, pending: _Collective, index: int, exchange: Exchange, exchanges_of: Mapping[int, Sequence[Exchange]]) -> Tensor:
+        """Return this rank's result for one tensor of a collective, number ``index``, from the pieces of all ranks of the group."""
         group = pending.group
         if len(group) == 1:
             return exchange.tensor.detach().contiguous()
-        here = group.index(self.rank)
-        pieces = [given[rank][index].pieces[here].to(self.device) for rank in group]
+        position = group.index(self.rank)
+        pieces = [exchanges_of[rank][index].pieces[position].to(self.device) for rank in group]
         for rank, piece, shape in zip(group, pieces, exchange.shapes, strict=True):
             if tuple(piece.shape) != tuple(shape):
                 raise CommunicationError(
@@ -157,7 +162,7 @@ class _EmbeddedTransport(CollectiveTransport):
         return exchange.result(pieces, pending.operation)
 
     def finish(self) -> None:
-        """Nothing is ever under way here."""
+        """Do nothing: every message is delivered when it is sent."""
 
 
 class EmbeddedRuntime:
@@ -180,7 +185,7 @@ class EmbeddedRuntime:
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
     ) -> dict[int, Any]:
-        """Run every rank's program; returns each one's result.
+        """Run every rank's program; return rank -> result.
 
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
@@ -192,32 +197,32 @@ class EmbeddedRuntime:
         results: dict[int, Any] = {}
         with torch.no_grad():
             while running:
-                able = [rank for rank in running if rank not in waiting or transports[rank].ready(waiting[rank])]
-                if not able:
-                    raise _stuck(waiting)
-                for rank in able:
+                runnable = [rank for rank in running if rank not in waiting or transports[rank].ready(waiting[rank])]
+                if not runnable:
+                    raise _deadlock(waiting)
+                for rank in runnable:
                     _advance(rank, running, waiting, results)
         return results
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
-        """All ranks are given the same inputs here: there is nothing to compare."""
+        """Return the value as text: one process runs all ranks, so there is nothing to compare."""
         return None if value is None else str(value)
 
     def failing_together(self) -> AbstractContextManager[object]:
-        """Nobody waits elsewhere."""
+        """Return a context that does nothing: no other process waits."""
         return nullcontext()
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Everything that any rank owns: all of it is here."""
+        """Return what is owned: this process has all ranks."""
         return dict(owned)
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
-        """Everything has been reduced here."""
+        """Return the value: this process has all ranks."""
         return value
 
 
 def _advance(rank: int, running: dict[int, Run], waiting: dict[int, Any], results: dict[int, Any]) -> None:
-    """Run one rank until it waits or ends."""
+    """Run one rank until it waits, noted in ``waiting``, or ends, noted in ``results``."""
     waiting.pop(rank, None)
     try:
         waiting[rank] = next(running[rank])
@@ -226,7 +231,7 @@ def _advance(rank: int, running: dict[int, Run], waiting: dict[int, Any], result
         del running[rank]
 
 
-def _stuck(waiting: Mapping[int, Any]) -> CommunicationError:
+def _deadlock(waiting: Mapping[int, Any]) -> CommunicationError:
     lines = "\n".join(f"  rank {rank} waits for {pending}" for rank, pending in sorted(waiting.items()))
     return CommunicationError(
         f"deadlock: all ranks are blocked:\n{lines}",

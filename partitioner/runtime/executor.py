@@ -18,15 +18,12 @@ Where a step has one forward of each stage, stages draw their random numbers in 
         dropout_mb0 = transport.draw_alike(...)
         transport.end_draw_turn(3)
 
-A value is dropped behind its last use, so memory is that of the schedule. The embedded runtime runs the generators of all ranks in
-turn, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
+A value is dropped after its last use, so that memory is that of the schedule. The embedded runtime runs the generators of all ranks
+alternately, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
 
-ATen operations by their quickest door from Python.
-
-``torch.ops.aten.mm.default(x, y)`` looks its arguments up in a schema at every call; ``torch.mm(x, y)`` reaches the same operation
-through generated code, about 2 microseconds sooner. A stage of a small model makes hundreds of such calls.
-
-Each line is proved by a test that calls the function and watches which operation is dispatched.
+ATen operations are called by their fastest Python function: ``torch.ops.aten.mm.default(x, y)`` looks its arguments up in a schema at
+every call; ``torch.mm(x, y)`` reaches the same operation through generated code, about 2 microseconds sooner. A stage of a small model
+makes hundreds of such calls. A test calls each function and checks which operation is dispatched.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class Executable:
     Attributes:
         program: what it runs.
         source: the Python text of it.
-        drawing_stages: the stages whose forwards draw random numbers in turn.
+        drawing_stages: the stages whose forwards draw random numbers, in the order of the model.
     """
 
     def __init__(self, program: Program) -> None:
@@ -104,48 +101,53 @@ class _Writer:
 
     Args:
         module: whose graph it is.
-        recorded: tell a recorder where actions begin, and when transfers start and have been waited for.
+        recorded: add calls of a recorder (``partitioner.runtime.recorder``), which is then the last argument.
     """
 
     def __init__(self, module: fx.GraphModule, *, recorded: bool = False) -> None:
         self.module = module
         self.recorded = recorded
         self.names: dict[str, Any] = {}
-        self.draws = _Draws(module)
+        self.draws = _DrawOrder(module)
         self._last_use = _last_uses(module.graph)
         self._calls: dict[str, tuple[str, str]] = {}
 
     def generator(self) -> str:
-        """A generator function over a transport and the graph's placeholders."""
+        """Return the text of a generator function ``run(transport, *placeholders)``."""
         return "\n".join([*self._lines("transport"), "    yield", ""])  # it is a generator only if it yields somewhere
 
     def function(self) -> str:
-        """A function of the graph's placeholders."""
+        """Return the text of a function ``run(*placeholders)``."""
         return "\n".join([*self._lines(), ""])
 
     def compile(self, source: str, title: str) -> Callable[..., Any]:
+        """Compile the text of a function ``run``; ``title`` stands for its file in tracebacks."""
         scope = dict(self.names)
         exec(compile(source, f"<{title}>", "exec"), scope)  # noqa: S102  the text is written above, from a verified graph
         run: Callable[..., Any] = scope["run"]
         return run
 
     def _lines(self, *first: str) -> list[str]:
-        arguments = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
-        lines = [f"def run({', '.join([*first, *arguments, *(['recorder'] if self.recorded else [])])}):"]
+        """The lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
+        placeholders = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
+        last = ["recorder"] if self.recorded else []
+        lines = [f"def run({', '.join([*first, *placeholders, *last])}):"]
         section = ""
         for node in self.module.graph.nodes:
-            if node.op != "placeholder":
-                if self.recorded and node.op != "output" and str(node.meta.get("section") or "") != section:
-                    section = str(node.meta.get("section") or "")
-                    lines.append(f"    recorder.begin({section!r})")
-                lines += [f"    {line}" for line in self._recorded(node, self.draws.in_turn(node, self._statement(node)))]
-                dropped = self._last_use.get(node, [])
-                if dropped and node.op != "output":
-                    lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
+            if node.op == "placeholder":
+                continue
+            node_section = str(node.meta.get("section") or "")
+            if self.recorded and node.op != "output" and node_section != section:
+                section = node_section
+                lines.append(f"    recorder.begin({section!r})")
+            lines += [f"    {line}" for line in self._add_recording(node, self.draws.add_turns(node, self._statement(node)))]
+            dropped = self._last_use.get(node, [])
+            if dropped and node.op != "output":
+                lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
         return lines
 
-    def _recorded(self, node: fx.Node, lines: list[str]) -> list[str]:
-        """A statement with what its recorder is told."""
+    def _add_recording(self, node: fx.Node, lines: list[str]) -> list[str]:
+        """Add calls of the recorder around the lines of a node."""
         if not self.recorded:
             return lines
         if node.op == "output":
@@ -157,13 +159,14 @@ class _Writer:
         return lines
 
     def _statement(self, node: fx.Node) -> list[str]:
+        """The lines that compute a node."""
         if node.op == "output":
             return [f"return {self._value(node.args[0])}"]
         if node.op == "call_module":
             return [f"{node.name} = {self._module_call(node)}"]
         if node.op == "get_attr":
-            found = operator.attrgetter(str(node.target))(self.module)
-            return [f"{node.name} = {self._object(node.target, found)}"]
+            attribute = operator.attrgetter(str(node.target))(self.module)
+            return [f"{node.name} = {self._object(node.target, attribute)}"]
         if node.target is operator.getitem:
             value, index = node.args
             return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]
@@ -177,7 +180,7 @@ class _Writer:
         return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]
 
     def _module_call(self, node: fx.Node) -> str:
-        """A stage's own graph is called directly: what stays with it in front, a tuple in first place spread."""
+        """Call a submodule; the graph of a stage is compiled and called directly, with its bound tensors as first arguments."""
         target = str(node.target)
         if target not in self._calls:
             module = self.module.get_submodule(target)
@@ -186,14 +189,15 @@ class _Writer:
                 writer = _Writer(module.graph)
                 function = functools.partial(writer.compile(writer.function(), target), *module.bound)
             self._calls[target] = (self._object(target, function), "*" if getattr(module, "takes_tuple", False) else "")
-        name, spread = self._calls[target]
-        return f"{name}({spread}{self._arguments(node)})"
+        name, star = self._calls[target]  # "*" unpacks a tuple that is the first argument
+        return f"{name}({star}{self._arguments(node)})"
 
     def _arguments(self, node: fx.Node) -> str:
         keywords = [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
         return ", ".join([*(self._value(value) for value in node.args), *keywords])
 
     def _value(self, value: Any) -> str:
+        """The text of an argument; objects without a literal get a name."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, tuple) and len(value) > 64 and all(type(part) is int for part in value):
@@ -209,7 +213,7 @@ class _Writer:
         return self._object(str(value), value)
 
     def _object(self, hint: Any, value: Any) -> str:
-        """A name for an object in the generated text."""
+        """Return the name of an object in the generated text: the hint, made an identifier and unique."""
         base = "_" + "".join(letter if letter.isalnum() else "_" for letter in str(hint))
         name, count = base, 0
         while self.names.get(name, value) is not value:
@@ -219,29 +223,28 @@ class _Writer:
         return name
 
 
-class _Draws:
-    """Which nodes of a program draw random numbers, and when it is the turn of their stage; none where stages have several forwards.
-
-    Attributes:
-        stages: those that draw, in the order of the program.
-    """
+class _DrawOrder:
+    """Makes stages draw random numbers in the order of the model; does nothing in programs with several forwards of a stage."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         actions = {node: node.meta.get("section") for node in module.graph.nodes}
-        is_one_each = all(action.microbatch == 0 for action in actions.values() if isinstance(action, Action))
+        has_one_forward_each = all(action.microbatch == 0 for action in actions.values() if isinstance(action, Action))
         self._first: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}
         for node, action in actions.items():
-            if is_one_each and isinstance(action, Action) and action.kind is ActionKind.FORWARD and _draws(node, module):
+            if not isinstance(action, Action) or action.kind is not ActionKind.FORWARD:
+                continue
+            if has_one_forward_each and _draws(node, module):
                 self._first.setdefault(action.stage, node)
                 self._last[action.stage] = node
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """The stages that draw, in the order of the program."""
         return tuple(self._first)
 
-    def in_turn(self, node: fx.Node, statement: list[str]) -> list[str]:
-        """A statement behind the draws of earlier stages, if it is the first draw of its stage; the last one ends the turn."""
+    def add_turns(self, node: fx.Node, statement: list[str]) -> list[str]:
+        """Wait for the draws of earlier stages before the first draw of a stage, and end the stage's turn after its last one."""
         for stage, first in self._first.items():
             if node is first:
                 turn = f"transport.draw_turn({stage})"
@@ -252,14 +255,15 @@ class _Draws:
 
 
 def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a node draws random numbers, itself or in the stage that it calls."""
     if node.target is draw_alike:
         return True
     called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return isinstance(called, StageCall) and any(each.op == "call_function" and draws(each) for each in called.graph.graph.nodes)
+    return isinstance(called, StageCall) and any(inner.op == "call_function" and draws(inner) for inner in called.graph.graph.nodes)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody reads behind it."""
+    """For each node, the values that no later node reads: inputs of the node, or its own unread value."""
     last: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -270,7 +274,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-# -- ATen operations by their quickest door from Python ----------------------------------------------------------------------------
+# -- the fastest Python function for an ATen operation ----------------------------------------------------------------------------
 
 
 aten = torch.ops.aten
@@ -295,11 +299,11 @@ BINDINGS: Mapping[Any, Callable[..., Any]] = {
 """Operation -> a public function that dispatches to it when called with the same arguments."""
 
 _KEYWORDS = frozenset({"dtype", "memory_format"})
-"""Keywords that these functions take as the operations do."""
+"""Keywords that these functions take with the same meaning as the operations."""
 
 
 def quick_call(node: fx.Node) -> Callable[..., Any]:
-    """What to call for a node: its target, or the function that reaches it sooner."""
+    """Return the function to call for a node: that of ``BINDINGS`` if it takes the same arguments, else the node's target."""
     assert callable(node.target)
-    usable = node.kwargs.keys() <= _KEYWORDS and bool(node.args)
-    return BINDINGS.get(node.target, node.target) if usable else node.target
+    takes_arguments = node.kwargs.keys() <= _KEYWORDS and bool(node.args)
+    return BINDINGS.get(node.target, node.target) if takes_arguments else node.target

@@ -1,4 +1,4 @@
-"""When a running program did what: told by the program itself, under the names that the simulator gives its slices.
+"""Record when a running program computes and communicates, under the names that the simulator gives its slices.
 
     recorder.begin("0F1")                       an action begins, the one before it ends
     recorder.start("send_h_mb1_to_rank1")
@@ -21,11 +21,12 @@ __all__ = ["Recorder", "active_recorder", "recording"]
 
 
 class Recorder:
-    """Takes down the slices of one rank.
+    """Records the slices of one rank; the generated program calls its methods.
 
     Attributes:
-        computed: of computing, one for each piece of an action without a wait.
-        communicated: from the start of each transfer to when it was waited for; what is sent ends where it starts.
+        computed: one slice for each part of an action between waits.
+        communicated: one slice for each transfer, from its start to the end of the wait for it; a send, which is not waited for, has no
+            duration.
     """
 
     def __init__(self, rank: int) -> None:
@@ -33,38 +34,38 @@ class Recorder:
         self.computed: list[Slice] = []
         self.communicated: list[Slice] = []
         self._section = ""
-        self._since: float | None = None
+        self._section_start: float | None = None
         self._started: dict[str, float] = {}
 
     def begin(self, section: str) -> None:
-        """An action, or what else the program calls it, begins."""
+        """Begin an action, which ends the one before."""
         self.end()
-        self._section, self._since = section, time.time()
+        self._section, self._section_start = section, time.time()
 
     def end(self) -> None:
-        """The action ends."""
-        if self._since is not None:
-            self.computed.append(Slice(self.rank, self._section, self._section, self._since, time.time(), "compute"))
-        self._since = None
+        """End the action."""
+        if self._section_start is not None:
+            self.computed.append(Slice(self.rank, self._section, self._section, self._section_start, time.time(), "compute"))
+        self._section_start = None
 
     def start(self, name: str) -> None:
-        """A transfer starts."""
+        """Note the start of a transfer."""
         self._started[name] = time.time()
 
     def wait(self, name: str) -> None:
-        """The rank waits for a transfer, and until then does nothing else."""
+        """Note that the rank waits for a transfer: the action pauses."""
         self.end()
         self._started.setdefault(name, time.time())
 
     def arrived(self, name: str) -> None:
-        """The transfer is over, the action goes on."""
+        """Note the end of the wait: the action goes on."""
         now = time.time()
         self.communicated.append(Slice(self.rank, name, "", self._started.pop(name), now, "transfer"))
-        self._since = now
+        self._section_start = now
 
     def finish(self) -> None:
-        """The program is over."""
-        self.communicated += [Slice(self.rank, name, "", since, since, "transfer") for name, since in self._started.items()]
+        """Note the end of the program: transfers that were never waited for get slices without duration."""
+        self.communicated += [Slice(self.rank, name, "", start, start, "transfer") for name, start in self._started.items()]
         self._started = {}
 
 
@@ -72,14 +73,14 @@ _RECORDERS: contextvars.ContextVar[dict[int, Recorder] | None] = contextvars.Con
 
 
 def active_recorder(rank: int) -> Recorder | None:
-    """Who takes down what a rank does; None: nobody."""
+    """Return the recorder of a rank; None outside ``recording``."""
     recorders = _RECORDERS.get()
     return None if recorders is None else recorders.setdefault(rank, Recorder(rank))
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[int, Recorder]]:
-    """Programs that are started inside are recorded: rank of this process -> its recorder."""
+    """Record programs that are started inside; yields rank of this process -> its recorder."""
     recorders: dict[int, Recorder] = {}
     token = _RECORDERS.set(recorders)
     try:

@@ -1,4 +1,4 @@
-"""One rank a process, as torchrun starts them. The one file that reads the environment."""
+"""Run one rank in each process, as torchrun starts them. Only this file reads the environment."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def is_launched() -> bool:
 
 def world_size() -> int:
     """How many processes there are: those of the default process group, if the script has made one, else those that torchrun started."""
-    return dist.get_world_size() if _has_group() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if _has_default_group() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
-    """How many of them were started on this machine; all, if nobody says otherwise."""
+    """How many processes were started on this machine; all, if the environment does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world_size()
 
 
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"  # which stands for processes that are not there
+def _has_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"  # a fake group has no other processes
 
 
 def _own_rank() -> int:
-    return dist.get_rank() if _has_group() else int(os.environ["RANK"])
+    return dist.get_rank() if _has_default_group() else int(os.environ["RANK"])
 
 
 class TorchrunRuntime:
@@ -82,7 +82,7 @@ class TorchrunRuntime:
         self.n_ranks = len(devices)
         self.local_ranks: tuple[int, ...] = (rank,)
         self.backward_anywhere = False
-        self.devices = (*devices[:rank], _own(devices[rank]), *devices[rank + 1 :])
+        self.devices = (*devices[:rank], _with_local_index(devices[rank]), *devices[rank + 1 :])
         self._rank = rank
         self._connection = _connect(self.devices[rank], timeout)
         self._number = self._connection.number_model()
@@ -95,7 +95,7 @@ class TorchrunRuntime:
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
     ) -> dict[int, Any]:
-        """Run this rank's program; returns its result.
+        """Run this rank's program; return ``{rank: result}``.
 
         Raises:
             CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
@@ -105,17 +105,19 @@ class TorchrunRuntime:
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
             connection.agreement.go_on()
-            samples = {name: sample for name, tensor in (given or {}).items() if (sample := sample_of(tensor)) is not None}
-            connection.begin_call(f"{prepared.traffic.name.rpartition(' ')[0]} of model {self._number}", samples, optimizer_steps)
+            samples = {name: sample_of(tensor) for name, tensor in (given or {}).items()}
+            compared = {name: sample for name, sample in samples.items() if sample is not None}
+            kind = prepared.traffic.name.rpartition(" ")[0]  # without the digest
+            connection.begin_call(f"{kind} of model {self._number}", compared, optimizer_steps)
             connection.open(prepared.traffic)
             transport = DistributedTransport(connection, prepared)
-            result = _run_to_the_end(programs.executables[self._rank].start(transport, inputs[self._rank]))
+            result = _result_of(programs.executables[self._rank].start(transport, inputs[self._rank]))
             transport.finish()
         return {self._rank: result}
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[Connection]:
-        """Whatever goes wrong inside is told to all ranks; what others told before is part of the error here."""
+        """Report an error raised inside to all ranks, and raise it with the first failure of any rank."""
         self._connection.check()
         try:
             yield self._connection
@@ -128,27 +130,27 @@ class TorchrunRuntime:
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
 
-        A rank that says a value waits for nobody while it stays as it was.
+        A rank whose value is the one agreed on last does not wait for the others.
         """
         with self.failing_together() as connection:
             return connection.agreement.agree(what, value, in_step=in_step)
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The union of what the processes own, on every process: first what there is, then each tensor from its owner."""
+        """Return the union of the tensors that processes own: gather all shapes and dtypes, then broadcast each tensor from its owner."""
         with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of what all ranks hold"):
             connection.agreement.go_on()
             group = connection.group(connection.everyone)
-            kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
-            kinds_of: list[Any] = [None] * self.n_ranks
-            dist.all_gather_object(kinds_of, kinds, group=group)
+            own_kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
+            kinds_of_ranks: list[Any] = [None] * self.n_ranks
+            dist.all_gather_object(kinds_of_ranks, own_kinds, group=group)
             return {
                 name: None if kind is None else _broadcast(owned.get(name), kind, source, connection)
-                for source, theirs in enumerate(kinds_of)
-                for name, kind in theirs.items()
+                for source, kinds in enumerate(kinds_of_ranks)
+                for name, kind in kinds.items()
             }
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
-        """A number reduced over all processes."""
+        """Reduce a number over all processes."""
         with self.failing_together() as connection, connection.communicating("a reduction over all ranks"):
             connection.agreement.go_on()
             reduced = value.detach().clone()
@@ -156,14 +158,14 @@ class TorchrunRuntime:
             return reduced
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:
-        """What programs communicate, read when they first run. They are kept, so that no others get their identity."""
+        """Return what the programs communicate, read when they first run. The programs are kept, so that their ``id`` stays theirs."""
         if id(programs) not in self._prepared:
             self._prepared[id(programs)] = programs, prepare_traffic(programs.programs, self._rank)
         return self._prepared[id(programs)][1]
 
 
-def _run_to_the_end(run: Run) -> Any:
-    """A program's result; it never yields here, since its waits block."""
+def _result_of(run: Run) -> Any:
+    """Run a program and return its result; it never yields, since waits block in this runtime."""
     try:
         next(run)
     except StopIteration as end:
@@ -171,9 +173,9 @@ def _run_to_the_end(run: Run) -> Any:
     raise AssertionError("a wait that blocks is always ready")
 
 
-def _broadcast(own: Tensor | None, kind: tuple[torch.Size, torch.dtype], source: int, connection: Connection) -> Tensor:
-    """A tensor of one rank, on every rank. It travels as bytes: backends know few dtypes."""
-    tensor = torch.empty(kind[0], dtype=kind[1], device=connection.device) if own is None else own
+def _broadcast(own: Tensor | None, shape_and_dtype: tuple[torch.Size, torch.dtype], source: int, connection: Connection) -> Tensor:
+    """Return a tensor of rank ``source``, given there as ``own``, on every rank; it travels as bytes, since backends know few dtypes."""
+    tensor = torch.empty(shape_and_dtype[0], dtype=shape_and_dtype[1], device=connection.device) if own is None else own
     if tensor.numel() > 0:
         dist.broadcast(as_bytes(tensor.detach().contiguous()), source, connection.group(connection.everyone))
     return tensor
@@ -184,14 +186,14 @@ def _broadcast(own: Tensor | None, kind: tuple[torch.Size, torch.dtype], source:
 
 @dataclass(frozen=True)
 class _Session:
-    """What connects this process with the others before there are groups.
+    """The connection of this process with the others before there are process groups.
 
     Attributes:
-        store: of all processes, for this attempt of theirs.
+        store: of all processes, for this attempt of torchrun.
         watch: of all processes.
-        holder: of the store.
+        holder: of the store: ``"torchrun"`` or ``"rank 0"``.
         marks: of the processes of this machine.
-        own_group: whether the default process group is made from the store.
+        own_group: whether this package makes the default process group, not the script.
     """
 
     store: Store
@@ -203,51 +205,51 @@ class _Session:
 
 _session: _Session | None = None
 _connections: dict[tuple[torch.device, timedelta], Connection] = {}
-_count = itertools.count()
-_sessions = itertools.count()
+_connection_numbers = itertools.count()
+_session_numbers = itertools.count()
 
 
 def arrive(timeout: timedelta | None = None) -> _Session:
-    """Say that this process has come, and begin to watch all: from here on the others learn if it dies.
+    """Announce this process to the others and watch them all: from here on they learn if it dies. Returns the process's one session.
 
     Raises:
-        ConfigError: nothing says where the processes meet, or the default process group has others than torchrun started.
+        ConfigError: the environment lacks the address of rank 0, or the default process group has other processes than torchrun started.
         CommunicationError: the store of the processes cannot be reached.
     """
     global _session  # noqa: PLW0603  of the process, as its default group
     rank, size = _own_rank(), world_size()
-    if _has_group():
-        _check_group(rank, size)
+    if _has_default_group():
+        _check_default_group(rank, size)
     if _session is None or (_session.watch.rank, _session.watch.size) != (rank, size):
         limit = timeout or TIMEOUT
-        world = dist.group.WORLD if _has_group() else None
-        # Where a store was there before the processes, they can tell of themselves by it.
-        meeting = None if world is not None or _held_by_torchrun() else ":".join(_meeting())
-        marks = LocalMarks(meeting, rank, size)
+        world = dist.group.WORLD if _has_default_group() else None
+        # A store that exists before the processes shows which have come; where rank 0 makes it, local marks do until then.
+        run_name = None if world is not None or _held_by_torchrun() else ":".join(_store_address())
+        marks = LocalMarks(run_name, rank, size)
         atexit.register(marks.remove)
         if world is None:
             shared = _own_store(rank, limit, marks)
         else:
             shared = world.get_group_store()
             limit = timeout or shared.timeout  # type: ignore[attr-defined]
-        # An agent's store outlives its workers: what an earlier attempt wrote is none of this one's business.
+        # An agent's store outlives its workers: keys of an earlier attempt must not be read.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"partitioner/attempt {attempt}/{next(_sessions)}", shared)
+        store = PrefixStore(f"partitioner/attempt {attempt}/{next(_session_numbers)}", shared)
         silence = min(max(limit.total_seconds() / 2, 2.0), _LONGEST_SILENCE)
         watch = Watch(store, rank, size, os.environ.get("MASTER_ADDR"), silence)
         if _session is None:
-            atexit.register(_end)
+            atexit.register(_end_session)
         else:
             _session.watch.close()
         _session = _Session(store, watch, "torchrun" if _held_by_torchrun() else "rank 0", marks, world is None)
     return _session
 
 
-def _meeting() -> tuple[str, str]:
-    """The host and the port at which the processes meet.
+def _store_address() -> tuple[str, str]:
+    """Return the host and the port of the store, from the environment.
 
     Raises:
-        ConfigError: nothing says where.
+        ConfigError: a variable is not set.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
@@ -260,23 +262,23 @@ def _meeting() -> tuple[str, str]:
 
 
 def _own_store(rank: int, timeout: timedelta, marks: LocalMarks) -> Store:
-    """The store of the processes that torchrun started, or whoever set its variables."""
+    """Connect to the store at the address in the environment; rank 0 makes it if torchrun does not."""
 
-    def first() -> Failure | None:
+    def death_of_rank_0() -> Failure | None:
         return lost_rank(0) if 0 in marks.dead() else None
 
-    host, port = _meeting()
+    host, port = _store_address()
     serves = rank == 0 and not _held_by_torchrun()
     holder = "torchrun" if _held_by_torchrun() else "rank 0"
-    # Not waiting for the workers: of those that do not come, we know more than the store does.
-    return Interruptible(rank, first, first).run(
+    # Not waiting for the workers: the watch reports those that do not come with a reason.
+    return Interruptible(rank, death_of_rank_0, death_of_rank_0).run(
         f"reach the store of the processes at {host}:{port}, which {holder} holds",
         lambda: TCPStore(host, int(port), is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True),
     )
 
 
-def _own(device: torch.device) -> torch.device:
-    """The device of this process: ``cuda`` without a number is the one that torchrun means for it."""
+def _with_local_index(device: torch.device) -> torch.device:
+    """Return this process's device; ``cuda`` without an index gets that of the environment's ``LOCAL_RANK``."""
     if device.type != "cuda" or device.index is not None:
         return device
     if "LOCAL_RANK" not in os.environ:
@@ -288,7 +290,7 @@ def _own(device: torch.device) -> torch.device:
 
 
 def _held_by_torchrun() -> bool:
-    """Whether the store is in the process that has started this one."""
+    """Whether torchrun's agent process holds the store, not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -297,18 +299,18 @@ def _connect(device: torch.device, timeout: timedelta | None) -> Connection:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     session = arrive(timeout)
-    _join(device, timeout, session)
+    _await_all_and_init(device, timeout, session)
     world = dist.group.WORLD
     assert world is not None
     key = device, timeout or world.get_group_store().timeout  # type: ignore[attr-defined]  # its stub lacks what it has
     known = _connections.get(key)
     if known is None or known.failure is not None or known.record.first() is not None or known.world is not world:
-        _connections[key] = Connection(*key, next(_count), session.watch, session.store, session.holder)
+        _connections[key] = Connection(*key, next(_connection_numbers), session.watch, session.store, session.holder)
     return _connections[key]
 
 
-def _join(device: torch.device, timeout: timedelta | None, session: _Session) -> None:
-    """See to the default process group, when all processes have come."""
+def _await_all_and_init(device: torch.device, timeout: timedelta | None, session: _Session) -> None:
+    """Wait until all processes have come, then make the default process group unless there is one."""
     backend = default_backend(device.type)
     check_backend(backend, device.type, "send_receive")
     if not (dist.is_available() and dist.is_backend_available(backend)):
@@ -328,7 +330,7 @@ def _join(device: torch.device, timeout: timedelta | None, session: _Session) ->
         blocking.run("connect with the other ranks", initialize)
 
 
-def _check_group(rank: int, size: int) -> None:
+def _check_default_group(rank: int, size: int) -> None:
     """Raise ConfigError where the script has made a group of other processes than torchrun has started."""
     started = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if started[0] > 1 and started != (size, rank):
@@ -338,8 +340,8 @@ def _check_group(rank: int, size: int) -> None:
         )
 
 
-def _end() -> None:
-    """When this process ends, the others learn how; a process group that was made here is destroyed."""
+def _end_session() -> None:
+    """At the exit of this process, tell the others how it ended, and destroy a process group that was made here."""
     assert _session is not None
     error = getattr(sys, "last_value", None)
     for connection in _connections.values():
@@ -352,16 +354,16 @@ def _end() -> None:
     if _session.own_group and dist.is_initialized():
         dist.destroy_process_group()
     if error is not None:
-        _end_quickly()
+        _skip_final_collection()
 
 
-def _end_quickly() -> None:
-    """Have Python not look through all its objects for cycles, which takes seconds with torch loaded: a restart of all ranks waits for it.
+def _skip_final_collection() -> None:
+    """Skip Python's last cycle collection, which takes seconds with torch loaded, and a restart of all ranks waits for it.
 
-    Files that are open are flushed here: those that only cycles hold would not be any more.
+    Open files are flushed first, since those that only cycles hold would no longer be.
     """
-    for found in gc.get_objects():
-        if type(found) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+    for candidate in gc.get_objects():
+        if type(candidate) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with contextlib.suppress(ValueError, OSError):
-                found.flush()
+                candidate.flush()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""One tensor's part in a collective on one rank: the pieces that it gives, and what it makes of those that it gets."""
+"""One tensor in a collective, on one rank: the pieces that the rank sends, and the result of those that it receives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Exchange", "flatten", "is_leading", "reduce_pieces"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One tensor's part in a collective, on one rank.
+    """One tensor in a collective, on one rank.
 
     Attributes:
-        tensor: what this rank has.
-        pieces: what each rank of the group is given of it, in the group's order.
-        split_dim: along which these are pieces; None: each is the whole tensor.
-        shapes: the shape of what each rank gives to this one.
-        concat_dim: along which that is put together; None: it is reduced.
-        make: makes the result of the pieces, where that is neither.
+        tensor: this rank's input.
+        pieces: the piece of it that is sent to each rank of the group, in the group's order.
+        split_dim: the dimension along which it is split into these; None: each is the whole tensor.
+        shapes: the shape of the piece that is received from each rank.
+        concat_dim: the dimension along which received pieces are concatenated; None: they are reduced.
+        assemble: computes the result from the received pieces, where they are neither concatenated nor reduced.
     """
 
     tensor: Tensor
@@ -32,18 +32,19 @@ class Exchange:
     split_dim: int | None
     shapes: Sequence[Sequence[int]]
     concat_dim: int | None
-    make: Callable[[Sequence[Tensor]], Tensor] | None = None
+    assemble: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def result(self, pieces: Sequence[Tensor], operation: Operation = "sum") -> Tensor:
-        """What the collective gives, in new memory, from what each rank of the group has given, in the group's order."""
-        if self.make is not None:
-            return self.make(pieces)
-        # What is concatenated keeps the strides of the pieces, which a program's graphs do not expect.
-        return reduce_pieces(pieces, operation) if self.concat_dim is None else torch.cat(tuple(pieces), self.concat_dim).contiguous()
+        """Return the result of the collective, in new memory, from the pieces received from each rank, in the group's order."""
+        if self.assemble is not None:
+            return self.assemble(pieces)
+        if self.concat_dim is None:
+            return reduce_pieces(pieces, operation)
+        return torch.cat(tuple(pieces), self.concat_dim).contiguous()  # cat may keep strides of the pieces, which graphs do not expect
 
 
 def reduce_pieces(pieces: Sequence[Tensor], operation: Operation) -> Tensor:
-    """The reduction, first to last, contiguous and in new memory."""
+    """Reduce pieces from first to last; the result is contiguous and in new memory."""
     if len(pieces) == 1:
         return pieces[0].clone(memory_format=torch.contiguous_format)
     function = _REDUCTIONS[operation]
@@ -57,7 +58,7 @@ _REDUCTIONS: Mapping[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max
 
 
 def flatten(pieces: Sequence[Tensor]) -> Tensor:
-    """The elements of all pieces one after another, in one dimension; a single contiguous piece is not copied."""
+    """Concatenate the elements of all pieces in one dimension; a single contiguous piece is not copied."""
     if len(pieces) == 1:
         return pieces[0].contiguous().view(-1)
     if all(piece.is_contiguous() for piece in pieces):
@@ -71,5 +72,5 @@ def flatten(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def is_leading(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces along the dimension lie one after another in a contiguous tensor."""
+    """Whether pieces along ``dim`` are consecutive in the memory of a contiguous tensor: all dimensions before it have size 1."""
     return math.prod(shape[: dim % len(shape)]) == 1

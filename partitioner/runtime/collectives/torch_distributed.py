@@ -1,6 +1,6 @@
-"""Which calls of ``torch.distributed`` carry out a collective.
+"""Carry out collectives by calls of ``torch.distributed``.
 
-All tensors of a dtype travel as one flat message. What is only moved travels as bytes, which every backend moves whatever the dtype.
+All tensors of a dtype travel as one flat message. Messages that are not reduced travel as bytes, which every backend supports.
 
                      gloo                                            NCCL
     all_reduce       all_reduce; when small, gathered and            all_reduce
@@ -9,7 +9,7 @@ All tensors of a dtype travel as one flat message. What is only moved travels as
                      all_to_all_single of copies                     all_to_all_single of copies
     reduce_scatter   all_to_all_single, and summed here              reduce_scatter_single; when uneven, as gloo
     all_to_all       all_to_all_single                               all_to_all_single
-    halo_exchange    all_to_all_single, of what neighbours read      all_to_all_single
+    halo_exchange    all_to_all_single of the halo elements          all_to_all_single
     halo_add         likewise                                        likewise
 
 Numbers of dtypes that backends do not add (``int16``, ``bool``) are gathered or exchanged and reduced here, on both. Which of these is
@@ -38,13 +38,13 @@ __all__ = ["GLOO", "NCCL", "Calls", "Started", "as_bytes", "start_collective"]
 
 @dataclass(frozen=True)
 class Calls:
-    """What a backend is best asked to do.
+    """Which collectives of a backend are used; the others are built from exchanges.
 
     Attributes:
-        operations: what it is asked to reduce by.
-        scatters: whether it is asked to reduce and scatter at once.
-        small_reduction: bytes of all ranks' tensors up to which they are gathered and reduced here.
-        small_gather: bytes of all ranks' tensors up to which each rank sends to each other one.
+        operations: reductions for which its all_reduce and reduce_scatter are used.
+        scatters: whether its reduce_scatter is used.
+        small_reduction: total bytes of all ranks' tensors up to which an all_reduce gathers them and reduces on each rank.
+        small_gather: total bytes of all ranks' tensors up to which an all_gather is an all_to_all.
     """
 
     operations: frozenset[Operation]
@@ -54,10 +54,10 @@ class Calls:
 
 
 GLOO = Calls(frozenset({"sum"}), scatters=False, small_reduction=GATHERED_BYTES["gloo"], small_gather=2**20)
-"""Its rings take a turn for each rank, its reduce_scatter is an all_reduce, and its maximum may lose a NaN."""
+"""Its ring algorithms take a round for each rank, its reduce_scatter is an all_reduce, and its maximum may lose a NaN."""
 
 NCCL = Calls(frozenset({"sum", "max", "min"}), scatters=True, small_reduction=GATHERED_BYTES["nccl"], small_gather=0)
-"""It knows best."""
+"""Its own collectives are used wherever it has them."""
 
 _REDUCED_BY_BACKENDS = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -72,12 +72,12 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class _Message(NamedTuple):
-    """The tensors of one dtype, on their way.
+    """The tensors of one dtype in a collective under way.
 
     Attributes:
-        indices: which tensors of the collective.
-        work: over when ``results`` may be called.
-        results: makes tensors of what has arrived.
+        indices: of these tensors among all of the collective.
+        work: must be complete before ``results`` is called.
+        results: returns the result of each tensor.
     """
 
     indices: Sequence[int]
@@ -91,8 +91,8 @@ class Started:
 
     Attributes:
         name, group: of the collective.
-        messages: one a dtype.
-        done: results, where nothing had to be communicated.
+        messages: one for each dtype.
+        done: the results, if nothing had to be communicated.
     """
 
     name: Collective
@@ -102,11 +102,11 @@ class Started:
 
     def finish(self) -> list[Tensor]:
         """Wait, and return the results in the order of the tensors that were given."""
-        found: dict[int, Tensor] = dict(enumerate(self.done))
+        results: dict[int, Tensor] = dict(enumerate(self.done))
         for message in self.messages:
             message.work.wait()
-            found.update(zip(message.indices, message.results(), strict=True))
-        return [found[index] for index in range(len(found))]
+            results.update(zip(message.indices, message.results(), strict=True))
+        return [results[index] for index in range(len(results))]
 
 
 def start_collective(
@@ -121,7 +121,7 @@ def start_collective(
 
     Args:
         process_group: of the ranks of ``group``, in the same order.
-        calls: of its backend.
+        calls: those to use of its backend.
     """
     by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
     for index, exchange in enumerate(exchanges):
@@ -133,12 +133,12 @@ def start_collective(
 
 
 _Begun = tuple[dist.Work, Callable[[], Sequence[Tensor]]]
-"""A work, and what makes tensors of what it brings."""
+"""A work, and a function that returns the result of each tensor when the work is complete."""
 
 
 @dataclass(frozen=True)
 class _Starter:
-    """Starts messages of one dtype."""
+    """Starts collectives of tensors of one dtype, as one flat message."""
 
     process_group: dist.ProcessGroup
     calls: Calls
@@ -148,54 +148,61 @@ class _Starter:
     def all_reduce(self, exchanges: Sequence[Exchange]) -> _Begun:
         tensors = [exchange.tensor.detach() for exchange in exchanges]
         flat = flatten(tensors)
-        if not self._asks_to_reduce(flat.dtype) or flat.nbytes * self.n_ranks <= self.calls.small_reduction:
-            work, everything = self._gather(flat, [flat.numel()] * self.n_ranks)
-            return work, lambda: _reduced(everything, exchanges, self.operation)
+        if not self._backend_reduces(flat.dtype) or flat.nbytes * self.n_ranks <= self.calls.small_reduction:
+            work, gathered = self._gather(flat, [flat.numel()] * self.n_ranks)
+            return work, lambda: _reduce(gathered, exchanges, self.operation)
         if len(tensors) == 1:
-            flat = flat.clone()  # what is summed in place must not be the program's
+            flat = flat.clone()  # all_reduce writes in place, and the program may still read its tensor
         work = _work(dist.all_reduce(_real(flat), _OPERATIONS[self.operation], group=self.process_group, async_op=True))
         return work, lambda: _split(flat, exchanges)
 
     def all_gather(self, exchanges: Sequence[Exchange]) -> _Begun:
         flat = flatten([exchange.tensor.detach() for exchange in exchanges])
-        work, everything = self._gather(flat, _incoming(exchanges))
-        return work, lambda: _assembled(everything, exchanges)
+        work, gathered = self._gather(flat, _incoming_counts(exchanges))
+        return work, lambda: _assemble(gathered, exchanges)
 
     def reduce_scatter(self, exchanges: Sequence[Exchange]) -> _Begun:
-        flat, counts = _outgoing(exchanges), _outgoing_counts(exchanges)
-        if self.calls.scatters and self._asks_to_reduce(flat.dtype) and len(set(counts)) == 1:
+        flat, counts = _outgoing_message(exchanges), _outgoing_counts(exchanges)
+        if self.calls.scatters and self._backend_reduces(flat.dtype) and len(set(counts)) == 1:
             own = flat.new_empty(counts[0])
             operation = _OPERATIONS[self.operation]
             work = _work(_reduce_scatter_single(_real(own), _real(flat), operation, group=self.process_group, async_op=True))
             return work, lambda: _split(own, exchanges)
-        work, everything = self._exchange(flat, counts, _incoming(exchanges))
-        return work, lambda: _reduced(everything, exchanges, self.operation)
+        work, received = self._exchange(flat, counts, _incoming_counts(exchanges))
+        return work, lambda: _reduce(received, exchanges, self.operation)
 
     def all_to_all(self, exchanges: Sequence[Exchange]) -> _Begun:
-        work, everything = self._exchange(_outgoing(exchanges), _outgoing_counts(exchanges), _incoming(exchanges))
-        return work, lambda: _assembled(everything, exchanges)
+        work, received = self._exchange(_outgoing_message(exchanges), _outgoing_counts(exchanges), _incoming_counts(exchanges))
+        return work, lambda: _assemble(received, exchanges)
 
-    def _asks_to_reduce(self, dtype: torch.dtype) -> bool:
+    def _backend_reduces(self, dtype: torch.dtype) -> bool:
         if dtype.is_complex:
             return self.operation == "sum"
         return self.operation in self.calls.operations and dtype in _REDUCED_BY_BACKENDS
 
     def _gather(self, flat: Tensor, counts: Sequence[int]) -> tuple[dist.Work, Tensor]:
-        """Every rank's elements, one rank after another."""
+        """Start gathering every rank's elements; return the work and their memory, one rank after another.
+
+        Args:
+            counts: number of elements of each rank.
+        """
         if len(set(counts)) > 1 or sum(counts) * flat.itemsize <= self.calls.small_gather:
             return self._exchange(torch.cat([flat] * self.n_ranks), [flat.numel()] * self.n_ranks, counts)
-        everything = flat.new_empty(sum(counts))
-        return _work(
-            _all_gather_single(everything.view(torch.uint8), flat.view(torch.uint8), group=self.process_group, async_op=True)
-        ), everything
+        gathered = flat.new_empty(sum(counts))
+        work = _all_gather_single(gathered.view(torch.uint8), flat.view(torch.uint8), group=self.process_group, async_op=True)
+        return _work(work), gathered
 
-    def _exchange(self, flat: Tensor, given: Sequence[int], taken: Sequence[int]) -> tuple[dist.Work, Tensor]:
-        """What each rank gives to this one, one rank after another."""
-        everything = flat.new_empty(sum(taken))
-        arriving, leaving = ([count * flat.itemsize for count in counts] for counts in (taken, given))
+    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[dist.Work, Tensor]:
+        """Start an all_to_all; return the work and the memory of the received elements, one rank after another.
+
+        Args:
+            sent, received: number of elements sent to, and received from, each rank.
+        """
+        result = flat.new_empty(sum(received))
+        bytes_in, bytes_out = ([count * flat.itemsize for count in counts] for counts in (received, sent))
         group = self.process_group
-        work = dist.all_to_all_single(everything.view(torch.uint8), flat.view(torch.uint8), arriving, leaving, group=group, async_op=True)
-        return _work(work), everything
+        work = dist.all_to_all_single(result.view(torch.uint8), flat.view(torch.uint8), bytes_in, bytes_out, group=group, async_op=True)
+        return _work(work), result
 
 
 _STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] = {
@@ -211,47 +218,49 @@ _STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] =
 # -- flat messages ---------------------------------------------------------------------------------------------------------------------
 
 
-def _outgoing(exchanges: Sequence[Exchange]) -> Tensor:
-    """What each rank is given, one rank after another; a single tensor that lies in memory like this is not copied."""
+def _outgoing_message(exchanges: Sequence[Exchange]) -> Tensor:
+    """Concatenate the pieces for each rank, one rank after another; a single tensor in this memory order is not copied."""
     first = exchanges[0]
-    if len(exchanges) == 1 and first.make is None and first.split_dim is not None and is_leading(first.tensor.shape, first.split_dim):
+    if len(exchanges) == 1 and first.assemble is None and first.split_dim is not None and is_leading(first.tensor.shape, first.split_dim):
         return first.tensor.detach().contiguous().view(-1)
     return flatten([exchange.pieces[rank].detach() for rank in range(len(first.pieces)) for exchange in exchanges])
 
 
 def _outgoing_counts(exchanges: Sequence[Exchange]) -> list[int]:
-    if len(exchanges) == 1:
-        return [piece.numel() for piece in exchanges[0].pieces]
+    """Return the number of elements sent to each rank."""
     return [sum(exchange.pieces[rank].numel() for exchange in exchanges) for rank in range(len(exchanges[0].pieces))]
 
 
-def _incoming(exchanges: Sequence[Exchange]) -> list[int]:
+def _incoming_counts(exchanges: Sequence[Exchange]) -> list[int]:
+    """Return the number of elements received from each rank."""
     return [sum(math.prod(exchange.shapes[rank]) for exchange in exchanges) for rank in range(len(exchanges[0].shapes))]
 
 
-def _assembled(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
-    """The concatenations; a single one whose pieces have arrived in place is not copied."""
+def _assemble(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
+    """Return the results of a received message; a single one whose pieces lie in order is a view of it."""
     first = exchanges[0]
-    if len(exchanges) == 1 and first.make is None and first.concat_dim is not None and is_leading(first.shapes[0], first.concat_dim):
+    if len(exchanges) == 1 and first.assemble is None and first.concat_dim is not None and is_leading(first.shapes[0], first.concat_dim):
         whole = list(first.shapes[0])
         whole[first.concat_dim] = sum(shape[first.concat_dim] for shape in first.shapes)
         return [flat.view(whole)]
     pieces: list[list[Tensor]] = [[] for _ in exchanges]
     start = 0
     for rank in range(len(first.shapes)):
-        for found, exchange in zip(pieces, exchanges, strict=True):
+        for received, exchange in zip(pieces, exchanges, strict=True):
             shape = torch.Size(exchange.shapes[rank])
-            found.append(flat[start : start + shape.numel()].view(shape))
+            received.append(flat[start : start + shape.numel()].view(shape))
             start += shape.numel()
-    return [exchange.result(found) for found, exchange in zip(pieces, exchanges, strict=True)]
+    return [exchange.result(received) for received, exchange in zip(pieces, exchanges, strict=True)]
 
 
-def _reduced(flat: Tensor, exchanges: Sequence[Exchange], operation: Operation) -> list[Tensor]:
-    return _split(reduce_pieces(flat.chunk(len(exchanges[0].shapes)) if flat.numel() else [flat], operation), exchanges)
+def _reduce(flat: Tensor, exchanges: Sequence[Exchange], operation: Operation) -> list[Tensor]:
+    """Reduce a received message, which has the same number of elements of each rank, and split it into its tensors."""
+    n_ranks = len(exchanges[0].shapes)
+    return _split(reduce_pieces(flat.chunk(n_ranks) if flat.numel() else [flat], operation), exchanges)
 
 
 def _split(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
-    """The tensors that lie one after another in a reduced message."""
+    """Return the tensors of a reduced message, as views."""
     if len(exchanges) == 1:
         return [flat.view(exchanges[0].shapes[0])]
     shapes = [torch.Size(exchange.shapes[0]) for exchange in exchanges]
@@ -259,11 +268,12 @@ def _split(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes: of one dimension, whatever the dtype."""
+    """View a contiguous tensor of any dtype as bytes, in one dimension."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _real(flat: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, which backends can add."""
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 

@@ -1,17 +1,17 @@
-"""What each rank gives and gets in a collective: the same for every transport.
+"""Express every collective as an exchange of pieces within a group, the same for every transport.
 
-Every collective is one exchange of pieces within a group, after which a rank puts together what it got, or reduces it:
+Each rank sends a piece to every rank of the group, and concatenates, reduces or adds those that it receives:
 
-                     gives to each rank        makes of what it gets
+                     sends to each rank        result of what it receives
     all_reduce       the tensor                sum, maximum or minimum
     all_gather       the tensor                concatenation
     reduce_scatter   that rank's piece         sum
     all_to_all       that rank's piece         concatenation
-    halo_exchange    what that rank reads      puts it in its places, beside what it has itself
-    halo_add         gradients of that         adds it in its places
+    halo_exchange    elements that it reads    placed among the rank's own elements
+    halo_add         gradients of those        added to the gradients of the rank's own elements
 
-A transport that moves pieces can carry out all of them. Reduced is in the group's order, first to last, so that all ranks have the
-very same bits.
+A transport that moves pieces can carry out all of them. Reductions go through the group in order, first to last, so that all ranks get the
+same bits.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "a
 
 
 class CollectiveTransport(ABC):
-    """The collectives of a transport, all of them exchanges that it starts."""
+    """Implements every collective by ``start``, which a transport defines."""
 
     rank: int
 
     @abstractmethod
     def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Any:
-        """Start a collective and return what ``wait`` takes."""
+        """Start a collective; return the handle that ``wait`` takes."""
 
-    def draw_turn(self, stage: int) -> Any:  # noqa: B027  of processes each has a generator of its own
-        """What a stage waits for before it draws random numbers: nothing."""
+    def draw_turn(self, stage: int) -> Any:  # noqa: B027  each process has a random generator of its own
+        """Return the handle that a stage waits for before it draws random numbers; None: it need not wait."""
 
     def end_draw_turn(self, stage: int) -> None:  # noqa: B027
-        """Say that a stage has drawn its numbers: nobody waits."""
+        """Note that a stage has drawn its random numbers, so that the next stage may draw."""
 
     def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
         """Start reducing each tensor over the group."""
         return self.start("all_reduce", group, self._exchanges("all_reduce", tensors, group), operation)
 
     def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-        """Start putting the group's tensors together."""
-        exchanges = self._exchanges("all_gather", tensors, group, concats=_cuts(dims, sizes, group))
+        """Start concatenating the group's tensors along ``dims``."""
+        exchanges = self._exchanges("all_gather", tensors, group, concats=_splits(dims, sizes, group))
         return self.start("all_gather", group, exchanges, "sum")
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
         """Start summing this rank's pieces of the group's tensors."""
-        exchanges = self._exchanges("reduce_scatter", tensors, group, splits=_cuts(dims, sizes, group))
+        exchanges = self._exchanges("reduce_scatter", tensors, group, splits=_splits(dims, sizes, group))
         return self.start("reduce_scatter", group, exchanges, "sum")
 
     def all_to_all(
@@ -72,7 +72,7 @@ class CollectiveTransport(ABC):
         concat_sizes: Sizes | None = None,
     ) -> Any:
         """Start exchanging pieces with every rank of the group."""
-        splits, concats = _cuts(split_dims, split_sizes, group), _cuts(concat_dims, concat_sizes, group)
+        splits, concats = _splits(split_dims, split_sizes, group), _splits(concat_dims, concat_sizes, group)
         return self.start("all_to_all", group, self._exchanges("all_to_all", tensors, group, splits, concats), "sum")
 
     def _exchanges(
@@ -80,32 +80,32 @@ class CollectiveTransport(ABC):
         name: Collective,
         tensors: Sequence[Tensor],
         group: tuple[int, ...],
-        splits: Sequence[_Cut] | None = None,
-        concats: Sequence[_Cut] | None = None,
+        splits: Sequence[_Split] | None = None,
+        concats: Sequence[_Split] | None = None,
     ) -> list[Exchange]:
-        """What this rank gives and gets of each tensor.
+        """Return this rank's part in the exchange of each tensor.
 
         Args:
-            splits: how tensors are cut into a piece for each rank; None: each rank is given the whole.
-            concats: how what this rank gets is put together; None: it is reduced.
+            splits: of each tensor, how it is split into a piece for each rank; None: each rank is sent the whole.
+            concats: of each tensor, how the received pieces are concatenated; None: they are reduced.
         """
-        here, n_ranks = group.index(self.rank), len(group)
-        every = [None] * len(tensors)
+        position, n_ranks = group.index(self.rank), len(group)
+        no_split = [None] * len(tensors)
         exchanges = []
-        for tensor, split, concat in zip(tensors, splits or every, concats or every, strict=True):
+        for tensor, split, concat in zip(tensors, splits or no_split, concats or no_split, strict=True):
             pieces: Sequence[Tensor] = [tensor] * n_ranks
-            own: Sequence[int] = tensor.shape
+            own_shape: Sequence[int] = tensor.shape
             if split is not None:
                 dim, sizes = split
-                sizes = sizes or [own[dim] // n_ranks] * n_ranks
-                _require(sum(sizes) == own[dim], name, tensor, dim, sizes)
-                pieces, own = tensor.split(list(sizes), dim), _resized(own, dim, sizes[here])
-            shapes: Sequence[Sequence[int]] = [own] * n_ranks
+                sizes = sizes or [own_shape[dim] // n_ranks] * n_ranks
+                _require(sum(sizes) == own_shape[dim], name, tensor, dim, sizes)
+                pieces, own_shape = tensor.split(list(sizes), dim), _resized(own_shape, dim, sizes[position])
+            shapes: Sequence[Sequence[int]] = [own_shape] * n_ranks
             if concat is not None:
                 dim, sizes = concat
-                sizes = sizes or [own[dim]] * n_ranks
-                _require(sizes[here] == own[dim], name, tensor, dim, sizes)
-                shapes = _shapes(own, dim, sizes)
+                sizes = sizes or [own_shape[dim]] * n_ranks
+                _require(sizes[position] == own_shape[dim], name, tensor, dim, sizes)
+                shapes = _shapes(own_shape, dim, sizes)
             exchanges.append(Exchange(tensor, pieces, split and split[0], shapes, concat and concat[0]))
         return exchanges
 
@@ -118,9 +118,8 @@ class CollectiveTransport(ABC):
         wanted: Sequence[str],
         fill: float = 0.0,
     ) -> Any:
-        """Start fetching the elements that this rank reads."""
-        position = group.index(self.rank)
-        halos = [Halo(dim, position, tuple(each), read) for dim, each, read in zip(dims, owned, wanted, strict=True)]
+        """Start fetching the elements that this rank reads (``Halo.fetch``)."""
+        halos = self._halos(dims, group, owned, wanted)
         return self.start("halo_exchange", group, [halo.fetch(x, fill) for halo, x in zip(halos, tensors, strict=True)], "sum")
 
     def halo_add(
@@ -131,10 +130,13 @@ class CollectiveTransport(ABC):
         owned: Sequence[tuple[int, ...]],
         wanted: Sequence[str],
     ) -> Any:
-        """Start giving gradients of fetched elements back."""
-        position = group.index(self.rank)
-        halos = [Halo(dim, position, tuple(each), read) for dim, each, read in zip(dims, owned, wanted, strict=True)]
+        """Start returning the gradients of fetched elements to their owners (``Halo.give_back``)."""
+        halos = self._halos(dims, group, owned, wanted)
         return self.start("halo_add", group, [halo.give_back(x) for halo, x in zip(halos, tensors, strict=True)], "sum")
+
+    def _halos(self, dims: Sequence[int], group: tuple[int, ...], owned: Sequence[tuple[int, ...]], wanted: Sequence[str]) -> list[Halo]:
+        position = group.index(self.rank)
+        return [Halo(dim, position, tuple(counts), indices) for dim, counts, indices in zip(dims, owned, wanted, strict=True)]
 
 
 def writes_in_place(function: Callable[..., Any]) -> bool:
@@ -142,22 +144,23 @@ def writes_in_place(function: Callable[..., Any]) -> bool:
     return function.__name__.partition(".")[0].endswith("_")
 
 
-_Cut: TypeAlias = tuple[int, Sequence[int] | None]
-"""The dimension along which a tensor is cut, and the sizes of the pieces; None: all are equal."""
+_Split: TypeAlias = tuple[int, Sequence[int] | None]
+"""The dimension along which a tensor is split, and the sizes of the pieces; None: all are equal."""
 
 
-def _cuts(dims: Sequence[int], sizes: Sizes | None, group: tuple[int, ...]) -> list[_Cut]:
-    """The cut of each tensor into pieces for a group."""
-    for found in sizes or ():
-        if found is not None and len(found) != len(group):
+def _splits(dims: Sequence[int], sizes: Sizes | None, group: tuple[int, ...]) -> list[_Split]:
+    """Return the split of each tensor into one piece for each rank of a group; ``sizes`` holds the piece sizes of each tensor."""
+    for piece_sizes in sizes or ():
+        if piece_sizes is not None and len(piece_sizes) != len(group):
             raise CommunicationError(
-                f"{len(found)} sizes for a group of {len(group)} ranks",
+                f"{len(piece_sizes)} sizes for a group of {len(group)} ranks",
                 remedy="sizes has the size of each rank's piece, in the group's order",
             )
     return list(zip(dims, sizes or [None] * len(dims), strict=True))
 
 
 def _require(fits: bool, name: str, tensor: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    """Raise CommunicationError unless the piece sizes fit the tensor."""
     if not fits:
         raise CommunicationError(
             f"{name}: a tensor of shape {tuple(tensor.shape)} does not have pieces of sizes {', '.join(map(str, sizes))} "
@@ -167,9 +170,9 @@ def _require(fits: bool, name: str, tensor: Tensor, dim: int, sizes: Sequence[in
 
 
 def _shapes(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[list[int]]:
-    """A shape with each of these sizes along a dimension; those of one size are one object."""
-    made = {size: _resized(shape, dim, size) for size in set(sizes)}
-    return [made[size] for size in sizes]
+    """Return the shape with each of these sizes along a dimension; equal sizes share one list."""
+    shape_of = {size: _resized(shape, dim, size) for size in set(sizes)}
+    return [shape_of[size] for size in sizes]
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:

@@ -245,7 +245,7 @@ def use_channels(runtime: Runtime) -> None:
 
 def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Connection:
     assert isinstance(runtime, TorchrunRuntime)
-    session, number = torchrun.arrive(), next(torchrun._count)
+    session, number = torchrun.arrive(), next(torchrun._connection_numbers)
     limit = timedelta(seconds=seconds)
     runtime._connection = Connection(torch.device("cpu"), limit, number, session.watch, session.store, tagged=tagged)
     return runtime._connection
