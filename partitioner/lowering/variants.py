@@ -38,7 +38,7 @@ class Variant:
 
 
 def results_in_training(graph: ModelGraph) -> Results:
-    """Return what ranks return in training: ``"whole"`` if an output mixes rows, ``"rows"`` if one is a mean or sum, else ``"loss"``."""
+    """Return what ranks return in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``."""
     kinds = {output.combine for output in graph.outputs}
     if kinds & {"mean", "sum"}:
         return "rows"

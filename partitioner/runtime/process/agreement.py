@@ -1,14 +1,13 @@
-"""Do all ranks say the same? Asked at every call, without waiting for anybody while nothing changes.
+"""Check at every call that all ranks have the same value, without waiting while values stay the same.
 
-Each rank keeps one line in the store: how many questions it has passed, and how many times all ranks agreed on something new. A rank whose
-own value is the one agreed last writes the count and goes on; in a step, which has several questions, it writes when it starts its program.
-A rank whose value is new writes it down and looks at the others' lines until each has written its value for the same question, or has
-passed it:
+Each rank keeps one line in the store: the number of questions it has passed, and of new values that all ranks agreed on. A rank whose value
+is the one agreed on last writes its line and goes on; in a step, which has several questions, it writes when it starts its program. A rank
+whose value is new writes the value and polls the others' lines until each has written its value for the same question, or has passed it:
 
     question              16      17             18
-    rank 0                -       "batch 6"      -        17: looks at the others
-    rank 1                -       "batch 6"      -        17: looks at the others
-    rank 2                -       -                       passed 17, and took part in no agreement: it has the old value
+    rank 0                -       "batch 6"      -        17: polls the others
+    rank 1                -       "batch 6"      -        17: polls the others
+    rank 2                -       -                       passed 17 without a new agreement: it has the old value
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from passes.ir.errors import CommunicationError
 __all__ = ["Agreement"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
-"""Seconds between two looks, doubled each time: most ranks come at once, and a late one may be minutes late."""
+"""Seconds between two polls, doubled each time: most ranks come at once, and a late one may be minutes late."""
 
 _UNKNOWN = "?"
-"""What a rank writes that takes over what others say."""
+"""Written by a rank that has no value and takes that of the others."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """What a rank has written: questions passed, agreements, and its value if it is asking."""
+    """The line of a rank in the store: number of its last question, number of agreements, and its value while it polls."""
 
     question: int
     agreements: int
@@ -53,10 +52,10 @@ class Agreement:
     """One rank's part in all agreements.
 
     Args:
-        store: shared with the other ranks, and with nothing else that writes these keys.
-        rank, size: who this is, of how many.
+        store: shared with the other ranks; no one else writes its keys.
+        rank, size: of this process; number of ranks.
         timeout: how long the others may take to come to the same question.
-        record: says why, when they do not come.
+        record: knows failures of other ranks, which end the waiting.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, record: FailureRecord) -> None:
@@ -70,15 +69,15 @@ class Agreement:
         self._agreed: dict[str, str] = {}
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
-        """Return when all ranks say the same; a rank that cannot know it says None, and gets what the others say.
+        """Return when all ranks have the same value; a rank with None gets the value of the others.
 
         Args:
             what: names the question.
             value: of this rank.
-            in_step: ``go_on`` follows before this rank waits for anything else: the others hear then that it has passed.
+            in_step: whether ``go_on`` follows before this rank waits for anything else, so that the line need not be written here.
 
         Returns:
-            The value as text; None where no rank knows it.
+            The value as text; None if all ranks have None.
 
         Raises:
             DisagreementError: naming each rank's value.
@@ -88,58 +87,59 @@ class Agreement:
         self._question += 1
         if value is not None and self._agreed.get(what) == text:
             if not in_step:
-                # Nothing else may tell the others for long, and one that says None or another value waits to hear it.
+                # A rank with None or another value polls for this line.
                 self.go_on()
             return text
         self._write(f"{what}: {text}")
-        found = self._values(what, knows=value is not None)
+        answers = self._answers(what, has_value=value is not None)
         old = self._agreed.get(what, "another one")
-        said = {rank: old if line is None else line.removeprefix(f"{what}: ") for rank, line in found.items()}
-        known = set(said.values()) - {_UNKNOWN}
-        if len(known) > 1 or (value is not None and None in found.values()):
-            raise DisagreementError(_differ(what, {rank: name for rank, name in said.items() if name != _UNKNOWN}))
-        agreed = next(iter(known), _UNKNOWN)
-        if None not in found.values():
+        values = {rank: old if answer is None else answer.removeprefix(f"{what}: ") for rank, answer in answers.items()}
+        distinct = set(values.values()) - {_UNKNOWN}
+        if len(distinct) > 1 or (value is not None and None in answers.values()):
+            raise DisagreementError(_describe_difference(what, {rank: text for rank, text in values.items() if text != _UNKNOWN}))
+        agreed = next(iter(distinct), _UNKNOWN)
+        if None not in answers.values():
             self._agreements += 1
             self._agreed[what] = agreed
             self._store.set(f"agreement {self._agreements}", f"{what}: {agreed}")
         return None if agreed == _UNKNOWN else agreed
 
     def go_on(self) -> None:
-        """Say that this rank has passed all its questions and acts on the answers."""
+        """Tell the others that this rank has passed all its questions."""
         self._write(None)
 
     def _write(self, value: str | None) -> None:
         self._store.set(f"rank {self._rank}", str(_Line(self._question, self._agreements, value)))
 
-    def _values(self, what: str, *, knows: bool) -> dict[int, str | None]:
-        """What each rank says to the present question; None: it went on with what was agreed before.
+    def _answers(self, what: str, *, has_value: bool) -> dict[int, str | None]:
+        """Poll until every rank has answered the present question; return rank -> answer, see ``_answer``.
 
-        A rank that knows nothing itself asks no further once it has seen a rank go on.
+        A rank without a value returns as soon as one rank has gone on with the value agreed before.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE
-        found: dict[int, str | None] = {}
+        answers: dict[int, str | None] = {}
         while True:
             for rank in range(self._size):
-                if rank not in found and (line := self._line(rank)) is not None and line.question >= self._question:
-                    found[rank] = self._answer(line)
-            if len(found) == self._size or (not knows and None in found.values()):
-                return found
-            missing = [rank for rank in range(self._size) if rank not in found]
-            self._check_waiting(missing, f"{'has a new' if knows else 'asks for the'} {what}", deadline)
+                line = None if rank in answers else self._line(rank)
+                if line is not None and line.question >= self._question:
+                    answers[rank] = self._answer(line)
+            if len(answers) == self._size or (not has_value and None in answers.values()):
+                return answers
+            missing = [rank for rank in range(self._size) if rank not in answers]
+            self._check_waiting(missing, f"{'has a new' if has_value else 'asks for the'} {what}", deadline)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _answer(self, line: _Line) -> str | None:
-        """What a rank says to the present question, by its line; None: it went on with what was agreed before."""
+        """Return the answer of a rank to the present question, read from its line; None: it went on with the value agreed before."""
         if line.agreements > self._agreements:
-            # One agreement more than this rank counts is that on the present question: all ranks said the same.
+            # The one agreement that this rank does not count yet is on the present question.
             return self._store.get(f"agreement {self._agreements + 1}").decode()
         return line.value if line.question == self._question else None
 
     def _check_waiting(self, missing: list[int], asks: str, deadline: float) -> None:
-        """Raise where it is no use to wait for the missing ranks: something has failed, one of them has ended, or it is too late."""
+        """Raise if waiting for the missing ranks is useless: a rank has failed, one of them has ended, or time is over."""
         late = CommunicationError(
             f"rank {self._rank} {asks}, and {rank_list(missing)} did not make the same call", remedy=DisagreementError.REMEDY
         )
@@ -152,15 +152,17 @@ class Agreement:
             raise late
 
     def _line(self, rank: int) -> _Line | None:
+        """Read the line of a rank; None if it has written none yet."""
         key = f"rank {rank}"
         return _Line.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
 
-def _differ(what: str, values: Mapping[int, str]) -> str:
-    """Who says what: ``rank 2 has batch size 6, the others 8``."""
+def _describe_difference(what: str, values: Mapping[int, str]) -> str:
+    """Return the value of each rank as text: ``rank 2 has batch size 6, the others 8``."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, value in sorted(values.items()):  # the same on every rank, whoever it heard of first
+    for rank, value in sorted(values.items()):  # the same text on every rank, in whatever order answers came
         ranks_of[value].append(rank)
-    *few, (common, many) = sorted(ranks_of.items(), key=lambda item: len(item[1]))
-    said = [f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what} {value}" for value, ranks in few]
-    return ", ".join([*said, f"{rank_list(many)} has {common}" if len(many) == 1 else f"the others {common}"])
+    *exceptions, (common, common_ranks) = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    clauses = [f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what} {value}" for value, ranks in exceptions]
+    clauses.append(f"{rank_list(common_ranks)} has {common}" if len(common_ranks) == 1 else f"the others {common}")
+    return ", ".join(clauses)

@@ -1,11 +1,11 @@
-"""Do all ranks make the same calls, with the same batch? Compared on rank 0, behind the backs of the calls: nobody waits for it.
+"""Compare the calls of all ranks, and their batches, on rank 0, in the background: no call waits for it.
 
     call                    16                17                18
     rank 0       train_step, x 8a1f   train_step, x 03bc           ·
-    rank 1       train_step, x 8a1f   train_step, x 77e0           ·         17: was given another x, since it skipped a step
+    rank 1       train_step, x 8a1f   train_step, x 77e0           ·         17: another x, since it skipped a step
 
-Messages of one step look like those of the next, so that a rank which leaves out a step would go on beside the others, each with a batch of
-its own. What tells is what the script passes, and how many steps its optimizer has made.
+Messages of one step look like those of the next, so a rank that skips a step would go on with another batch than the others. The tensors
+that the script passes, and the step count of its optimizer, reveal this.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 __all__ = ["CallTable", "Given", "RankCall", "rank_list", "sample_of"]
 
 Given = str | int | list[float]
-"""What is compared of one value: text and whole numbers exactly, a sample of real numbers to three digits."""
+"""The compared form of a value: text and integers are compared exactly, a sample of floats to three digits."""
 
 _SAMPLED = 64
-"""How many elements of a tensor are compared: batches that differ do so nearly everywhere."""
+"""Number of elements of a tensor that are compared: batches that differ do so nearly everywhere."""
 
-_REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_COMPARED = frozenset((*_REAL, *_WHOLE))
-"""The dtypes of which elements can be taken; batches seldom have another one."""
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_COMPARED = frozenset((*_FLOATS, *_INTEGERS))
+"""The dtypes that are compared, those of which ``torch.take`` can sample elements."""
 
 _PATIENCE = 0.3
-"""Seconds that other ranks have to come to a call in which two differ: with them, the text can say which rank is the odd one."""
+"""Seconds to wait for the other ranks once two differ in a call: with their calls, the error can name the rank that deviates."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RankCall:
 
     Attributes:
         what: names the call.
-        given: name -> what is compared of what was passed; a rank leaves out what it was not given.
-        optimizer_steps: made before by each optimizer, each number once; nothing where this rank's parameters have not been optimized.
+        given: name -> compared form of a tensor that was passed; a rank leaves out those that it was not given.
+        optimizer_steps: the distinct step counts of its optimizers; empty if they have made no step.
     """
 
     what: str
@@ -54,13 +54,13 @@ class RankCall:
 
 @dataclass
 class _Row:
-    """One call of all ranks, as far as they have come to it.
+    """One call, of the ranks that have made it so far.
 
     Attributes:
         calls: rank -> its call.
-        given: name -> what the first rank that passed it was given.
+        given: name -> compared form of the first rank that passed it.
         optimizer_steps: of the first rank that has made some.
-        deadline: when ranks that have not come are no longer waited for; None while no two ranks differ.
+        deadline: when the difference is reported without the missing ranks; None while no two ranks differ.
     """
 
     calls: dict[int, RankCall] = field(default_factory=dict)
@@ -69,18 +69,22 @@ class _Row:
     deadline: float | None = None
 
     def add(self, rank: int, call: RankCall) -> bool:
-        """Note the call of a rank; whether it differs from those that were noted before."""
+        """Add the call of a rank; return whether it differs from an earlier one."""
         self.calls[rank] = call
         differs = call.what != next(iter(self.calls.values())).what
         self.optimizer_steps = self.optimizer_steps or call.optimizer_steps
         differs |= not _shares_steps(self.optimizer_steps, call.optimizer_steps)
         for name, value in call.given.items():
-            differs |= not _same(value, self.given.setdefault(name, value))
+            differs |= not _is_same(value, self.given.setdefault(name, value))
         return differs
 
 
 class CallTable:
-    """The calls of all ranks that are under way."""
+    """The calls that not all ranks have made yet, by number of the connection and of the call.
+
+    Args:
+        size: number of ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -88,18 +92,22 @@ class CallTable:
         self._rows: defaultdict[tuple[int, int], _Row] = defaultdict(_Row)
 
     def add(self, connection: int, number: int, rank: int, call: RankCall, now: float) -> str | None:
-        """Note a call; returns how ranks differ in it, once that can be said."""
+        """Add a call of a rank; return the difference between ranks as text when all have made the call, None otherwise.
+
+        Args:
+            now: on the monotonic clock.
+        """
         row = self._rows[connection, number]
         if row.add(rank, call) and row.deadline is None:
             row.deadline = now + _PATIENCE
         return self.overdue(now, connection, number) if len(row.calls) == self._size - len(self._absent) else None
 
     def leave_out(self, rank: int) -> None:
-        """Expect no calls of a rank that cannot tell of them."""
+        """Expect no calls of a rank that cannot connect to rank 0."""
         self._absent.add(rank)
 
     def overdue(self, now: float, connection: int, number: int) -> str | None:
-        """How ranks differ in a call, if all have come to it or had the time to; then it is forgotten."""
+        """Return the difference between ranks in a call, if all have made it or its deadline is over; the call is then forgotten."""
         row = self._rows[connection, number]
         if len(row.calls) < self._size - len(self._absent) and (row.deadline is None or now < row.deadline):
             return None
@@ -107,16 +115,16 @@ class CallTable:
         return None if row.deadline is None else difference(number, row.calls)
 
     def waiting(self) -> list[tuple[int, int]]:
-        """The calls in which ranks differ and others may still come."""
+        """Return the calls in which ranks differ and others are still awaited."""
         return [key for key, row in self._rows.items() if row.deadline is not None]
 
 
 def difference(number: int, calls: Mapping[int, RankCall]) -> str | None:
-    """In what ranks differ, naming the odd ones: ``in call 17 (train_step) rank 1 was given another x than the others``."""
+    """Return the difference between ranks, None without one: ``in call 17 (train_step) rank 1 was given another x than the others``."""
     kinds = _clusters({rank: call.what for rank, call in calls.items()})
     if len(kinds) > 1:
-        said = [f"{rank_list(ranks)} {'runs' if len(ranks) == 1 else 'run'} {calls[ranks[0]].what}" for ranks in kinds]
-        return f"call {number} is not the same on all ranks: {', '.join(said)}"
+        clauses = [f"{rank_list(ranks)} {'runs' if len(ranks) == 1 else 'run'} {calls[ranks[0]].what}" for ranks in kinds]
+        return f"call {number} is not the same on all ranks: {', '.join(clauses)}"
     (what,) = {call.what for call in calls.values()}
     counts = _clusters({rank: call.optimizer_steps for rank, call in calls.items() if call.optimizer_steps}, _shares_steps)
     if len(counts) > 1:
@@ -140,41 +148,42 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"
 
 
-def _shares_steps(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether an optimizer of two ranks may be the same: a rank need not have parameters of each, nor each make a step every time."""
-    return not one or not other or not set(one).isdisjoint(other)
+def _shares_steps(steps: Sequence[int], other_steps: Sequence[int]) -> bool:
+    """Whether two ranks have a step count in common: a rank may lack optimizers of others, and not all step every time."""
+    return not steps or not other_steps or not set(steps).isdisjoint(other_steps)
 
 
-def _clusters(values: Mapping[int, Any], same: Callable[[Any, Any], bool] | None = None) -> list[list[int]]:
-    """The ranks with equal values, the fewest first."""
-    same = same or _same
-    found: list[list[int]] = []
+def _clusters(values: Mapping[int, Any], is_same: Callable[[Any, Any], bool] | None = None) -> list[list[int]]:
+    """Group ranks with the same value; smallest group first."""
+    is_same = is_same or _is_same
+    clusters: list[list[int]] = []
     for rank, value in sorted(values.items()):
-        for ranks in found:
-            if same(values[ranks[0]], value):
+        for ranks in clusters:
+            if is_same(values[ranks[0]], value):
                 ranks.append(rank)
                 break
         else:
-            found.append([rank])
-    return sorted(found, key=len)
+            clusters.append([rank])
+    return sorted(clusters, key=len)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        close = 1e-3 * max((abs(value) for value in (*one, *other) if math.isfinite(value)), default=0.0)
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(a == b or abs(a - b) <= close or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
-    return bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two compared forms match; lists of floats within 1e-3 of the largest finite magnitude."""
+    if isinstance(value, list) and isinstance(other, list):
+        tolerance = 1e-3 * max((abs(number) for number in (*value, *other) if math.isfinite(number)), default=0.0)
+        pairs = zip(value, other, strict=False)
+        return len(value) == len(other) and all(a == b or abs(a - b) <= tolerance or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+    return bool(value == other)
 
 
 @torch.no_grad()
 def sample_of(tensor: Tensor) -> Given | None:
-    """What is compared of a tensor; None for one on an accelerator, which would have to be waited for.
+    """Return the compared form of a tensor: a sample of floats, or a digest of sampled integers; None for a tensor that is not compared.
 
-    Real numbers are compared to three digits: what each process computes from the same data may differ in the last ones.
+    Tensors on an accelerator are not, since reading them would wait for it.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _COMPARED
-    if not plain or tensor.device.type != "cpu" or tensor.numel() == 0:
+    is_comparable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _COMPARED
+    if not is_comparable or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
     count = tensor.numel()
     places = torch.arange(0, count, max(1, count // _SAMPLED))[:_SAMPLED]

@@ -1,10 +1,10 @@
-"""The first failure of any rank, which every rank learns: whoever is left alone raises with the cause, not with its consequence.
+"""The first failure of any rank, which every rank learns, so that its error names the cause and not only the consequence.
 
 When rank 2 of four dies:
 
     rank 2            its process ends, and with it its connections
-    rank 0            watches (see ``partitioner.runtime.process.watch``), and tells ranks 1 and 3
-    ranks 0, 1, 3     what they wait for fails; each looks for the first failure, and raises an error that names rank 2
+    rank 0            watches (see ``partitioner.runtime.process.watch``), and informs ranks 1 and 3
+    ranks 0, 1, 3     their waits fail; each looks up the first failure, and raises an error that names rank 2
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DisagreementError", "Failure", "FailureRecord", "Store", "failure_of
 
 
 class Store(Protocol):
-    """What all processes can read and write: the part of ``torch.distributed.Store`` that is used."""
+    """The used part of ``torch.distributed.Store``, which all processes read and write."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -31,13 +31,13 @@ class FailureRecord(Protocol):
     """The first failure among all processes of one connection."""
 
     def report(self, failure: Failure) -> Failure:
-        """Record a failure unless there is one; returns the first."""
+        """Record a failure unless there is one; return the first."""
 
     def first(self) -> Failure | None:
-        """The first failure that this process knows of."""
+        """Return the first failure that this process knows of."""
 
     def left(self) -> dict[int, str]:
-        """The ranks whose scripts have ended, and how."""
+        """Return rank whose script has ended -> how it ended, as text."""
 
 
 class DisagreementError(ConfigError):
@@ -54,13 +54,13 @@ class DisagreementError(ConfigError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed first.
+    """A failure that ends the work of all ranks.
 
     Attributes:
-        rank: whose failure it is.
-        text: what happened, naming ranks.
-        disagreement: whether ranks disagree: then every rank raises the same error.
-        lost: whether the process of ``rank`` is gone: it reports nothing itself.
+        rank: the rank that failed.
+        text: the cause, naming ranks.
+        disagreement: whether ranks make different calls: then every rank raises the same error.
+        lost: whether the process of ``rank`` has died: it reports nothing itself.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Failure:
     lost: bool = False
 
     def error_on(self, rank: int, own: BaseException) -> BaseException:
-        """What a rank raises whose own error is but a consequence of this, or is this."""
+        """Return the error that ``rank`` raises: its ``own``, with this failure added if that is only a consequence of it."""
         if self.disagreement:
             return DisagreementError(self.text)
         if self.rank == rank or not isinstance(own, CommunicationError) or self.text in own.problem:
@@ -79,7 +79,7 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """How a rank reports its own error to the others."""
+    """Return the failure by which a rank reports its own error to the others."""
     if isinstance(error, DisagreementError):
         return Failure(rank, error.problem, disagreement=True)
     if isinstance(error, CommunicationError):

@@ -1,8 +1,8 @@
-"""The process groups of one run: one rank a process, each connected with all others.
+"""The process groups of one run, with one rank in each process.
 
-Gloo tells messages apart by tag, so that one group carries everything. NCCL has no tags and runs the messages of a communicator in the
-order in which both sides start them; two ranks that send to each other at the same time would wait for each other. So there each
-direction between two ranks has a communicator of its own:
+Gloo matches messages by tag, so one group carries them all. NCCL has no tags and runs the messages of a communicator in the order in which
+both sides start them, so two ranks that send to each other at the same time would deadlock. With NCCL, each direction between two ranks has
+a communicator of its own:
 
     gloo     0 <═══> 1 <═══> 2         one group, tag = number of the message on its channel
     NCCL     0 ────> 1 ────> 2         a group a channel: first sent, first received
@@ -33,23 +33,23 @@ from passes.ir.errors import CommunicationError
 __all__ = ["Connection"]
 
 Route = tuple[dist.ProcessGroup, int]
-"""A group, and the number of the other rank in it."""
+"""A process group, and the index of the other rank in it."""
 
 _NEVER_SENT = 2**30
 """A tag that no message has."""
 
 
 class Connection:
-    """What connects this process with the others. Made, and extended, by all processes together.
+    """The process groups that connect this process with the others; all processes create and extend them together.
 
     Args:
-        device: of this rank; a GPU means NCCL.
+        device: of this rank; a GPU uses NCCL.
         timeout: how long any wait may last.
-        number: how many connections were made before.
-        watch: knows of all processes whether they are there.
-        store: that all processes share.
-        holder: of the store.
-        tagged: whether one group carries all messages; False: a group for each channel. None: as the backend wants.
+        number: number of earlier connections of this process.
+        watch: watches all processes.
+        store: shared by all processes.
+        holder: of the store: ``"torchrun"`` or ``"rank 0"``.
+        tagged: whether one group carries all messages by tag; False: one group for each channel; None: the choice for the backend.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Connection:
         self._watch = watch
         self._n_calls = 0
         self._blocking = Interruptible(self.rank, self.record.first, self.record.await_first)
-        answering = InterruptibleStore(PrefixStore(f"connection {number}", store), self._blocking, timeout.total_seconds(), holder)
-        self.agreement = Agreement(answering, self.rank, self.size, timeout, self.record)
+        agreement_store = InterruptibleStore(PrefixStore(f"connection {number}", store), self._blocking, timeout.total_seconds(), holder)
+        self.agreement = Agreement(agreement_store, self.rank, self.size, timeout, self.record)
         self.everyone = tuple(range(self.size))
         self._backend = default_backend(device.type)
         self.tagged = self._backend == "gloo" if tagged is None else tagged
@@ -89,37 +89,39 @@ class Connection:
         self._groups[self.everyone] = self._new_group(self.everyone)
 
     def number_model(self) -> int:
-        """A number for one more model that communicates here: the same on every rank."""
+        """Return the number of the next model on this connection, the same on every rank."""
         self._n_models += 1
         return self._n_models
 
     # -- what programs need --------------------------------------------------------------------------------------------------------
 
     def open(self, traffic: Traffic) -> None:
-        """Make the groups that programs need and that are not there yet. All processes do the same in the same order."""
+        """Create the groups that programs need and that do not exist yet. All processes must call it in the same order."""
         for ranks in traffic.groups:
             if ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks)
                 if self.rank in ranks:
-                    self._first_sum(self._groups[ranks])
+                    self._warm_up_group(self._groups[ranks])
         for channel in () if self.tagged else traffic.channels:
             if channel not in self._channels:
                 self._channels[channel] = self._new_group(sorted(channel))
                 if self.rank in channel:
-                    self._first_message(channel)
+                    self._warm_up_channel(channel)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of a collective."""
+        """Return the process group of a collective."""
         return self._groups[ranks]
 
     def route(self, source: int, destination: int) -> Route:
-        """Where the messages of a channel go, seen from this rank, which is one end of it."""
+        """Return the group of a channel of this rank, and the index in it of the rank at the other end."""
         peer = destination if source == self.rank else source
         if self.tagged:
             return self._groups[self.everyone], peer
         return self._channels[source, destination], int(peer > self.rank)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Create a process group, unless a failure of another rank ends the waiting."""
+
         def make() -> dist.ProcessGroup:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a thread has a current device of its own
@@ -128,16 +130,16 @@ class Connection:
 
         return self._blocking.run(f"connect with {rank_list(ranks)}", make)
 
-    # NCCL makes a communicator at its first use (one for collectives, one for messages), and its ranks wait for each other meanwhile.
-    # Programs use them in orders of their own, so that ranks could wait in a circle; here all ranks go through them in one order.
+    # NCCL creates a communicator at its first use (one for collectives, one for messages), for which its ranks wait for each other.
+    # Programs use communicators in different orders, which could deadlock; here all ranks use them first in one order.
 
-    def _first_message(self, channel: tuple[int, int]) -> None:
+    def _warm_up_channel(self, channel: tuple[int, int]) -> None:
         group, peer = self.route(*channel)
         start = group.send if self.rank == channel[0] else group.recv
         start([torch.zeros(1, device=self.device)], peer, 0).wait()
         self._synchronize()
 
-    def _first_sum(self, group: dist.ProcessGroup) -> None:
+    def _warm_up_group(self, group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self._synchronize()
 
@@ -148,14 +150,17 @@ class Connection:
     # -- the same calls on all ranks -----------------------------------------------------------------------------------------------
 
     def begin_call(self, what: str, given: Mapping[str, Given] | None = None, optimizer_steps: Sequence[int] = ()) -> None:
-        """Say that this rank makes its next call; ranks that differ in theirs are refused, here or at the next one.
+        """Announce this rank's next call, which rank 0 compares with those of the others; a difference raises here or in a later call.
+
+        Args: see ``RankCall``.
 
         Raises:
             CommunicationError: a rank has ended its script before this call.
         """
         self._n_calls += 1
         ended = self.record.left()
-        if gone := [rank for rank in ended if self._watch.calls_of(rank, self._number) < self._n_calls]:
+        gone = [rank for rank in ended if self._watch.calls_of(rank, self._number) < self._n_calls]
+        if gone:
             raise CommunicationError(
                 f"rank {self.rank} cannot make call {self._n_calls} ({what}) with rank {gone[0]}: rank {gone[0]} {ended[gone[0]]}",
                 remedy="make the same calls on every rank",
@@ -164,7 +169,7 @@ class Connection:
 
     @contextlib.contextmanager
     def communicating(self, what: str) -> Iterator[None]:
-        """One call that communicates with all ranks by itself: what goes wrong inside is a CommunicationError."""
+        """Return the context of a call without a program that communicates with all ranks; errors inside become a CommunicationError."""
         self.begin_call(what)
         start = time.monotonic()
         try:
@@ -178,7 +183,7 @@ class Connection:
     # -- failing together ----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise when a failure has ended the connection."""
+        """Raise if a failure has ended the connection."""
         failure = self.failure or self.record.first()
         if failure is not None and failure.disagreement and self.failure is None:
             raise self.fail(DisagreementError(failure.text))
@@ -189,10 +194,10 @@ class Connection:
             )
 
     def reason(self, peers: Sequence[int], start: float | None) -> str:
-        """Why a communication with some ranks has failed, as the end of a sentence; nothing where the first failure will say it.
+        """Return why communication with ``peers`` has failed, as the end of a sentence; empty if ``error_on`` adds the first failure.
 
         Args:
-            start: when this rank began to wait, on the monotonic clock.
+            start: when this rank began to wait, on the monotonic clock; None: it did not wait.
         """
         limit = self.timeout.total_seconds()
         timed_out = start is not None and time.monotonic() - start >= limit
@@ -205,18 +210,18 @@ class Connection:
         for rank in peers:
             if rank in ended:
                 return f": rank {rank} {ended[rank]}"
-        one = f"rank {peers[0]}" if len(peers) == 1 else "one"
-        return f": {one} has left: its process died, or closed its connections"
+        subject = f"rank {peers[0]}" if len(peers) == 1 else "one"
+        return f": {subject} has left: its process died, or closed its connections"
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others of an error, end the connection, and return what to raise here: with the first failure of any rank."""
+        """Report an error to the others, end the connection, and return the error to raise here, with the first failure of any rank."""
         if self.failure is not None:
             return error
         return self.end(failure_of(self.rank, error)).error_on(self.rank, error)
 
     def end(self, failure: Failure) -> Failure:
-        """Record a failure and close, so that nobody waits for this rank; returns the first failure of any rank."""
-        # Recorded first: whoever is woken by the closing finds it.
+        """Report a failure and close, so that no rank waits for this one; return the first failure of any rank."""
+        # Reported before closing: ranks that closing wakes look for it.
         self.failure = self.record.report(failure)
         self._close_groups()
         with self._closing:
@@ -225,7 +230,7 @@ class Connection:
         return self.failure
 
     def _close_groups(self) -> None:
-        """Close all connections with the other ranks; what waits for them fails."""
+        """Close all groups, so that waits for other ranks fail."""
         with self._closing:
             if dist.group.WORLD is not self.world:
                 return  # the script has destroyed them
@@ -237,8 +242,8 @@ class Connection:
 
 
 def _close_gloo(group: dist.ProcessGroup) -> None:
-    """Gloo has no way to close a group that has works under way; but where a wait runs out of time it closes all connections."""
+    """Close a gloo group by a wait that times out, which closes its connections: there is no other way while works are under way."""
     for peer in set(range(group.size())) - {group.rank()}:
-        # One would do, but from a peer that is gone there is nothing to wait for.
+        # One peer would be enough, but a receive from a dead one fails at once, without closing the others.
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -1,7 +1,7 @@
-"""Calls that block without a way to end them, waited for so that a failure elsewhere ends the waiting.
+"""Run blocking calls so that a failure of another rank ends the waiting for them.
 
-A store does not answer when the link to it is cut, and a process group that is being made waits for ranks that have died. Such calls run in
-a thread of their own; when a failure becomes known, the thread is left to itself.
+A store does not answer when the link to it is cut, and the creation of a process group waits for ranks that have died. Such calls cannot be
+cancelled, so they run in a thread, which is abandoned when a failure becomes known.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["Interruptible", "InterruptibleStore"]
 
 T = TypeVar("T")
 
-_LOOK = 0.25
-"""Seconds between two looks at whether there is a failure."""
+_POLL_INTERVAL = 0.25
+"""Seconds between two checks for a failure."""
 
 _GRACE = 1.0
-"""Seconds that a call may go on once there is one."""
+"""Seconds that a call may go on after a failure."""
 
 
 _Task: TypeAlias = tuple[Callable[[], Any], Future[Any]]
-"""A call, and what comes of it."""
+"""A function to call, and the future of its result."""
 
 
 class Interruptible:
     """Runs calls one after another, on a thread.
 
     Args:
-        rank: who this is.
-        first: the first failure of any rank that is known here.
-        await_first: likewise, waiting a moment for it.
+        rank: of this process.
+        first: returns the first failure of any rank that is known here.
+        await_first: likewise, after a short wait for one.
     """
 
     def __init__(self, rank: int, first: Callable[[], Failure | None], await_first: Callable[[], Failure | None]) -> None:
@@ -47,11 +47,11 @@ class Interruptible:
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def run(self, what: str, function: Callable[[], T], limit: float | None = None) -> T:
-        """A function's value.
+        """Call a function on the thread and return its result.
 
         Args:
-            what: says what this rank could not do: ``"connect with ranks 0, 1"``.
-            limit: seconds after which this rank waits no longer; None: the function has a limit of its own.
+            what: completes "rank 0 could not ..." in errors: ``"connect with ranks 0, 1"``.
+            limit: seconds after which this rank stops waiting; None: the function has a limit of its own.
 
         Raises:
             CommunicationError: a rank has failed or left meanwhile, or the function raised RuntimeError, as stores and groups do.
@@ -59,7 +59,7 @@ class Interruptible:
         result: Future[T] = Future()
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._tasks,), name="partitioner wait", daemon=True).start()
+            threading.Thread(target=_run_tasks, args=(self._tasks,), name="partitioner wait", daemon=True).start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put((function, result))
         try:
@@ -75,13 +75,13 @@ class Interruptible:
             raise self._unable(what, failure.text if failure is not None else str(error).partition("\n")[0]) from error
 
     def _wait(self, result: Future[T], what: str, limit: float | None) -> None:
-        """Wait for a call to end, unless a rank fails meanwhile."""
+        """Wait for a call to end; raise CommunicationError if a rank fails meanwhile, or the limit is over."""
         waited = 0.0
-        while not wait([result], _LOOK).done:
-            waited += _LOOK
+        while not wait([result], _POLL_INTERVAL).done:
+            waited += _POLL_INTERVAL
             failure = self._first()
-            late = limit is not None and waited > limit
-            if (failure is not None or late) and not wait([result], _GRACE).done:
+            is_late = limit is not None and waited > limit
+            if (failure is not None or is_late) and not wait([result], _GRACE).done:
                 why = failure.text if failure is not None else f"nothing happened for {waited:.0f} s"
                 raise self._unable(what, why)
 
@@ -89,24 +89,25 @@ class Interruptible:
         return CommunicationError(f"rank {self._rank} could not {what}: {why}", remedy="look at what the other ranks report")
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
+def _run_tasks(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    """Run calls one after another, until a None."""
     while (task := tasks.get()) is not None:
         function, result = task
         try:
             result.set_result(function())
         except BaseException as error:  # noqa: BLE001  raised where it is waited for
             result.set_exception(error)
-        del task, function, result  # what they hold must not live until the next one
+        del task, function, result  # release their objects before waiting for the next task
 
 
 class InterruptibleStore:
-    """A store whose answers are waited for so.
+    """A store whose requests are interruptible.
 
     Args:
-        store: what is asked.
-        calls: run the questions.
-        limit: seconds within which it must answer.
-        holder: who has it: ``"rank 0"``.
+        store: handles the requests.
+        calls: runs them.
+        limit: seconds within which the store must answer.
+        holder: of the store, for errors: ``"rank 0"``.
     """
 
     def __init__(self, store: Store, calls: Interruptible, limit: float, holder: str) -> None:
@@ -116,13 +117,13 @@ class InterruptibleStore:
         self._limit = limit
 
     def set(self, key: str, value: str) -> None:
-        """Write; a store whose earlier question has no answer yet takes nothing."""
+        """Set the value of a key."""
         self._calls.run(self._what, lambda: self._store.set(key, value), self._limit)
 
     def get(self, key: str) -> bytes:
-        """Read what is there."""
+        """Return the value of a key."""
         return self._calls.run(self._what, lambda: self._store.get(key), self._limit)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return self._calls.run(self._what, lambda: self._store.check(keys), self._limit)

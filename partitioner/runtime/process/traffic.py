@@ -1,9 +1,9 @@
-"""What the programs of all ranks communicate, read from their graphs.
+"""Read from the graphs of all programs which messages and collectives they communicate.
 
-Every process has the programs of all ranks, so each knows without asking which channels and groups are needed, and when a message that it
-sent must have arrived:
+Every process has the programs of all ranks, so each knows which channels and groups are needed, and when a message that it sent must have
+arrived:
 
-    rank 0   send h (tag 0) ──────────>                  wait dh ─> h has left: its memory may go
+    rank 0   send h (tag 0) ──────────>                  wait dh ─> h has arrived: its memory can be freed
     rank 1                    wait h      send dh (tag 0)
 """
 
@@ -26,12 +26,12 @@ __all__ = ["Traffic", "arrivals_shown", "message_name", "traffic_of"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Who communicates with whom.
+    """The channels and groups of one run.
 
     Attributes:
-        channels: ``(source, destination)`` of every message, sorted.
-        groups: the ranks of every collective that communicates, sorted.
-        name: kind and a digest of all communication of all ranks: equal exactly where programs fit together.
+        channels: ``(source, destination)`` pairs with messages, sorted.
+        groups: the ranks of each group of two or more that has collectives, sorted.
+        name: kinds of the programs and a digest of the communication of all ranks, equal on ranks whose programs match.
     """
 
     channels: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Message:
-    """One step of a message, in one rank's program, and the name of the value there."""
+    """One send, or wait for a receive, in a rank's program; ``value`` is the name of the carried value there."""
 
     step: Literal["send", "receive"]
     peer: int
@@ -50,8 +50,8 @@ class _Message:
 
 
 def traffic_of(programs: Sequence[Program]) -> Traffic:
-    """The traffic of one run of the programs of all ranks."""
-    sends = {(rank, message.peer) for rank, program in enumerate(programs) for message in _messages(program) if message.step == "send"}
+    """Return the traffic of one run of the programs of all ranks."""
+    channels = {(rank, message.peer) for rank, program in enumerate(programs) for message in _messages(program) if message.step == "send"}
     groups: set[tuple[int, ...]] = set()
     digest = hashlib.sha256()
     for rank, program in enumerate(programs):
@@ -62,19 +62,19 @@ def traffic_of(programs: Sequence[Program]) -> Traffic:
         groups.update(node.args[1] for node in program.module.graph.nodes if node.target is draw_alike)
     kinds = sorted({program.kind for program in programs})
     communicating = sorted(group for group in groups if len(group) > 1)
-    return Traffic(tuple(sorted(sends)), tuple(communicating), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")
+    return Traffic(tuple(sorted(channels)), tuple(communicating), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")
 
 
 def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int, int]]:
-    """What a message from a peer shows of the messages to it: peer -> tag -> how many of those had arrived when it was sent.
+    """Return the arrivals that messages of a peer prove: peer -> tag of its message -> number of messages that it had received by then.
 
-    A process group does not tell whether a send is over without waiting for it. But a rank that has waited for messages 0 to n-1 of a
-    channel before it sends, says so by sending.
+    A process group cannot tell without waiting whether a send is complete. But a peer that waits for messages 0 to n-1 before it sends one
+    proves by that message that they have arrived.
     """
     shown: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for peer, program in enumerate(programs):
         arrived: set[int] = set()
-        count = told = 0
+        count = proven = 0  # of messages to the peer: arrived in order, and proven by earlier messages
         for message in _messages(program):
             if message.peer != rank:
                 continue
@@ -82,25 +82,26 @@ def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int
                 arrived.add(message.tag)
                 while count in arrived:
                     count += 1
-            elif count > told:
-                shown[peer][message.tag] = told = count
+            elif count > proven:
+                shown[peer][message.tag] = proven = count
     return dict(shown)
 
 
 def message_name(program: Program, step: Literal["send", "receive"], peer: int, tag: int) -> str:
-    """The name of the value that a message carries."""
+    """Return the name of the value that a message carries, ``message <tag>`` if the program has no such message."""
     names = (message.value for message in _messages(program) if (message.step, message.peer, message.tag) == (step, peer, tag))
     return next(names, f"message {tag}")
 
 
 def _messages(program: Program) -> Iterator[_Message]:
-    """The messages that a rank sends, and those that it waits for, in order."""
+    """Yield the sends, and the waits for receives, of a rank in program order."""
     for node in _communication(program):
         keywords = _keywords(node)
         if node.target is send:
             yield _Message("send", keywords["destination"], keywords["tag"], node.all_input_nodes[0].name)
-        elif node.target is wait and (pending := node.all_input_nodes[0]).target is receive:
-            yield _Message("receive", _keywords(pending)["source"], _keywords(pending)["tag"], node.name)
+        elif node.target is wait and node.all_input_nodes[0].target is receive:
+            keywords = _keywords(node.all_input_nodes[0])
+            yield _Message("receive", keywords["source"], keywords["tag"], node.name)
 
 
 def _communication(program: Program) -> Iterator[fx.Node]:

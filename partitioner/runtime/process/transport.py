@@ -1,8 +1,8 @@
 """The communication of one rank in a process of its own, over ``torch.distributed``.
 
-Sends and receives go straight to the process group: ``dist.isend`` around it costs as much again as the rest of this file. A send is kept
-until a message comes back that shows that it has arrived (see ``traffic.arrivals_shown``), so that memory is that of the schedule without
-asking or waiting.
+Sends and receives call the process group directly: the overhead of ``dist.isend`` equals that of the rest of this file. The work of a send,
+and with it its tensor, is dropped when a message of the receiver proves that it has arrived (``traffic.arrivals_shown``), so that memory
+is that of the schedule without extra messages or waits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
 
 @dataclass(frozen=True)
 class PreparedTraffic:
-    """What one rank's transport knows of a set of programs.
+    """The communication of a set of programs, prepared for one rank's transport.
 
     Attributes:
         program: this rank's.
         traffic: of all ranks.
-        shown: peer -> tag of a message of it -> how many messages to it that shows to have arrived.
+        shown: see ``arrivals_shown``.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class PreparedTraffic:
 
 
 def prepare_traffic(programs: Sequence[Program], rank: int) -> PreparedTraffic:
-    """Read the programs of all ranks, once."""
+    """Read the communication of the programs of all ranks; done once, for all runs."""
     return PreparedTraffic(programs[rank], traffic_of(programs), arrivals_shown(programs, rank))
 
 
@@ -63,8 +63,8 @@ class DistributedTransport(CollectiveTransport):
     """Carries one run of one rank's program.
 
     Args:
-        connection: has all groups that the programs need.
-        prepared: what the programs communicate.
+        connection: with all groups that the programs need.
+        prepared: the communication of the programs.
     """
 
     def __init__(self, connection: Connection, prepared: PreparedTraffic) -> None:
@@ -81,7 +81,7 @@ class DistributedTransport(CollectiveTransport):
             elif destination == self.rank:
                 self._routes_in[source] = connection.route(source, destination)
         self._sent: defaultdict[int, deque[tuple[int, dist.Work]]] = defaultdict(deque)
-        self._alike: set[tuple[int, ...]] = set()
+        self._synchronized: set[tuple[int, ...]] = set()  # groups whose ranks have the same generator state
         self._tagged = connection.tagged
         self._calls = GLOO if connection.tagged else NCCL
         self._bytes_only = frozenset() if connection.tagged else _NOT_IN_NCCL
@@ -95,7 +95,7 @@ class DistributedTransport(CollectiveTransport):
         try:
             work = group.send([tensor], peer, tag if self._tagged else 0)
         except RuntimeError as error:
-            raise self._lost("send", destination, tag, None) from error
+            raise self._message_failed("send", destination, tag, None) from error
         self._sent[destination].append((tag, work))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> _Receive:
@@ -106,7 +106,7 @@ class DistributedTransport(CollectiveTransport):
         try:
             return _Receive(group.recv([buffer], peer, tag if self._tagged else 0), value, source, tag)
         except RuntimeError as error:
-            raise self._lost("receive", source, tag, None) from error
+            raise self._message_failed("receive", source, tag, None) from error
 
     def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Started:
         """Start a collective."""
@@ -118,32 +118,33 @@ class DistributedTransport(CollectiveTransport):
             raise self._collective_failed(name, group) from error
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
-        """Every rank draws by itself, from the state that the generator of the group's first rank had when the run came to draw."""
-        if len(group) > 1 and group not in self._alike:
-            self._alike.add(group)
-            self._take_generator_state(group)
+        """Draw on every rank; before the first draw of a group, its ranks take the generator state of its first rank."""
+        if len(group) > 1 and group not in self._synchronized:
+            self._synchronized.add(group)
+            self._broadcast_generator_state(group)
         return function(*arguments, **keywords)
 
-    def _take_generator_state(self, group: tuple[int, ...]) -> None:
+    def _broadcast_generator_state(self, group: tuple[int, ...]) -> None:
+        """Set the generators of CPU and GPU to their states on the group's first rank."""
         cuda = self.device.type == "cuda"
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
-        for place, state in enumerate(states):
-            carried = state.to(self.device)
+        for index, state in enumerate(states):
+            message = state.to(self.device)
             try:
-                dist.broadcast(carried, group[0], self._connection.group(group))
+                dist.broadcast(message, group[0], self._connection.group(group))
             except RuntimeError as error:
                 raise self._collective_failed("all_gather", group) from error
-            states[place] = carried.cpu()
+            states[index] = message.cpu()
         torch.set_rng_state(states[0])
         if cuda:
             torch.cuda.set_rng_state(states[1], self.device)
 
     def ready(self, pending: _Receive | Started) -> bool:
-        """Waiting blocks: there is nobody else to run in this process."""
+        """Return True: ``wait`` blocks, since this process has no other rank to run."""
         return True
 
     def wait(self, pending: _Receive | Started) -> Tensor | list[Tensor]:
-        """The received tensor, or what the collective gives."""
+        """Wait; return the received tensor, or the results of the collective."""
         start = time.monotonic()
         if isinstance(pending, Started):
             try:
@@ -154,20 +155,20 @@ class DistributedTransport(CollectiveTransport):
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost("receive", source, tag, start) from error
-        shown = self._shown.get(source)
-        if shown is not None and tag in shown:
-            self._arrived(source, shown[tag])
+            raise self._message_failed("receive", source, tag, start) from error
+        n_arrived = self._shown.get(source, {}).get(tag)
+        if n_arrived is not None:
+            self._drop_sends(source, n_arrived)
         return value
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends are complete."""
         for destination, sent in self._sent.items():
             if sent:
-                self._arrived(destination, sent[-1][0] + 1)
+                self._drop_sends(destination, sent[-1][0] + 1)
 
-    def _arrived(self, destination: int, count: int) -> None:
-        """Drop the sends of the first so many messages to a rank."""
+    def _drop_sends(self, destination: int, count: int) -> None:
+        """Complete and drop the sends of the first ``count`` messages to a rank: those with tags below it."""
         sent = self._sent[destination]
         while sent and sent[0][0] < count:
             tag, work = sent.popleft()
@@ -175,16 +176,16 @@ class DistributedTransport(CollectiveTransport):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost("send", destination, tag, start) from error
+                raise self._message_failed("send", destination, tag, start) from error
 
     # -- errors --------------------------------------------------------------------------------------------------------------------
 
-    def _lost(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
-        """The error of a message that did not come through."""
+    def _message_failed(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
+        """Return the error of a failed message; ``start`` is when the wait for it began, on the monotonic clock."""
         name = message_name(self._program, step, peer, tag)
-        where = "to" if step == "send" else "from"
+        preposition = "to" if step == "send" else "from"
         return CommunicationError(
-            f"rank {self.rank} could not {step} {name} {where} rank {peer}{self._connection.reason([peer], start)}",
+            f"rank {self.rank} could not {step} {name} {preposition} rank {peer}{self._connection.reason([peer], start)}",
             remedy=f"look at what rank {peer} reports",
         )
 
@@ -197,4 +198,4 @@ class DistributedTransport(CollectiveTransport):
 
 
 _NOT_IN_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128})
-"""Dtypes that NCCL does not know; messages of them travel as bytes."""
+"""Dtypes that NCCL does not support; their messages travel as bytes."""

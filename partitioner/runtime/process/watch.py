@@ -1,15 +1,14 @@
-"""Whether the processes of all ranks are there, and what failed first: each process hears of it, whatever it is waiting for.
+"""Watch the processes of all ranks: each learns of the death or first failure of another, also while it waits for others.
 
-Rank 0 listens, and each other rank keeps one TCP connection to it, on which little is said. Where a process dies, its kernel closes the
-connection at once; where a machine or a link goes down, the kernels find out by keepalive probes, which they answer for processes that are
-busy, too. So nobody is taken for dead who is only slow:
+Rank 0 listens, and each other rank keeps one TCP connection to it. If a process dies, its kernel closes the connection at once; if a
+machine or a link goes down, kernels notice by keepalive probes, which they answer for busy processes, too: a slow process is not dead.
 
     rank 0   listens ──┬──────────┬──────────┐
     rank 1   ──────────┘          │          │
     rank 2   ─────────────────────┘          │      killed: its connection closes, and rank 0 tells ranks 1 and 3
     rank 3   ────────────────────────────────┘
 
-What the main thread is blocked in, waiting for others, is then ended from here (``on_failure``).
+Functions registered with ``on_failure`` then end the call in which the main thread waits for others.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ from passes.ir.errors import CommunicationError
 __all__ = ["NO_CONNECTION", "ConnectionRecord", "Watch", "lost_rank"]
 
 NO_CONNECTION = -1
-"""The number under which failures are known that happen before there is a connection."""
+"""The connection number of failures that happen before there is a connection."""
 
-_VERDICT = 2.0
-"""Seconds that a rank whose communication has failed waits to hear the cause."""
+_CAUSE_TIMEOUT = 2.0
+"""Seconds that a rank whose communication has failed waits to learn the cause."""
 
 _GRACE = 1.0
-"""Seconds from a failure to the end of what this process is waiting for: what has been sent already may still arrive."""
+"""Seconds from a failure until this process's waits are ended: messages that were sent before may still arrive."""
 
 _CONNECTING = 10.0
-"""Seconds that a rank which has come to ``partition()`` may take to connect to rank 0. It tries for half of them."""
+"""Seconds within which a rank must connect to rank 0 after it has come to ``partition()``. It tries for half of them."""
 
-_PAUSE = 0.1
-"""Seconds between two looks of rank 0 at who has come."""
+_POLL_INTERVAL = 0.1
+"""Seconds between two checks of rank 0 which ranks have come."""
 
-_LOOK_THERE = "look at what that rank reports, or why its process ended"
+_REMEDY = "look at what that rank reports, or why its process ended"
 
-_ENDED = "the process was killed, or ended without a word"
+_DEATH = "the process was killed, or ended without a word"
 
 
 class Watch:
-    """One process's part in watching all.
+    """Watches all processes, in one of them.
 
     Args:
-        store: shared with the processes of all ranks, and with nothing else that writes these keys.
-        rank, size: who this is, of how many.
-        near: a host that all processes reach, by which rank 0 finds its own address; None: its host's name says it.
-        silence: seconds after which a machine that does not answer counts as gone.
+        store: shared with the processes of all ranks; no one else writes its keys.
+        rank, size: of this process; number of ranks.
+        near: a host that all processes reach, by which rank 0 finds its own address; None: rank 0 uses its host name.
+        silence: seconds after which a machine that does not answer counts as dead.
     """
 
     def __init__(self, store: Store, rank: int, size: int, near: str | None, silence: float) -> None:
@@ -87,55 +86,55 @@ class Watch:
         self._over = threading.Event()
         token = secrets.token_hex(8)
         listener = _listen() if rank == 0 and size > 1 else None
-        at = None if listener is None else [local_addresses(near), listener.getsockname()[1], token]
-        # Said first: from here on, a process that dies is missed.
-        store.set(f"came {rank}", json.dumps(at))
+        address = None if listener is None else [local_addresses(near), listener.getsockname()[1], token]
+        # Before anything else: from here on, the death of this process is noticed.
+        store.set(f"came {rank}", json.dumps(address))
         if size == 1:
             self._settled.set()
         else:
-            work = (lambda: self._serve(listener, token)) if listener is not None else self._follow
-            threading.Thread(target=work, name="partitioner watch", daemon=True).start()
+            watch = (lambda: self._serve(listener, token)) if listener is not None else self._follow
+            threading.Thread(target=watch, name="partitioner watch", daemon=True).start()
 
-    # -- what this process asks ----------------------------------------------------------------------------------------------------
+    # -- queries of this process ---------------------------------------------------------------------------------------------------
 
     def first(self, number: int) -> Failure | None:
-        """The first failure that concerns a connection: its own, or a process that is gone."""
+        """Return the first failure of a connection, or the death of a process, which concerns all connections."""
         with self._changed:
             if number in self._failures:
                 return self._failures[number]
             if self._lost and self._loss is None:
-                rank, why = next(iter(self._lost.items()))  # those behind it may have ended because of it
+                rank, why = next(iter(self._lost.items()))  # later deaths may be its consequences
                 self._loss = Failure(rank, f"rank {rank} has left: {why}", lost=True)
             return self._loss
 
     def await_first(self, number: int) -> Failure | None:
-        """The first failure, waiting a moment to hear of it."""
+        """Return the first failure; wait up to ``_CAUSE_TIMEOUT`` to learn of one."""
         with self._changed:
-            self._changed.wait_for(lambda: self.first(number) is not None, _VERDICT)
+            self._changed.wait_for(lambda: self.first(number) is not None, _CAUSE_TIMEOUT)
             return self.first(number)
 
     def left(self) -> dict[int, str]:
-        """The ranks whose scripts have ended, and how."""
+        """Return rank whose script has ended -> how it ended, as text."""
         with self._changed:
             return dict(self._left)
 
     def calls_of(self, rank: int, number: int) -> int:
-        """How many calls a rank whose script has ended had made on a connection."""
+        """Return the number of calls on a connection of a rank whose script has ended."""
         with self._changed:
             return self._calls_of.get(rank, {}).get(number, 0)
 
     def await_all(self, store: Store, timeout: timedelta, dead: Callable[[], Sequence[int]]) -> None:
-        """Wait until the processes of all ranks have come, and are watched as far as they can be.
+        """Wait until the processes of all ranks have come, and are watched as far as possible.
 
-        From then on no thread of this watch asks the store, which answers one question at a time: who waits in it keeps nothing from here.
+        Afterwards no thread of this watch uses the store, which answers one request at a time and could block the thread.
 
         Args:
-            store: the one that this was made with, waited for with a limit.
-            timeout: how long they may take.
-            dead: the ranks of which this machine knows otherwise that they have come and are gone.
+            store: the store of this watch, with interruptible requests.
+            timeout: how long the processes may take to come.
+            dead: returns the ranks whose death this machine knows by other means (``LocalMarks``).
 
         Raises:
-            CommunicationError: naming those that did not, or that left.
+            CommunicationError: naming the ranks that did not come, or that left.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         pause = 0.001
@@ -151,85 +150,86 @@ class Watch:
             elif missing and time.monotonic() > deadline:
                 why = f"{rank_list(missing)} did not call partition() within {timeout.total_seconds():.0f} s"
             if why is not None:
-                raise CommunicationError(f"rank {self.rank} waits in partition() for the other ranks: {why}", remedy=_LOOK_THERE)
+                raise CommunicationError(f"rank {self.rank} waits in partition() for the other ranks: {why}", remedy=_REMEDY)
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
-        settling = time.monotonic() + 2 * _CONNECTING
-        while not self._settled.wait(_PAUSE) and self.first(NO_CONNECTION) is None and time.monotonic() < settling:
-            pass  # who cannot connect gives up before
+            pause = min(2 * pause, _POLL_INTERVAL)
+        settle_deadline = time.monotonic() + 2 * _CONNECTING  # a rank that cannot connect gives up before
+        while not self._settled.wait(_POLL_INTERVAL) and self.first(NO_CONNECTION) is None and time.monotonic() < settle_deadline:
+            pass
         if (failure := self.first(NO_CONNECTION)) is not None:
-            raise CommunicationError(f"rank {self.rank} cannot connect with the other ranks: {failure.text}", remedy=_LOOK_THERE)
+            raise CommunicationError(f"rank {self.rank} cannot connect with the other ranks: {failure.text}", remedy=_REMEDY)
 
-    # -- what this process says ----------------------------------------------------------------------------------------------------
+    # -- reports of this process ---------------------------------------------------------------------------------------------------
 
     def report(self, number: int, failure: Failure) -> Failure:
-        """Tell all of a failure, unless there is one; returns the first."""
+        """Report a failure to all ranks unless there is one; return the first."""
         if self.rank == 0:
             self._note_failure(number, failure)
         elif self.first(number) is None:
-            self._say({"failed": number, "failure": dataclasses.asdict(failure)})
+            self._send_to_rank_0({"failed": number, "failure": dataclasses.asdict(failure)})
             self.await_first(number)
         return self.first(number) or failure
 
     def announce(self, number: int, count: int, call: RankCall) -> None:
-        """Tell rank 0 of a call that this process makes, to be compared with those of the others."""
+        """Report a call of this process, number ``count`` on its connection, to rank 0, which compares it with those of the others."""
         self._calls_made[number] = count
         if self.rank == 0:
             self._note_call(number, count, 0, call)
         else:
-            self._say({"call": [number, count, call.what, call.given, call.optimizer_steps]})
+            self._send_to_rank_0({"call": [number, count, call.what, call.given, call.optimizer_steps]})
 
     def leave(self, how: str) -> None:
-        """Tell all that this process ends without a failure."""
-        made = list(self._calls_made.items())
+        """Tell all ranks that this process ends without a failure."""
+        n_calls = list(self._calls_made.items())
         if self.rank == 0:
-            self._note_left(0, how, made)
+            self._note_left(0, how, n_calls)
         else:
-            self._say({"left": self.rank, "how": how, "calls": made})
+            self._send_to_rank_0({"left": self.rank, "how": how, "calls": n_calls})
 
     def on_failure(self, number: int, end: Callable[[], None]) -> None:
-        """Call a function a moment after a failure that concerns a connection becomes known: it ends what the main thread waits for."""
+        """Call ``end`` shortly after a failure of a connection becomes known; it must end the waits of the main thread."""
         with self._changed:
             self._ends.append((number, end))
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._over.set()
         with self._changed:
             if self.rank != 0:
                 for channel in self._channels.values():
                     channel.shut_down()
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send_to_rank_0(self, message: Mapping[str, Any]) -> None:
+        """Send a message to rank 0; before this rank is connected, keep it for later."""
         with self._changed:
             if 0 not in self._channels:
                 self._outbox.append(message)
                 return
         self._channels[0].send(message)
 
-    # -- what becomes known --------------------------------------------------------------------------------------------------------
+    # -- events: note each, and on rank 0 pass it on -------------------------------------------------------------------------------
 
     def _note_failure(self, number: int, failure: Failure) -> None:
         with self._changed:
             if self.first(number) is not None:
                 return
             self._failures[number] = failure
-            self._tell({"failed": number, "failure": dataclasses.asdict(failure)})
-            self._spread(number)
+            self._broadcast({"failed": number, "failure": dataclasses.asdict(failure)})
+            self._end_waits(number)
 
     def _note_lost(self, rank: int, why: str) -> None:
         with self._changed:
             if rank in self._left or rank in self._lost:
                 return
             self._lost[rank] = why
-            self._tell({"lost": rank, "why": why})
-            self._spread(None)
+            self._broadcast({"lost": rank, "why": why})
+            self._end_waits(None)
 
     def _note_left(self, rank: int, how: str, calls: Sequence[tuple[int, int]]) -> None:
         with self._changed:
             self._left[rank] = how
             self._calls_of[rank] = dict(calls)
-            self._tell({"left": rank, "how": how, "calls": calls})
+            self._broadcast({"left": rank, "how": how, "calls": calls})
             self._changed.notify_all()
 
     def _note_call(self, number: int, count: int, rank: int, call: RankCall) -> None:
@@ -240,30 +240,30 @@ class Watch:
         if text is not None:
             self._note_failure(number, Failure(self.rank, text, disagreement=True))
 
-    def _spread(self, number: int | None) -> None:
-        """Wake who waits for a failure here, and end what the main thread is blocked in."""
+    def _end_waits(self, number: int | None) -> None:
+        """After a failure of a connection (None: of all), wake threads that wait for it, and call the functions of ``on_failure``."""
         self._changed.notify_all()
-        ends = [end for other, end in self._ends if number in (None, other)]
+        ends = [end for connection, end in self._ends if number in (None, connection)]
         if ends:
             timer = threading.Timer(_GRACE, _call_all, [ends])
             timer.daemon = True
             timer.start()
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        """Rank 0 tells all others."""
+    def _broadcast(self, message: Mapping[str, Any]) -> None:
+        """Send a message from rank 0 to all others; do nothing on other ranks."""
         if self.rank == 0:
             for channel in self._channels.values():
                 channel.send(message)
 
-    def _known(self) -> Iterator[Mapping[str, Any]]:
-        """What a rank that comes late is told."""
+    def _past_events(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the messages that a rank has missed by connecting late."""
         yield from ({"lost": rank, "why": why} for rank, why in self._lost.items())
         for rank, how in self._left.items():
             yield {"left": rank, "how": how, "calls": list(self._calls_of[rank].items())}
         yield from ({"failed": number, "failure": dataclasses.asdict(failure)} for number, failure in self._failures.items())
 
-    def _hear(self, message: Mapping[str, Any], source: int) -> None:
-        """Act on a message of another process."""
+    def _handle(self, message: Mapping[str, Any], source: int) -> None:
+        """Note the event of a message from rank ``source``."""
         if "failed" in message:
             self._note_failure(message["failed"], Failure(**message["failure"]))
         elif "lost" in message:
@@ -277,60 +277,68 @@ class Watch:
     # -- the threads ---------------------------------------------------------------------------------------------------------------
 
     def _serve(self, listener: socket.socket, token: str) -> None:
-        """Rank 0: take connections, hear what their ranks say, and see them go."""
+        """On rank 0: accept connections, handle their messages, and notice when they close."""
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
-        strangers: set[Channel] = set()
-        absent: dict[int, float] = {}
+        unidentified: set[Channel] = set()
+        since: dict[int, float] = {}
         while not self._over.is_set():
-            for key, _ in selector.select(_PAUSE):
+            for key, _ in selector.select(_POLL_INTERVAL):
                 if key.fileobj is listener:
                     with contextlib.suppress(OSError):
                         channel = Channel(listener.accept()[0], self._silence)
-                        strangers.add(channel)
+                        unidentified.add(channel)
                         selector.register(channel.socket, selectors.EVENT_READ, channel)
-                elif not self._served(key.data, strangers, token):
+                elif not self._receive(key.data, unidentified, token):
                     selector.unregister(key.fileobj)
                     key.data.close()
             if not self._settled.is_set():
-                self._look_for_absent(absent)
+                self._report_absent(since)
             with self._changed:
                 for number, count in self._calls.waiting():
                     self._note_difference(number, self._calls.overdue(time.monotonic(), number, count))
         selector.close()
         listener.close()
-        for channel in (*strangers, *self._channels.values()):
+        for channel in (*unidentified, *self._channels.values()):
             channel.close()
 
-    def _served(self, channel: Channel, strangers: set[Channel], token: str) -> bool:
-        """Take what a connection has brought; whether it goes on."""
+    def _receive(self, channel: Channel, unidentified: set[Channel], token: str) -> bool:
+        """Handle the messages that a connection has received; return whether it stays open.
+
+        Args:
+            unidentified: the connections that have not sent their rank and the token yet.
+        """
         try:
             for message in channel.receive():
-                if channel not in strangers:
-                    self._hear(message, channel.rank)
+                if channel not in unidentified:
+                    self._handle(message, channel.rank)
                 elif message.get("token") == token:
-                    strangers.discard(channel)
+                    unidentified.discard(channel)
                     self._welcome(channel, int(message["rank"]), token)
                 else:
-                    strangers.discard(channel)
+                    unidentified.discard(channel)
                     return False
         except (OSError, EOFError, ValueError, KeyError) as error:
-            if channel not in strangers:
+            if channel not in unidentified:
                 self._note_lost(channel.rank, _reason(error, self._silence))
-            strangers.discard(channel)
+            unidentified.discard(channel)
             return False
         return True
 
     def _welcome(self, channel: Channel, rank: int, token: str) -> None:
-        """Take in a rank, and tell it what it has missed."""
+        """Register the connection of a rank, and send it the events that it has missed."""
         with self._changed:
             channel.rank = rank
-            for message in ({"welcome": token}, *self._known()):
+            for message in ({"welcome": token}, *self._past_events()):
                 channel.send(message)
             self._channels[rank] = channel
 
-    def _look_for_absent(self, absent: dict[int, float]) -> None:
-        """A rank that has come and does not connect is gone, unless it says that it cannot."""
+    def _report_absent(self, since: dict[int, float]) -> None:
+        """Report ranks lost that have come but do not connect in time, except those that say that they cannot.
+
+        Args:
+            since: rank -> when it was first seen to have come, updated here.
+        """
         now = time.monotonic()
         unknown = set(range(1, self.size)) - set(self._channels) - set(self._lost) - self._alone
         for rank in unknown:
@@ -340,15 +348,15 @@ class Watch:
                 if json.loads(self._store.get(f"came {rank}")) == "alone":
                     self._alone.add(rank)
                     self._calls.leave_out(rank)
-                elif now > absent.setdefault(rank, now) + _CONNECTING:
-                    self._note_lost(rank, _ENDED)
+                elif now > since.setdefault(rank, now) + _CONNECTING:
+                    self._note_lost(rank, _DEATH)
             except RuntimeError:
                 return  # the store is gone: whoever needs it says so
         if not unknown:
             self._settled.set()
 
     def _follow(self) -> None:
-        """Every other rank: connect to rank 0, hear what it says, and see it go."""
+        """On every other rank: connect to rank 0, handle its messages, and notice when it closes."""
         try:
             channel = self._connect()
         except RuntimeError:
@@ -364,20 +372,20 @@ class Watch:
         try:
             while True:
                 for message in channel.receive():
-                    self._hear(message, 0)
+                    self._handle(message, 0)
         except (OSError, EOFError) as error:
             if not self._over.is_set():
                 self._note_lost(0, _reason(error, self._silence))
         channel.close()
 
     def _connect(self) -> Channel | None:
-        """The connection to rank 0, when it has come; None where there can be none."""
+        """Connect to rank 0 when it has come; None if that fails, which is then noted or announced in the store as ``"alone"``."""
         while not self._over.is_set() and not self._store.check(["came 0"]):
-            time.sleep(_PAUSE / 10)
+            time.sleep(_POLL_INTERVAL / 10)
         deadline = time.monotonic() + _CONNECTING / 2
         refused: dict[str, bool] = {}
-        found, port, token = json.loads(self._store.get("came 0"))
-        addresses = dict.fromkeys([*found, *([self._near] if self._near else [])])
+        reported, port, token = json.loads(self._store.get("came 0"))
+        addresses = dict.fromkeys([*reported, *([self._near] if self._near else [])])
         while not self._over.is_set() and time.monotonic() < deadline:
             for address in addresses:
                 if refused and time.monotonic() > deadline:
@@ -386,11 +394,11 @@ class Watch:
                     return connect(address, port, {"rank": self.rank, "token": token}, self._silence)
                 except (OSError, EOFError, ValueError) as error:
                     refused[address] = isinstance(error, ConnectionRefusedError)
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_INTERVAL)
         if self._over.is_set():
             return None
-        if all(refused.values()):  # one alone may be of this machine, and rank 0 on another one
-            self._note_lost(0, _ENDED)
+        if all(refused.values()):  # by all addresses: a single one may be of this machine, and rank 0 on another
+            self._note_lost(0, _DEATH)
             return None
         self._store.set(f"came {self.rank}", json.dumps("alone"))
         where = ", ".join(addresses)
@@ -403,30 +411,30 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionRecord:
-    """What is watched, as one connection sees it."""
+    """The failures that concern one connection."""
 
     watch: Watch
     number: int
 
     def report(self, failure: Failure) -> Failure:
-        """Record a failure unless there is one; returns the first."""
+        """Record a failure unless there is one; return the first."""
         return self.watch.report(self.number, failure)
 
     def first(self) -> Failure | None:
-        """The first failure that this process knows of."""
+        """Return the first failure that this process knows of."""
         return self.watch.first(self.number)
 
     def await_first(self) -> Failure | None:
-        """The first failure, waiting a moment to hear of it."""
+        """Return the first failure; wait a moment to learn of one."""
         return self.watch.await_first(self.number)
 
     def left(self) -> dict[int, str]:
-        """The ranks whose scripts have ended, and how."""
+        """Return rank whose script has ended -> how it ended, as text."""
         return self.watch.left()
 
 
 def _listen() -> socket.socket:
-    """A listening socket on a free port, for both families of addresses where there are both."""
+    """Return a listening socket on a free port, for IPv6 and IPv4 if the machine has both."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -434,14 +442,14 @@ def _listen() -> socket.socket:
 
 
 def lost_rank(rank: int) -> Failure:
-    """The failure of a process that is gone."""
-    return Failure(rank, f"rank {rank} has left: {_ENDED}", lost=True)
+    """Return the failure of a process that has died."""
+    return Failure(rank, f"rank {rank} has left: {_DEATH}", lost=True)
 
 
 def _reason(error: Exception, silence: float) -> str:
-    """Why a connection has ended."""
+    """Return why a connection has ended, as text."""
     if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
-        return _ENDED
+        return _DEATH
     return f"nothing has been heard for {silence:.0f} s: the machine is down, or the link to it is cut"
 
 

@@ -1,4 +1,4 @@
-"""The tensors of the model, put together from the blocks that processes hold."""
+"""Assemble tensors of the model from the blocks that processes hold."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ __all__ = ["GatheredState"]
 
 
 class GatheredState:
-    """Reads what all processes hold: every rank must ask alike."""
+    """Assembles tensors of the model; collective, so every rank must make the same calls."""
 
     def __init__(self, state: State, runtime: Runtime) -> None:
         self._state = state
         self._runtime = runtime
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer of the original ``state_dict()``."""
+        """Return every parameter and buffer of the original ``state_dict()``."""
         self._state.check_names()
         return self.whole(self._state.names)
 
     def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named parameters and buffers."""
-        found = self._collect(names, Tensor.detach)
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Return the named parameters and buffers, whole."""
+        tensors = self._collect(names, Tensor.detach)
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter of the original ``named_parameters()``; None where there is none."""
-        return self._collect(self._state.parameter_names, lambda held: None if held.grad is None else plain(held.grad))
+        """Return the whole gradient of every parameter of the original ``named_parameters()``; None for one without."""
+        return self._collect(self._state.parameter_names, lambda tensor: None if tensor.grad is None else plain(tensor.grad))
 
     def held(self) -> dict[str, Tensor]:
-        """What this process holds, in the order of the original; what is cut over processes is put together."""
+        """Return the tensors that this process holds, in the order of the original; those sharded over processes are assembled."""
         self._state.check_names()
-        whole = {name: blocks for name in self._state.names if (blocks := self._state.held(name)) and blocks[0][0].is_whole}
-        held = {name: blocks[0][1].detach() for name, blocks in whole.items()}
-        cut = [name for name in self._state.names if name not in whole and self._state.is_cut(name)]
-        held.update({name: tensor for name, tensor in self._collect(cut, Tensor.detach).items() if tensor is not None} if cut else {})
-        return {name: held[name] for name in self._state.names if name in held}
+        blocks_of = {name: self._state.held(name) for name in self._state.names}
+        tensors = {name: blocks[0][1].detach() for name, blocks in blocks_of.items() if blocks and blocks[0][0].is_whole}
+        tensors.update(self.whole(name for name in self._state.names if name not in tensors and self._state.is_cut(name)))
+        return {name: tensors[name] for name in self._state.names if name in tensors}
 
-    def _collect(self, names: Iterable[str], part: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
-        """Tensors of the model put together from what all processes own of each."""
+    def _collect(self, names: Iterable[str], read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
+        """Assemble tensors from the results of ``read`` for the blocks of each that processes own."""
         names = list(names)
         if not names:
             return {}
-        owned = {key: part(tensor) for name in names for key, tensor in self._state.owned(name)}
-        found = self._runtime.collect(owned)
-        return {name: self._state.whole(name, found) for name in names}
+        owned = {key: read(tensor) for name in names for key, tensor in self._state.owned(name)}
+        blocks = self._runtime.collect(owned)
+        return {name: self._state.whole(name, blocks) for name in names}

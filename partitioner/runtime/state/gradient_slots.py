@@ -1,10 +1,10 @@
-"""Where programs put the gradients of this process's parameters.
+"""Accumulate the gradients that programs compute into ``.grad`` of this process's parameters.
 
-Of ranks that share a parameter, each adds what it alone computes: its block; where several hold the same block they compute the same
-gradient, and that of the lowest is taken. Between ``no_sync`` steps ranks have parts of a sum. In one process these are added up in the one
-``.grad`` there is; a process with one rank keeps its part there (see ``passes.ir.comm.unsummed``).
+Each rank that shares a parameter adds the gradient of its block; ranks with the same block compute the same gradient, and only the lowest
+adds it. Inside ``no_sync``, ranks have terms of a sum. If one process runs all ranks, these add up in the parameter's one ``.grad``; a
+process with one rank keeps its term there (see ``passes.ir.comm.unsummed``).
 
-A parameter with hooks gets its gradient when all ranks have run: autograd adds it, and calls them.
+The gradient of a parameter with hooks is added by autograd, which calls the hooks, when all ranks have run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["GradientStore", "ParameterSlot", "is_unsummed"]
 
 
 def is_unsummed(parameter: Tensor) -> bool:
-    """Whether ``.grad`` is a rank's own part of a sum. One that was cleared or replaced since is none."""
+    """Whether ``.grad`` is a rank's own term of a sum (``no_sync``); False once it was cleared or replaced."""
     return parameter.grad is not None and getattr(parameter, "_unsummed_gradient", None) is parameter.grad
 
 
 class GradientStore:
-    """The gradients of one run that wait for hooks, and whether hooks are called.
+    """Adds gradients to parameters, those of parameters with hooks at the end of a run.
 
     Args:
-        all_ranks_here: whether this process has all ranks: parts of sums are then added up here.
+        all_ranks_here: whether this process has all ranks, so that terms of their sums add up here.
     """
 
     def __init__(self, *, all_ranks_here: bool) -> None:
@@ -42,19 +42,19 @@ class GradientStore:
         self._waiting: dict[StoredParameter, Tensor] = {}
 
     def begin(self) -> None:
-        """Forget what a run that failed left."""
+        """Discard gradients of a run that failed."""
         self._waiting.clear()
 
     def add(self, stored: StoredParameter, gradient: Tensor, block: Block | None) -> None:
         """Add a summed gradient, or a block of it."""
         parameter = stored.parameter
         if self._calls_hooks and has_hooks(parameter):
-            self._waiting[stored] = _added(self._waiting.get(stored), gradient, block, parameter)
+            self._waiting[stored] = _add(self._waiting.get(stored), gradient, block, parameter)
         else:
-            put(stored, _added(parameter.grad, gradient, block, parameter))
+            put(stored, _add(parameter.grad, gradient, block, parameter))
 
     def finish(self) -> None:
-        """Add the gradients that waited, as autograd does: tensor hooks first, then ``.grad``, then post-accumulate hooks."""
+        """Let autograd add the waiting gradients: it calls tensor hooks, adds to ``.grad``, and calls post-accumulate hooks."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
@@ -64,22 +64,22 @@ class GradientStore:
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Inside, hooks of parameters are not called."""
-        before, self._calls_hooks = self._calls_hooks, False
+        """Return a context in which hooks of parameters are not called."""
+        previous, self._calls_hooks = self._calls_hooks, False
         try:
             yield
         finally:
-            self._calls_hooks = before
+            self._calls_hooks = previous
 
 
 class ParameterSlot:
-    """Where the gradients go that one rank computes for one parameter: a ``passes.ir.comm.unsummed.GradientSlot``.
+    """Takes the gradients that one rank computes for one parameter: a ``passes.ir.comm.unsummed.GradientSlot``.
 
     Args:
         store: of the process.
         stored: the parameter.
-        block: the rank's part of it; None: all of it.
-        owner: the lowest rank that holds the same.
+        block: the rank's block of it; None: all of it.
+        owner: the lowest rank that holds the same block.
         rank: whose slot it is.
     """
 
@@ -93,8 +93,8 @@ class ParameterSlot:
     def add(self, gradient: Tensor, unsummed_over: Sequence[int] = ()) -> None:
         """See ``GradientSlot``."""
         parameter = self._stored.parameter
-        counts = self._rank == self._owner or self._owner in unsummed_over
-        if not parameter.requires_grad or not counts:
+        is_duplicate = self._rank != self._owner and self._owner not in unsummed_over
+        if not parameter.requires_grad or is_duplicate:
             return
         if unsummed_over and not self._store.all_ranks_here:
             _keep_unsummed(self._stored, gradient, len(unsummed_over))
@@ -112,15 +112,21 @@ class ParameterSlot:
         parameter = self._stored.parameter
         if not is_unsummed(parameter):
             return None
-        part, parameter.grad = parameter.grad, None
+        term, parameter.grad = parameter.grad, None
         del parameter._unsummed_gradient  # type: ignore[attr-defined]  # noqa: SLF001
-        return part
+        return term
 
 
 def put(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True) -> None:
-    """Make a tensor the ``.grad`` of a parameter, as one that says what it is a part of."""
+    """Set ``.grad`` of a parameter, as the tensor class that refuses norms over part of the model (``part_gradient``).
+
+    Args:
+        is_sum: whether the gradient is complete; False: it is a rank's term of a sum.
+    """
     membership = stored.membership
-    kind = None if is_sum and membership.has_all else BlockGradient if membership.is_part or not is_sum else PartGradient
+    kind: type[PartGradient] | None = BlockGradient if membership.is_part or not is_sum else PartGradient
+    if is_sum and membership.has_all:
+        kind = None
     if gradient is not None and kind is not (type(gradient) if isinstance(gradient, PartGradient) else None):
         gradient = plain(gradient)
         gradient = gradient if kind is None else gradient.as_subclass(kind)
@@ -128,8 +134,8 @@ def put(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True
         stored.parameter.grad = gradient
 
 
-def _added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
-    """A sum of gradients, in the memory of the first."""
+def _add(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
+    """Add a gradient of a parameter, or of a block of it, to ``total`` in place, and return the sum; None is a total of zero."""
     gradient = gradient.to(parameter.device)
     if block is not None:
         total = torch.zeros_like(parameter) if total is None else total
@@ -139,9 +145,9 @@ def _added(total: Tensor | None, gradient: Tensor, block: Block | None, paramete
 
 
 def _keep_unsummed(stored: StoredParameter, gradient: Tensor, n_ranks: int) -> None:
-    """Add a part to ``.grad`` that is to be summed over so many ranks later."""
+    """Add to ``.grad`` a term that is later summed over ``n_ranks``; a complete gradient there is divided by that number first."""
     parameter = stored.parameter
     if parameter.grad is not None and not is_unsummed(parameter):
         parameter.grad.div_(n_ranks)
-    put(stored, _added(parameter.grad, gradient, None, parameter), is_sum=False)
+    put(stored, _add(parameter.grad, gradient, None, parameter), is_sum=False)
     parameter._unsummed_gradient = parameter.grad  # type: ignore[attr-defined]  # noqa: SLF001  # it lives and dies with the parameter

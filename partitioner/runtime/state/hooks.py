@@ -1,4 +1,4 @@
-"""Hooks of PyTorch on the model, on its parameters and on the partitioned model: called as PyTorch calls them, or refused by name.
+"""Support hooks on the model, its parameters and the partitioned model as PyTorch does, or refuse them with an error that names them.
 
 on the model                  forward (pre-)hooks of modules    run while the model is traced: what they do to values is in the graph
                               backward hooks of modules         refused
@@ -34,7 +34,7 @@ __all__ = [
 TensorHooks = Mapping[str, tuple[Callable[[Tensor], Tensor | None], ...]]
 """Name of a parameter -> its hooks, in the order in which they are called."""
 
-# Where a module keeps hooks -> what they are called. PyTorch has no public way to ask.
+# Attribute in which a module keeps hooks -> name of their kind. PyTorch has no public interface for this.
 _BACKWARD = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
 _FORWARD = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward pre-hook"}
 _NOT_CALLED = {
@@ -51,12 +51,12 @@ _GLOBAL = {f"_global{place}": kind for place, kind in (_FORWARD | _BACKWARD).ite
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether autograd would call somebody when it computes the gradient of a parameter."""
+    """Whether a parameter has tensor hooks or post-accumulate hooks."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))  # noqa: SLF001
 
 
 def tensor_hooks(model: nn.Module) -> TensorHooks:
-    """The tensor hooks of the model's parameters.
+    """Return the tensor hooks of the model's parameters.
 
     Raises:
         ConfigError: the model has hooks that a partitioned model cannot call.
@@ -69,7 +69,7 @@ def tensor_hooks(model: nn.Module) -> TensorHooks:
                 place=Place(module=name),
                 remedy="remove it, or register it on a parameter: for name, p in pm.named_parameters(): p.register_hook(hook)",
             )
-    found: dict[str, tuple[Callable[[Tensor], Tensor | None], ...]] = {}
+    hooks: dict[str, tuple[Callable[[Tensor], Tensor | None], ...]] = {}
     for name, parameter in model.named_parameters():
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             raise ConfigError(
@@ -77,8 +77,8 @@ def tensor_hooks(model: nn.Module) -> TensorHooks:
                 remedy=f'register it there: dict(pm.named_parameters())["{name}"].register_post_accumulate_grad_hook(hook)',
             )
         if parameter._backward_hooks:  # noqa: SLF001  # PyTorch has no public way to ask
-            found[name] = tuple(parameter._backward_hooks.values())  # noqa: SLF001
-    return found
+            hooks[name] = tuple(parameter._backward_hooks.values())  # noqa: SLF001
+    return hooks
 
 
 def refuse_global_hooks() -> None:
@@ -104,11 +104,11 @@ def refuse_hooks(model: nn.Module, what: str) -> None:
 
 
 def refuse_parameter_hooks(parameters: Iterable[StoredParameter], *, in_no_sync: bool) -> None:
-    """Raise ConfigError where a parameter has hooks that would see another gradient than on the model.
+    """Raise ConfigError where a parameter has hooks that would get another gradient than on the model.
 
     Args:
         parameters: of this process.
-        in_no_sync: whether ranks keep their parts of gradients.
+        in_no_sync: whether ranks keep unsummed gradients.
     """
     for stored in parameters:
         if not has_hooks(stored.parameter):
@@ -126,7 +126,7 @@ def refuse_parameter_hooks(parameters: Iterable[StoredParameter], *, in_no_sync:
 
 
 def side_effect_note(model: nn.Module) -> str | None:
-    """A sentence where modules have hooks whose side effects a partitioned model does not repeat. Those of torch have none."""
+    """Return a note that side effects of the modules' forward hooks are not repeated; None if there are no hooks but torch's own."""
     named = []
     for name, module in model.named_modules():
         named += [f"{name or '(the model itself)'} ({kind} {_name(hook)})" for kind, hook in _hooks(module, _FORWARD)]
@@ -139,12 +139,16 @@ def side_effect_note(model: nn.Module) -> str | None:
 
 
 def _hooks(owner: Any, kinds: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The kind of each hook and the hook; torch's own are left out."""
+    """Yield kind and function of each hook of a module, or of the module ``torch.nn.modules.module``; torch's own are skipped.
+
+    Args:
+        kinds: attribute with hooks -> name of their kind.
+    """
     for attribute, kind in kinds.items():
         for hook in getattr(owner, attribute, {}).values():
             function = inspect.unwrap(getattr(hook, "hook", hook))
-            home = getattr(function, "__module__", None) or type(function).__module__
-            if home.partition(".")[0] != "torch":
+            defined_in = getattr(function, "__module__", None) or type(function).__module__
+            if defined_in.partition(".")[0] != "torch":
                 yield kind, function
 
 

@@ -1,4 +1,4 @@
-"""Load a state dict under the original names: everything is checked before anything is copied."""
+"""Load a state dict with original names; all entries are checked before any is copied."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["load_state"]
 
 
 def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any:
-    """Copy tensors, by original name, into what this process holds.
+    """Copy tensors, by original name, into the shards and copies of this process.
 
     Args:
-        state: what this process holds.
+        state: of this process.
         tensors: a full state dict, or this process's part.
         strict: whether ``tensors`` must have everything that this process holds, and nothing that the model does not have.
 
@@ -26,7 +26,7 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any
         What ``nn.Module.load_state_dict`` returns: ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
-        ConfigError: a name is unknown or missing, an entry is no tensor, or its shape or kind of dtype is another.
+        ConfigError: a name is unknown or missing, or an entry is no tensor of the right shape and kind of dtype.
     """
     state.check_names()
     unexpected = [name for name in tensors if name not in state.names]
@@ -44,12 +44,17 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any
             _check_entry(name, value, block.shape, held)
     for name, value in known.items():
         state.set(name, value)
-    loaded: Any = nn.Module().load_state_dict({})
-    return type(loaded)(missing, unexpected)
+    result: Any = nn.Module().load_state_dict({})  # torch does not export the class
+    return type(result)(missing, unexpected)
 
 
 def _check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor) -> None:
-    """Raise ConfigError where a value is none for a tensor of the model."""
+    """Raise ConfigError if a value cannot be copied into a tensor of the model.
+
+    Args:
+        shape: of the whole tensor.
+        held: this process's tensor for it.
+    """
     if not isinstance(value, Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__} in the state, and a tensor in the model", remedy="pass a tensor")
     if tuple(value.shape) != tuple(shape):

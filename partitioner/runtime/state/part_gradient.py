@@ -1,4 +1,4 @@
-"""Gradients in a process that has a part of the model: refuse norms over them, which are not those of the model.
+"""Gradient tensors in a process that has only part of the model: they refuse norms over several, which are not the model's norm.
 
     torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)      one norm over this process's gradients: refused
     sum(p.grad.data.pow(2).sum() for p in pm.parameters())    the same by hand: refused
@@ -28,9 +28,9 @@ class PartGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func in _KEEPING:
+            if func in _BEFORE_NORM:
                 return result.as_subclass(cls)
-            if func in _TOGETHER:
+            if func in _COMBINING:
                 return result.as_subclass(BlockGradient)
             if func in _NORMS and not isinstance(result, Tensor):
                 return tuple(norm.as_subclass(_PartNorm) for norm in result)
@@ -54,15 +54,15 @@ class _PartNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func in _TOGETHER or (func in _ADDITIONS and all(isinstance(each, _PartNorm) for each in args[:2])):
+        if func in _COMBINING or (func in _ADDITIONS and all(isinstance(argument, _PartNorm) for argument in args[:2])):
             _refuse(torch.norm)
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            return result.as_subclass(_PartNorm) if func in _KEEPING or func in _ADDITIONS else result
+            return result.as_subclass(_PartNorm) if func in _BEFORE_NORM or func in _ADDITIONS else result
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """The same gradient as a plain tensor."""
+    """Return the gradient as a plain tensor, without these checks."""
     if not isinstance(gradient, PartGradient):
         return gradient
     with DisableTorchFunctionSubclass():
@@ -70,6 +70,7 @@ def plain(gradient: Tensor) -> Tensor:
 
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:
+    """Raise ConfigError for a reduction over the gradients of this process alone."""
     name = "norm" if func in _NORMS else func.__name__
     raise ConfigError(
         f"a {name} over the gradients of this process is not the {name} of the model's gradient: other processes have the rest of it",
@@ -78,10 +79,10 @@ def _refuse(func: Callable[..., Any]) -> NoReturn:
     )
 
 
-def _named(*names: str) -> Iterator[Callable[..., Any]]:
-    """Functions of ``torch``, and methods of tensors, of these names."""
-    for place in (torch, Tensor):
-        yield from filter(callable, (getattr(place, name, None) for name in names))
+def _functions(*names: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of ``torch``, and the methods of ``Tensor``, with these names."""
+    for namespace in (torch, Tensor):
+        yield from filter(callable, (getattr(namespace, name, None) for name in names))
 
 
 _NORMS = frozenset(
@@ -91,17 +92,17 @@ _NORMS = frozenset(
     }
 )
 _REDUCTIONS = frozenset(
-    _named("sum", "mean", "std", "var", "dot", "vdot", "inner", "amax", "amin", "max", "min", "logsumexp", "prod", "median")
+    _functions("sum", "mean", "std", "var", "dot", "vdot", "inner", "amax", "amin", "max", "min", "logsumexp", "prod", "median")
 )
 """Reductions other than norms. ``isfinite`` and the like are not among them: they are meaningful for a shard."""
-_KEEPING = frozenset(
+_BEFORE_NORM = frozenset(
     {
         Tensor.data.__get__,  # type: ignore[attr-defined]  # a descriptor
-        *_named("detach", "float", "double", "half", "bfloat16", "to", "cpu", "cuda", "flatten", "ravel", "reshape", "view", "view_as"),
-        *_named("abs", "square", "pow", "mul", "multiply", "__pow__", "__mul__", "__rmul__"),
+        *_functions("detach", "float", "double", "half", "bfloat16", "to", "cpu", "cuda", "flatten", "ravel", "reshape", "view", "view_as"),
+        *_functions("abs", "square", "pow", "mul", "multiply", "__pow__", "__mul__", "__rmul__"),
     }
 )
 """Ops that may come between a gradient and its norm. Copies are not among them: optimizers use them for their state."""
-_ADDITIONS = frozenset(_named("add", "__add__", "__radd__", "add_", "__iadd__"))
-_TOGETHER = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
+_ADDITIONS = frozenset(_functions("add", "__add__", "__radd__", "add_", "__iadd__"))
+_COMBINING = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
 """Ops that combine gradients, or their norms, in one tensor, of which the norm is taken next."""

@@ -305,8 +305,8 @@ def test_marks_tell_who_has_died_on_this_machine(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     first, second = (LocalMarks("localhost:1", rank, 3) for rank in range(2))
     assert first.dead() == second.dead() == []
-    assert second._own is not None
-    os.close(second._own)  # as the kernel does
+    assert second._descriptor is not None
+    os.close(second._descriptor)  # as the kernel does
     assert first.dead() == [1]
     again = LocalMarks("localhost:1", 1, 3)  # it was started again
     assert first.dead() == []
@@ -321,8 +321,8 @@ def test_marks_tell_who_has_died_on_this_machine(tmp_path: Path, monkeypatch: py
 def test_marks_of_an_earlier_run_mean_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     old = LocalMarks("localhost:1", 1, 2)
-    assert old._own is not None
-    os.close(old._own)
+    assert old._descriptor is not None
+    os.close(old._descriptor)
     (mark,) = tmp_path.glob("*/rank-1")
     os.utime(mark, (1.0, 1.0))
     assert LocalMarks("localhost:1", 0, 2).dead() == []
