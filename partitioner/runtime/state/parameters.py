@@ -1,10 +1,10 @@
-"""The state of this process: parameters, buffers and constants of its ranks, copied from the model.
+"""The parameters, buffers and constants of this process's ranks, copied from the model.
 
 ``requires_grad`` may change after the model was partitioned:
 
-frozen later        programs compute the gradient still; it is not added to ``.grad``
+frozen later        programs still compute the gradient; it is not added to ``.grad``
 unfrozen later      refused: no program computes the gradient
-frozen in part      refused: the shards of one parameter must agree
+partly frozen       refused: the shards of one parameter must agree
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class State:
     tensor is one object however many stages use it.
 
     Attributes:
-        graph: gives placeholders their original names.
-        by_rank: rank of this process -> placeholder -> what its programs read.
-        blocks: placeholder -> rank -> which block of it the rank's programs read, for all ranks.
-        stored: placeholder of a parameter -> the parameters here that hold it.
-        followers: what programs read of a parameter besides the parameter itself.
-        gradients: of this process's parameters.
-        slots: rank of this process -> placeholder -> where its gradients go.
+        graph: maps placeholders to original names.
+        by_rank: rank of this process -> placeholder -> the tensor that its programs read.
+        blocks: placeholder -> rank -> the block of it that the rank's programs read, for all ranks.
+        stored: placeholder of a parameter -> the parameters of this process that hold it.
+        followers: parameter -> views and copies of it that programs read.
+        gradients: adds gradients to this process's parameters.
+        slots: rank of this process -> placeholder -> takes the gradients of its programs.
         names: the keys of the original ``state_dict``, in its order.
         parameter_names: the names of the original ``named_parameters``, in its order.
         devices: for each rank, where it runs.
@@ -61,26 +61,26 @@ class State:
     parameter_names: tuple[str, ...]
     devices: Sequence[torch.device]
 
-    # -- what is here --------------------------------------------------------------------------------------------------------------
+    # -- the tensors of this process -----------------------------------------------------------------------------------------------
 
     def stored_parameters(self) -> Iterator[StoredParameter]:
-        """Every parameter here, in the order of the original."""
+        """Yield every parameter of this process, in the order of the original."""
         for name in self.parameter_names:
             if self.knows(name):
                 yield from self.stored[self._placeholder(name)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter here under its original name; parts of one on several devices all have its name."""
+        """Yield original name and parameter; shards of one parameter on several devices all have its name."""
         for stored in self.stored_parameters():
             yield stored.name, stored.parameter
 
     @cached_property
     def stand_in(self) -> tuple[nn.Parameter, ...]:
-        """An empty parameter for an optimizer where this process has none of a model that has some: optimizers refuse to have none."""
+        """An empty parameter for the optimizer of a process without parameters, since optimizers refuse an empty list."""
         return (nn.Parameter(torch.empty(0)),) if self.parameter_names else ()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer here under its original name; further copies and blocks as ``name@rank3``."""
+        """Yield every buffer of this process under its original name; further copies and blocks as ``name@rank3``."""
         seen: set[str] = set()
         for rank, tensors in self.by_rank.items():
             for placeholder, name in self.graph.buffers.items():
@@ -89,13 +89,13 @@ class State:
                     seen.add(name)
 
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """What a rank of this process reads of each parameter, under its original name."""
+        """Yield original name and the part of each parameter that a rank of this process reads."""
         for placeholder, name in self.graph.parameters.items():
             if placeholder in self.by_rank[rank]:
                 yield name, self.by_rank[rank][placeholder].detach()
 
     def held(self, name: str) -> list[tuple[Block, Tensor]]:
-        """All tensors here that hold a parameter or buffer of the model, or a block of it, lowest rank first."""
+        """Return the blocks of a parameter or buffer that this process holds, with their tensors, lowest rank first."""
         placeholder = self._placeholder(name)
         blocks = self._stored_blocks(placeholder)
         return [(blocks[rank], tensor) for rank, tensor in self._tensors(placeholder).items()]
@@ -105,19 +105,19 @@ class State:
         return self.graph.aliases.get(name, name) in self._placeholders
 
     def _tensors(self, placeholder: str) -> dict[int, Tensor]:
-        """Rank -> the tensor that is stored for it here."""
+        """Return rank -> the tensor that this process stores for it."""
         if placeholder in self.graph.parameters:
             return {stored.rank: stored.parameter for stored in self.stored[placeholder]}
         return {rank: tensors[placeholder] for rank, tensors in self.by_rank.items() if placeholder in tensors}
 
     def _stored_blocks(self, placeholder: str) -> Mapping[int, Block]:
-        """Rank -> which block is stored for it, in whichever process."""
+        """Return rank -> the block that its process stores for it, for all ranks."""
         if placeholder in self.graph.parameters and self.gradients.all_ranks_here:
             return {stored.rank: stored.block for stored in self.stored[placeholder]}
         return self.blocks[placeholder]
 
     def check_names(self) -> None:
-        """Raise ConfigError where the original's ``state_dict`` has entries that are none of its parameters and buffers."""
+        """Raise ConfigError if the original ``state_dict`` has entries other than parameters and buffers."""
         others = [name for name in self.names if not self.knows(name)]
         if others:
             raise ConfigError(
@@ -129,10 +129,10 @@ class State:
     # -- before and after a run ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Let programs read the parameters as they are now.
+        """Before a run, update views and copies of parameters to their current values.
 
         Raises:
-            ConfigError: the values of a parameter were replaced by others of another kind.
+            ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
         """
         with torch.no_grad():
             for stored, followers in self.followers.items():
@@ -144,7 +144,7 @@ class State:
                     follower.refresh(moved=moved)
 
     def finish(self) -> None:
-        """Complete a run: write back parameters that the model itself writes to, and accumulate gradients that waited for hooks."""
+        """After a run, write back parameters that the model itself writes to, and add the gradients of parameters with hooks."""
         with torch.no_grad():
             for followers in self.followers.values():
                 for follower in followers:
@@ -154,7 +154,7 @@ class State:
     # -- values --------------------------------------------------------------------------------------------------------------------
 
     def set(self, name: str, whole: Tensor) -> None:
-        """Copy a tensor of the model into every copy and block of it here; one on the meta device becomes real."""
+        """Copy a tensor of the model into every copy and block of it in this process; those on the meta device become real."""
         if isinstance(whole, BlockTensor):
             self._set_blocks(name, whole)
             return
@@ -168,8 +168,8 @@ class State:
                     held.copy_(blocks[rank].take(whole))
 
     def _make_real(self, placeholder: str, held: Tensor, values: Tensor) -> None:
-        """Give a tensor on the meta device values, in place: programs and optimizers refer to the object."""
-        stored = next((each for each in self.stored.get(placeholder, ()) if each.parameter is held), None)
+        """Give a tensor on the meta device values, in place, since programs and optimizers refer to the object."""
+        stored = next((candidate for candidate in self.stored.get(placeholder, ()) if candidate.parameter is held), None)
         if stored is None:
             torch.utils.swap_tensors(held, values)
             return
@@ -177,27 +177,28 @@ class State:
         for follower in self.followers.get(stored, ()):
             follower.become_real()
 
-    def _set_blocks(self, name: str, given: BlockTensor) -> None:
-        """Copy blocks into the shards of this process. A shard into which a checkpoint was loaded in place is its own block already.
+    def _set_blocks(self, name: str, source: BlockTensor) -> None:
+        """Copy blocks into the shards of this process.
 
         Raises:
-            ConfigError: the tensor has not all blocks of this plan.
+            ConfigError: the source lacks a block of this plan.
         """
-        found = dict(given.blocks)
-        for block, copy in self.held(name):
-            if block not in found:
+        source_blocks = dict(source.blocks)
+        for block, held in self.held(name):
+            if block not in source_blocks:
                 raise ConfigError(
                     f"the blocks of {name} are those of another plan", remedy="load into pm.sharded_state_dict() of this model"
                 )
-            if found[block].data_ptr() != copy.data_ptr():
-                copy.detach().copy_(found[block])
+            if source_blocks[block].data_ptr() != held.data_ptr():  # else a checkpoint was loaded in place
+                held.detach().copy_(source_blocks[block])
 
     def sharded(self) -> dict[str, BlockTensor]:
         """Return the shards of this process under the original names, each tensor as its blocks."""
         check_values(self)
         self.check_names()
-        found = {name: {block: tensor.detach() for block, tensor in reversed(self.held(name))} for name in self.names}
-        return {name: BlockTensor(list(blocks.items())) for name, blocks in found.items() if blocks}
+        # Reversed, so that of equal blocks that of the lowest rank is taken.
+        blocks_of = {name: {block: tensor.detach() for block, tensor in reversed(self.held(name))} for name in self.names}
+        return {name: BlockTensor(list(blocks.items())) for name, blocks in blocks_of.items() if blocks}
 
     def owned(self, name: str) -> list[tuple[str, Tensor]]:
         """Return the blocks of a tensor that this process owns, under unique keys; the owner is the lowest rank that holds a block."""
@@ -206,17 +207,21 @@ class State:
         return [(_key(name, number), tensors[rank]) for number, (rank, _) in enumerate(self._owners(placeholder)) if rank in tensors]
 
     def is_cut(self, name: str) -> bool:
-        """Whether ranks hold blocks of a tensor of the model, not the whole."""
+        """Whether a tensor of the model is sharded: some rank holds only a block of it."""
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
 
     def whole(self, name: str, parts: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return a tensor of the model, assembled from the blocks that all processes own; None if one is missing."""
+        """Return a tensor of the model, assembled from the blocks that all processes own; None if one is missing.
+
+        Args:
+            parts: key of a block, see ``owned`` -> its tensor.
+        """
         blocks = self._owners(self._placeholder(name))
-        found = [parts.get(_key(name, number)) for number in range(len(blocks))]
-        if len(found) == 1 and blocks[0][1].is_whole:
-            return found[0]
+        tensors = [parts.get(_key(name, number)) for number in range(len(blocks))]
+        if len(tensors) == 1 and blocks[0][1].is_whole:
+            return tensors[0]
         result: Tensor | None = None
-        for (_, block), part in zip(blocks, found, strict=True):
+        for (_, block), part in zip(blocks, tensors, strict=True):
             if part is None:
                 return None
             result = torch.empty(block.shape, dtype=part.dtype, device=part.device) if result is None else result
@@ -224,7 +229,7 @@ class State:
         return result
 
     def _owners(self, placeholder: str) -> list[tuple[int, Block]]:
-        """The lowest rank that holds each block."""
+        """Return each distinct block of a tensor, with the lowest rank that holds it."""
         return [(rank, block) for block, rank in owners(self._stored_blocks(placeholder).items()).items()]
 
     @cached_property
@@ -239,8 +244,7 @@ class State:
     def on_meta(self) -> list[str]:
         """Return the names of this process's tensors on the meta device, which have no values yet."""
         names = {**self.graph.parameters, **self.graph.buffers}
-        found = {names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta}
-        return sorted(found)
+        return sorted({names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta})
 
 
 def _key(name: str, number: int) -> str:
@@ -258,7 +262,7 @@ def materialize(
     """Return the state of this process: shards of the model's tensors, copied to the devices of its ranks.
 
     Args:
-        blocks: placeholder -> rank -> which block of it, for all ranks.
+        blocks: placeholder -> rank -> the block that it reads, for all ranks.
         hooks: of the model's parameters.
 
     Raises:
@@ -268,37 +272,38 @@ def materialize(
     copied = {**{placeholder: _tensor(model, name) for placeholder, name in graph.buffers.items()}, **graph.constants}
     keys = device_keys(devices)
     stored = store_parameters(originals, blocks, devices, keys, local_ranks)
-    for each in (each for same in stored.values() for each in same if each.parameter.requires_grad):
-        for hook in hooks.get(each.name, ()):
-            each.parameter.register_hook(hook)
-        refuse_parameter_hooks([each], in_no_sync=False)
+    for shard in (shard for shards in stored.values() for shard in shards if shard.parameter.requires_grad):
+        for hook in hooks.get(shard.name, ()):
+            shard.parameter.register_hook(hook)
+        refuse_parameter_hooks([shard], in_no_sync=False)
     gradients = GradientStore(all_ranks_here=len(local_ranks) == len(devices))
     by_rank: dict[int, dict[str, Tensor]] = {}
     slots: dict[int, dict[str, GradientSlot]] = {}
     followers: dict[StoredParameter, list[RankTensor]] = {}
-    written = _written(graph)
+    written = _written_parameters(graph)
     owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
     for rank in local_ranks:
-        read = _Read(blocks, owner_of, devices, keys, rank, gradients, written)
+        binder = _ParameterBinder(blocks, owner_of, devices, keys, rank, gradients, written)
         by_rank[rank], slots[rank] = {}, {}
-        for placeholder, same in stored.items():
+        for placeholder, shards in stored.items():
             if rank in blocks[placeholder]:
-                by_rank[rank][placeholder], slots[rank][placeholder] = read.parameter(placeholder, same, followers)
-        here = [placeholder for placeholder in copied if rank in blocks[placeholder]]
-        by_rank[rank].update({placeholder: copy_of(copied[placeholder], blocks[placeholder][rank], devices[rank]) for placeholder in here})
+                by_rank[rank][placeholder], slots[rank][placeholder] = binder.bind(placeholder, shards, followers)
+        for placeholder, tensor in copied.items():
+            if rank in blocks[placeholder]:
+                by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
     return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices))
 
 
 @dataclass(frozen=True)
-class _Read:
-    """What one rank's programs read of parameters, and where their gradients go.
+class _ParameterBinder:
+    """Binds the programs of one rank to tensors and gradient slots of parameters.
 
     Attributes:
         blocks, devices: see ``materialize``.
         owner_of: placeholder -> block -> the lowest rank that holds it.
-        keys: of the devices.
-        rank: whose programs.
+        keys: of the devices, see ``device_keys``.
+        rank: of the programs.
         gradients: of the process.
         written: placeholders of the parameters that the model itself writes to.
     """
@@ -311,34 +316,35 @@ class _Read:
     gradients: GradientStore
     written: frozenset[str]
 
-    def parameter(
+    def bind(
         self, placeholder: str, stored: Sequence[StoredParameter], followers: dict[StoredParameter, list[RankTensor]]
     ) -> tuple[Tensor, GradientSlot]:
-        """What the programs read of a parameter; a view or copy is put down with the followers of the parameter."""
+        """Return the tensor that programs read of a parameter, and its slot; a view or copy is added to ``followers``."""
         block, device = self.blocks[placeholder][self.rank], self.devices[self.rank]
         owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else self.rank
-        source = next((each for each in stored if each.rank == owner), stored[0])
-        is_all = source.block.part == block.part
-        slot = ParameterSlot(self.gradients, source, None if is_all else block, owner, self.rank)
+        source = next((candidate for candidate in stored if candidate.rank == owner), stored[0])
+        is_whole = source.block.part == block.part
+        slot = ParameterSlot(self.gradients, source, None if is_whole else block, owner, self.rank)
         is_written = placeholder in self.written
-        parameter = source.parameter
-        beside = self.keys[source.rank] == self.keys[self.rank]
-        if is_all and beside and (self.rank == owner or not is_written):
-            return parameter, slot
-        within = whole_block(block.part) if is_all else block
-        follower = RankTensor(source, within, device, beside=beside, writes=self.rank == owner if is_written else None)
+        on_same_device = self.keys[source.rank] == self.keys[self.rank]
+        if is_whole and on_same_device and (self.rank == owner or not is_written):
+            return source.parameter, slot
+        block_of_source = whole_block(block.part) if is_whole else block
+        follower = RankTensor(
+            source, block_of_source, device, on_same_device=on_same_device, writes=self.rank == owner if is_written else None
+        )
         followers.setdefault(source, []).append(follower)
         return follower.tensor, slot
 
 
-def _written(graph: ModelGraph) -> frozenset[str]:
-    """The parameters that the model itself writes to (an embedding with ``max_norm``)."""
+def _written_parameters(graph: ModelGraph) -> frozenset[str]:
+    """Return the placeholders of the parameters that the model itself writes to (an embedding with ``max_norm``)."""
     memory = aliasing(graph.graph)
     return frozenset(node.name for node in graph.graph.nodes if node.name in graph.parameters and memory.written(node))
 
 
 def check_values(state: State) -> None:
-    """Raise ConfigError where a tensor here is on the meta device."""
+    """Raise ConfigError if a tensor of this process is on the meta device."""
     names = state.on_meta
     if names:
         raise ConfigError(
@@ -358,24 +364,24 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 class Freezing:
-    """Remembers what was frozen when the model was partitioned.
+    """Checks changes of ``requires_grad`` since the model was partitioned.
 
     Args:
-        parameters: of this process; parts of one parameter have the same name.
+        parameters: of this process; shards of one parameter have the same name.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        parts: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
+        shards_of: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in parameters:
-            parts[name].append(parameter)
-        self._frozen = [(name, parameter) for name, same in parts.items() for parameter in same if not parameter.requires_grad]
-        self._parts = [(name, same) for name, same in parts.items() if len(same) > 1]
+            shards_of[name].append(parameter)
+        self._frozen = [(name, shard) for name, shards in shards_of.items() for shard in shards if not shard.requires_grad]
+        self._sharded = [(name, shards) for name, shards in shards_of.items() if len(shards) > 1]
 
     def check(self) -> None:
-        """Before gradients are computed.
+        """Check parameters before gradients are computed.
 
         Raises:
-            ConfigError: a parameter was unfrozen, or only some of its parts were frozen.
+            ConfigError: a parameter was unfrozen, or only some of its shards were frozen.
         """
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -383,9 +389,9 @@ class Freezing:
                     f"{name} was frozen when the model was partitioned, and requires a gradient now: no program computes one",
                     remedy="call requires_grad_() on the model's parameter and partition it again",
                 )
-        for name, same in self._parts:
-            if len({parameter.requires_grad for parameter in same}) > 1:
+        for name, shards in self._sharded:
+            if len({shard.requires_grad for shard in shards}) > 1:
                 raise ConfigError(
-                    f"{name} lies in {len(same)} parts on several devices, and only some of them are frozen",
+                    f"{name} lies in {len(shards)} parts on several devices, and only some of them are frozen",
                     remedy=f'freeze all: for key, p in pm.named_parameters(): if key == "{name}": p.requires_grad_(False)',
                 )

@@ -1,4 +1,4 @@
-"""What moves between ranks when one plan takes the place of another: of every tensor the parts that a rank is to hold and does not.
+"""Compute the elements that must move when a plan replaces another: those that a rank of the new plan needs and does not hold.
 
 weight, rows over 4 ranks, then over 2        rank 0    rank 1    rank 2    rank 3
     before                                    0 .. 3    4 .. 7    8 .. 11   12 .. 15
@@ -24,7 +24,7 @@ Holdings: TypeAlias = Mapping[str, Mapping[int, Block]]
 """Tensor -> rank -> the block of it that the rank holds."""
 
 Cells: TypeAlias = NDArray[np.bool_]
-"""Which cells of a tensor: parts between which no block tells apart."""
+"""A set of cells of a tensor, see ``_Grid``, as a mask with one dimension for each of the tensor's."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TensorBytes:
 
     Attributes:
         own: of the tensor.
-        state: of what the optimizer keeps for it.
+        state: of the optimizer's state for it.
     """
 
     own: int
@@ -42,11 +42,11 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of one tensor that a rank gets.
+    """Elements of one tensor that a rank receives.
 
     Attributes:
         name: of the tensor.
-        source: the rank of the old plan that has them; None: no rank that is left, so that they come from a checkpoint.
+        source: the rank of the old plan that sends them; None: no surviving rank has them, so they come from a checkpoint.
         destination: the rank of the new plan.
         own: bytes of the tensor.
         state: bytes of the optimizer's state.
@@ -60,6 +60,7 @@ class Move:
 
     @property
     def size(self) -> int:
+        """Bytes in all."""
         return self.own + self.state
 
 
@@ -69,7 +70,7 @@ class Moves:
 
     Attributes:
         moves: one for each tensor and pair of ranks.
-        kept: for each rank of the new plan, bytes that it holds already.
+        kept: for each rank of the new plan, bytes that it already holds.
     """
 
     moves: tuple[Move, ...]
@@ -82,19 +83,19 @@ class Moves:
 
     @property
     def from_checkpoint(self) -> int:
-        """Bytes that no rank has any more."""
+        """Bytes that no surviving rank has."""
         return sum(move.size for move in self.moves if move.source is None)
 
     def received(self, rank: int) -> int:
-        """Bytes that a rank of the new plan gets from others."""
+        """Bytes that a rank of the new plan receives from others."""
         return sum(move.size for move in self.moves if move.destination == rank and move.source is not None)
 
     def loaded(self, rank: int) -> int:
-        """Bytes that a rank of the new plan gets from a checkpoint."""
+        """Bytes that a rank of the new plan loads from a checkpoint."""
         return sum(move.size for move in self.moves if move.destination == rank and move.source is None)
 
     def sent(self, rank: int) -> int:
-        """Bytes that a rank of the old plan gives."""
+        """Bytes that a rank of the old plan sends."""
         return sum(move.size for move in self.moves if move.source == rank)
 
     def of(self, name: str) -> int:
@@ -105,90 +106,89 @@ class Moves:
 def moves_between(
     before: Holdings, after: Holdings, sizes: Mapping[str, TensorBytes], survivors: Sequence[int | None], n_ranks: int
 ) -> Moves:
-    """What moves.
+    """Return the moves from one plan to another. Of several ranks with the same elements, the one that has sent least so far sends them.
 
     Args:
-        before: what ranks of the old plan hold.
-        after: what ranks of the new plan are to hold.
+        before: the blocks of the old plan.
+        after: the blocks of the new plan.
         sizes: bytes of an element of each tensor.
-        survivors: for each rank of the new plan, the rank of the old one whose memory it has; None: it is new. An old rank that is not
-            among these is gone, with all that it held.
+        survivors: for each rank of the new plan, the rank of the old one whose memory it has; None: it is new. The blocks of other old
+            ranks are lost.
         n_ranks: ranks of the new plan.
-
-    Of several ranks that have the same elements, the one that has sent least so far gives them.
     """
     sent: dict[int, int] = {}
     moves: list[Move] = []
     kept = [0] * n_ranks
-    left = {old for old in survivors if old is not None}
-    for name, each in after.items():
+    surviving = {old for old in survivors if old is not None}
+    for name, new_blocks in after.items():
         size = sizes[name].own + sizes[name].state
-        if any(0 in block.shape for block in each.values()):
+        if any(0 in block.shape for block in new_blocks.values()):
             continue
-        had = {rank: block for rank, block in before[name].items() if rank in left}
-        grid = _Grid([*had.values(), *each.values()])
-        for rank, block in sorted(each.items(), key=lambda item: item[0]):
+        old_blocks = {rank: block for rank, block in before[name].items() if rank in surviving}
+        grid = _Grid([*old_blocks.values(), *new_blocks.values()])
+        for rank, block in sorted(new_blocks.items(), key=lambda item: item[0]):
             missing = grid.cells(block)
             old = survivors[rank]
-            if old in had:
-                own = grid.cells(had[old]) & missing
+            if old in old_blocks:
+                own = grid.cells(old_blocks[old]) & missing
                 kept[rank] += grid.count(own) * size
                 missing = missing & ~own
-            for source in _sources(grid, missing, had, sent):
-                given = missing if source is None else missing & grid.cells(had[source])
-                count = grid.count(given)
+            for source in _sources(grid, missing, old_blocks, sent):
+                moved = missing if source is None else missing & grid.cells(old_blocks[source])
+                count = grid.count(moved)
                 if count:
                     moves.append(Move(name, source, rank, count * sizes[name].own, count * sizes[name].state))
-                    missing = missing & ~given
+                    missing = missing & ~moved
                     if source is not None:
                         sent[source] = sent.get(source, 0) + count * size
     return Moves(tuple(moves), tuple(kept))
 
 
-def _sources(grid: _Grid, missing: Cells, had: Mapping[int, Block], sent: Mapping[int, int]) -> list[int | None]:
-    """Who is asked, in order: those who have sent least; at last the checkpoint."""
+def _sources(grid: _Grid, missing: Cells, old_blocks: Mapping[int, Block], sent: Mapping[int, int]) -> list[int | None]:
+    """Return the ranks with missing cells, those that have sent least first, then None for the checkpoint."""
     if not missing.any():
         return []
-    able = [rank for rank, block in had.items() if (grid.cells(block) & missing).any()]
-    return [*sorted(able, key=lambda rank: (sent.get(rank, 0), rank)), None]
+    holders = [rank for rank, block in old_blocks.items() if (grid.cells(block) & missing).any()]
+    return [*sorted(holders, key=lambda rank: (sent.get(rank, 0), rank)), None]
 
 
 class _Grid:
-    """A tensor cut wherever one of some blocks begins or ends: every block is a number of whole cells.
+    """A tensor divided into cells: sets of elements that each of some blocks contains either entirely or not at all.
 
     Args:
-        blocks: of one tensor, perhaps under several ways to write its dimensions as axes.
+        blocks: of one tensor; they may split its dimensions into different axes.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        unlike = list(dict.fromkeys(blocks))
-        inside = [_inside(block) for block in unlike]
-        kinds = [np.unique(np.stack(each), axis=1, return_counts=True) for each in zip(*inside, strict=True)]
-        self._weights = functools.reduce(np.multiply.outer, (counts for _, counts in kinds), np.ones((), dtype=np.int64))
+        distinct = list(dict.fromkeys(blocks))
+        masks_of_blocks = [_index_masks(block) for block in distinct]
+        # For each dimension: the masks of all blocks over groups of equal indices, and the size of each group.
+        groups = [np.unique(np.stack(masks), axis=1, return_counts=True) for masks in zip(*masks_of_blocks, strict=True)]
+        self._n_elements = functools.reduce(np.multiply.outer, (counts for _, counts in groups), np.ones((), dtype=np.int64))
         self._cells: dict[Block, Cells] = {}
-        for number, block in enumerate(unlike):
-            along = (marks[number] for marks, _ in kinds)
-            self._cells[block] = functools.reduce(np.logical_and.outer, along, np.ones((), dtype=bool))
+        for number, block in enumerate(distinct):
+            masks_of_block = (masks[number] for masks, _ in groups)
+            self._cells[block] = functools.reduce(np.logical_and.outer, masks_of_block, np.ones((), dtype=bool))
 
     def cells(self, block: Block) -> Cells:
-        """The cells of a block."""
+        """Return the cells of a block."""
         return self._cells[block]
 
     def count(self, cells: Cells) -> int:
-        """Elements in some cells."""
-        return int(self._weights[cells].sum())
+        """Return the number of elements in cells."""
+        return int(self._n_elements[cells].sum())
 
 
-def _inside(block: Block) -> list[Cells]:
-    """For each dimension of a tensor, which of its indices a block has."""
+def _index_masks(block: Block) -> list[Cells]:
+    """For each dimension of the tensor, return a mask of the indices that a block has."""
     axes = list(zip(block.unfolded, block.intervals, strict=True))
-    found = []
+    masks = []
     for size in block.shape:
-        marks = np.ones(1, dtype=bool)
-        while axes and (len(marks) < size or (size == 1 and axes[0][0] == 1)):
+        mask = np.ones(1, dtype=bool)
+        while axes and (len(mask) < size or (size == 1 and axes[0][0] == 1)):
             length, (start, stop) = axes.pop(0)
-            along = np.zeros(length, dtype=bool)
-            along[start:stop] = True
-            marks = np.logical_and.outer(marks, along).ravel()
-        found.append(marks)
-    return found
+            axis_mask = np.zeros(length, dtype=bool)
+            axis_mask[start:stop] = True
+            mask = np.logical_and.outer(mask, axis_mask).ravel()
+        masks.append(mask)
+    return masks

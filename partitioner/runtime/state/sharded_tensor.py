@@ -1,8 +1,8 @@
-"""A tensor of which a process holds blocks, as ``torch.distributed.checkpoint`` saves and loads it: nothing is put together.
+"""A tensor of which a process holds blocks, which ``torch.distributed.checkpoint`` saves and loads without assembling the whole.
 
 weight[(3 heads head), hidden] cut by heads over two ranks, rank 0:     q . k . v .     three chunks of one tensor
 
-Any number of processes reads what any other number has written: chunks are found by where they lie in the whole.
+Chunks are identified by their offsets in the whole, so any number of processes can read the checkpoint of any other number.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from passes.spmd.shards import Block
 __all__ = ["BlockTensor", "block_chunks"]
 
 Run = tuple[int, int, int]
-"""Indices of one dimension that follow each other: first in the whole, first in the block, how many."""
+"""Consecutive indices of one dimension: the first in the whole, the first in the block, and their number."""
 
 
 def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """The chunks of a block: where each starts in the whole, and where it is in the block."""
+    """Yield each contiguous chunk of a block: its offsets in the whole tensor, and its slices of the block."""
     unfolded = list(zip(block.unfolded, block.intervals, strict=True))
     dimensions = []
     for size in block.shape:
@@ -40,7 +40,10 @@ def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
 
 
 def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
-    """Of one dimension, written as its axes: all inside the last axis that is cut lies together."""
+    """Return the runs of one dimension that consists of ``axes``: pairs of a size and the interval of it in the block.
+
+    Axes after the last one that is cut are whole, so their indices are consecutive.
+    """
     cut = max((index for index, (size, interval) in enumerate(axes) if interval != (0, size)), default=-1)
     if cut < 0:
         return [(0, 0, math.prod(size for size, _ in axes))]
@@ -56,10 +59,10 @@ def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
 
 
 class BlockTensor(Tensor):
-    """Blocks of one tensor of the model; it has the shape of the whole, and only checkpoints read it.
+    """A tensor with the shape of the whole that holds only some blocks; only checkpoints read it.
 
     Args:
-        blocks: which, and the tensors that hold them.
+        blocks: the blocks, and their tensors.
     """
 
     blocks: tuple[tuple[Block, Tensor], ...]
@@ -69,10 +72,10 @@ class BlockTensor(Tensor):
     def __new__(cls: type[Self], blocks: Sequence[tuple[Block, Tensor]]) -> Self:
         block, held = blocks[0]
         # No public way leads to a tensor with a shape and without memory.
-        made = Tensor._make_wrapper_subclass(cls, block.shape, dtype=held.dtype, device=held.device)  # noqa: SLF001
-        made.blocks = tuple(blocks)
-        made._parts = {start: held[place] for block, held in blocks for start, place in block_chunks(block)}  # noqa: SLF001
-        return made
+        wrapper = Tensor._make_wrapper_subclass(cls, block.shape, dtype=held.dtype, device=held.device)  # noqa: SLF001
+        wrapper.blocks = tuple(blocks)
+        wrapper._parts = {offsets: held[slices] for block, held in blocks for offsets, slices in block_chunks(block)}  # noqa: SLF001
+        return wrapper
 
     def __init__(self, blocks: Sequence[tuple[Block, Tensor]]) -> None:
         super().__init__()

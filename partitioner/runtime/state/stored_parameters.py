@@ -3,7 +3,7 @@
 Ranks of one process whose parameters lie on one device share one whole ``nn.Parameter``; each rank's program reads its part of it:
 
     weight            nn.Parameter, 64 x 32                    optimizers, clipping and parameter groups see this one
-      rank 0 reads    rows 0 to 31        a view               or, if programs cannot read a view, a copy that is refreshed from the
+      rank 0 reads    rows 0 to 31        a view               or, if the block is not contiguous, a copy that is refreshed from the
       rank 1 reads    rows 32 to 63       a view               parameter before each run
 
 With one rank a process, or shards on several devices, each shard is a parameter of its own.
@@ -28,13 +28,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Membership:
-    """Where a parameter belongs, for optimizers and others that get the parameter alone.
+    """The partitioned model that a parameter belongs to, an attribute of the parameter for code that gets it alone (optimizers).
 
     Attributes:
         model: number of the partitioned model.
         name: of the model's parameter.
-        is_part: whether it is a part of the model's parameter, not the whole.
-        n_parts: parts of the model's parameter in this process.
+        is_part: whether it is a shard of the model's parameter, not the whole.
+        n_parts: number of shards of the model's parameter in this process.
         has_all: whether this process has all parameters of the model, each of them whole.
     """
 
@@ -46,7 +46,7 @@ class Membership:
 
 
 def membership(parameter: Tensor) -> Membership | None:
-    """Which parameter of a partitioned model this is; None for any other tensor."""
+    """Return the membership of a parameter of a partitioned model; None for any other tensor."""
     return getattr(parameter, "_partitioned", None)
 
 
@@ -56,12 +56,12 @@ class StoredParameter:
 
     Attributes:
         name: of the model's parameter.
-        rank: the lowest rank that holds it, and whose gradient is stored.
-        block: which part of the model's parameter it is.
-        parameter: what ``pm.parameters()`` gives.
-        membership: the model it belongs to.
-        address: where its values were at the last refresh of the programs' tensors.
-        like: its shape, dtype and device.
+        rank: the lowest rank that holds it, whose gradient is stored.
+        block: its block of the model's parameter.
+        parameter: the one that ``pm.parameters()`` yields.
+        membership: of the parameter.
+        address: of its values at the last refresh of the programs' tensors.
+        kind: its shape, dtype and device.
     """
 
     name: str
@@ -70,7 +70,7 @@ class StoredParameter:
     parameter: nn.Parameter
     membership: Membership
     address: int = field(init=False)
-    like: tuple[torch.Size, torch.dtype, torch.device] = field(init=False)
+    kind: tuple[torch.Size, torch.dtype, torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
         self._mark(self.parameter)
@@ -78,14 +78,14 @@ class StoredParameter:
 
     def _remember(self) -> None:
         self.address = self.parameter.data_ptr()
-        self.like = self.parameter.shape, self.parameter.dtype, self.parameter.device
+        self.kind = self.parameter.shape, self.parameter.dtype, self.parameter.device
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError where ``.data`` of the parameter was replaced by a tensor of another kind."""
+        """Raise ConfigError if ``.data`` of the parameter was replaced by a tensor of another shape, dtype or device."""
         now = self.parameter.shape, self.parameter.dtype, self.parameter.device
-        if now != self.like:
+        if now != self.kind:
             raise ConfigError(
-                f"{self.name} is {_kind(now)} now, and was {_kind(self.like)} when the model was partitioned",
+                f"{self.name} is {_kind_text(now)} now, and was {_kind_text(self.kind)} when the model was partitioned",
                 remedy="convert the model first: partition(model.to(...), ...)",
             )
 
@@ -94,16 +94,16 @@ class StoredParameter:
         parameter._partitioned = self.membership  # type: ignore[attr-defined]  # noqa: SLF001
 
     def become_real(self, values: Tensor) -> None:
-        """Give a parameter on the meta device values, in place: programs and optimizers refer to the object."""
-        parameter, made = self.parameter, nn.Parameter(values, self.parameter.requires_grad)
-        hooks, later_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
-        self._mark(made)
-        torch.utils.swap_tensors(parameter, made)
-        # The Python object has its hooks still, but autograd calls those of the swapped tensor, which assignment sets.
+        """Give a parameter on the meta device values, in place, since programs and optimizers refer to the object."""
+        parameter, real = self.parameter, nn.Parameter(values, self.parameter.requires_grad)
+        hooks, post_accumulate_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
+        self._mark(real)
+        torch.utils.swap_tensors(parameter, real)
+        # The Python object still has its hooks, but autograd calls those of the swapped tensor, which assignment sets.
         if hooks:
             parameter._backward_hooks = hooks  # noqa: SLF001
-        if later_hooks:
-            parameter._post_accumulate_grad_hooks = later_hooks  # noqa: SLF001
+        if post_accumulate_hooks:
+            parameter._post_accumulate_grad_hooks = post_accumulate_hooks  # noqa: SLF001
         self._remember()
 
 
@@ -114,16 +114,16 @@ class RankTensor:
         stored: the parameter, which contains the rank's block.
         block: of the rank, within the stored parameter.
         device: where the rank runs.
-        beside: whether that is the device of the parameter.
-        writes: True: this rank's writes are copied back to the parameter. False: those of another rank are, so this one needs a copy.
-            None: no program writes to it.
+        on_same_device: whether that is the device of the parameter.
+        writes: for a parameter that the model writes to, True on the one rank whose writes count: they are copied back to the parameter.
+            False: writes of this rank must not reach it, so it gets a copy. None: no program writes to it.
     """
 
-    def __init__(self, stored: StoredParameter, block: Block, device: torch.device, *, beside: bool, writes: bool | None) -> None:
+    def __init__(self, stored: StoredParameter, block: Block, device: torch.device, *, on_same_device: bool, writes: bool | None) -> None:
         self.stored = stored
         self._block = block
         self._device = device
-        self._beside = beside
+        self._on_same_device = on_same_device
         self._writes = writes
         self.tensor = self._make()
 
@@ -131,7 +131,7 @@ class RankTensor:
         """Return a view of the parameter on the same device, if the block is contiguous and not to be copied; else a copy."""
         parameter = self.stored.parameter.detach()
         part = self._block.within(parameter)
-        self._is_view = self._beside and part.is_contiguous() and self._writes is not False
+        self._is_view = self._on_same_device and part.is_contiguous() and self._writes is not False
         if self._is_view:
             return part.view(self._block.part)
         if self._block.is_whole:
@@ -139,10 +139,10 @@ class RankTensor:
         return self._block.take(parameter).to(parameter.device if parameter.is_meta else self._device)
 
     def refresh(self, *, moved: bool) -> None:
-        """Take over the current values of the parameter.
+        """Update to the current values of the parameter.
 
         Args:
-            moved: whether its storage was replaced, so that a view must be taken anew.
+            moved: whether its storage was replaced, so that a view must be replaced.
         """
         if moved and self._is_view:
             # Programs refer to the tensor object, so the object gets the new view.
@@ -151,20 +151,21 @@ class RankTensor:
             self._unfolded().copy_(self._block.within(self.stored.parameter.detach()))
 
     def write_back(self) -> None:
-        """Copy the values that programs wrote to a copy back to the parameter."""
+        """Copy values that programs wrote to a copy back to the parameter."""
         if self._writes and not self._is_view:
             self._block.within(self.stored.parameter.detach()).copy_(self._unfolded())
 
     def _unfolded(self) -> Tensor:
+        """The tensor in the shape in which the block lies within the parameter."""
         return self._block.within(self.tensor) if self._block.is_whole else self._block.unfold(self.tensor)
 
     def become_real(self) -> None:
-        """Follow a parameter that was on the meta device."""
+        """Replace the tensor, in place, after the parameter has left the meta device."""
         torch.utils.swap_tensors(self.tensor, self._make())
 
 
 def device_keys(devices: Sequence[torch.device]) -> tuple[Hashable, ...]:
-    """Return a key of each rank's device, equal for ranks on one device: the CPU is one device whatever its index."""
+    """Return a key for each rank's device, equal for ranks on one device; the CPU is one device whatever its index."""
     return tuple(device.type if device.type == "cpu" else device for device in devices)
 
 
@@ -178,24 +179,25 @@ def store_parameters(
     """Create the parameters of this process.
 
     Args:
-        originals: placeholder -> name and tensor of the model.
+        originals: placeholder -> name and tensor of the model's parameter.
         blocks: placeholder -> rank -> the block that it holds, for all ranks.
         devices: for each rank, where it runs.
-        keys: of these devices.
+        keys: of these devices, see ``device_keys``.
         local_ranks: the ranks of this process.
 
     Returns:
         Placeholder -> the parameters that hold it here, lowest rank first.
     """
     all_here = len(local_ranks) == len(devices)
-    found: dict[str, dict[int, Block]] = {}
+    shards_of: dict[str, dict[int, Block]] = {}
     for placeholder in originals:
         holders = blocks[placeholder]
-        found[placeholder] = _together(holders, keys) if all_here else {rank: holders[rank] for rank in local_ranks if rank in holders}
-    has_all = all(parts and all(block.is_whole for block in parts.values()) for parts in found.values())
-    first = Membership(next(_numbers), "", is_part=False, n_parts=1, has_all=has_all)
+        local = {rank: holders[rank] for rank in local_ranks if rank in holders}
+        shards_of[placeholder] = _merge_on_one_device(holders, keys) if all_here else local
+    has_all = all(shards and all(block.is_whole for block in shards.values()) for shards in shards_of.values())
+    template = Membership(next(_numbers), "", is_part=False, n_parts=1, has_all=has_all)
     stored: dict[str, list[StoredParameter]] = {}
-    for placeholder, parts in found.items():
+    for placeholder, shards in shards_of.items():
         name, original = originals[placeholder]
         stored[placeholder] = [
             StoredParameter(
@@ -203,27 +205,27 @@ def store_parameters(
                 rank,
                 block,
                 nn.Parameter(copy_of(original, block, devices[rank]), requires_grad=original.requires_grad),
-                replace(first, name=name, is_part=not block.is_whole, n_parts=len(parts)),
+                replace(template, name=name, is_part=not block.is_whole, n_parts=len(shards)),
             )
-            for rank, block in parts.items()
+            for rank, block in shards.items()
         ]
     return stored
 
 
-def _together(holders: Mapping[int, Block], keys: Sequence[Hashable]) -> dict[int, Block]:
-    """Return rank -> stored block if all ranks are in this process: one whole parameter, unless its shards lie on several devices."""
-    first = owners(holders.items())
-    if len({keys[rank] for rank in first.values()}) == 1:
-        return {min(first.values()): whole_block(next(iter(first)).shape)}
-    return {rank: block for block, rank in first.items()}
+def _merge_on_one_device(holders: Mapping[int, Block], keys: Sequence[Hashable]) -> dict[int, Block]:
+    """Return rank -> stored block of a parameter: the whole if its blocks are all on one device, else each distinct block."""
+    owner_of = owners(holders.items())
+    if len({keys[rank] for rank in owner_of.values()}) == 1:
+        return {min(owner_of.values()): whole_block(next(iter(owner_of)).shape)}
+    return {rank: block for block, rank in owner_of.items()}
 
 
 def owners(holders: Iterable[tuple[int, Block]]) -> dict[Block, int]:
-    """The lowest rank that holds each block."""
-    found: dict[Block, int] = {}
+    """Return block -> the lowest rank that holds it."""
+    owner_of: dict[Block, int] = {}
     for rank, block in sorted(holders, key=lambda item: item[0]):
-        found.setdefault(block, rank)
-    return found
+        owner_of.setdefault(block, rank)
+    return owner_of
 
 
 def copy_of(tensor: Tensor, block: Block, device: torch.device) -> Tensor:
@@ -232,5 +234,5 @@ def copy_of(tensor: Tensor, block: Block, device: torch.device) -> Tensor:
     return part if tensor.is_meta else part.to(device, copy=block.is_whole)
 
 
-def _kind(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+def _kind_text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     return f"{kind[1]} {tuple(kind[0])} on {kind[2]}"

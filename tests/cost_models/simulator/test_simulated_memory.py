@@ -26,7 +26,7 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
     block; the one ``.grad`` that adds these up is of no rank.
     """
     counter = LiveStorages()
-    advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._added
+    advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._add
     gradients_of_blocks: list[Tensor] = []
 
     def counted(rank: int, *rest: Any) -> None:
@@ -49,7 +49,7 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         finally:
             counter.rank = rank
 
-    monkeypatch.setattr(gradient_slots, "_added", added)
+    monkeypatch.setattr(gradient_slots, "_add", added)
     monkeypatch.setattr(embedded, "_advance", counted)
     monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
     with counter:

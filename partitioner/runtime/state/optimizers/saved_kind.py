@@ -1,4 +1,4 @@
-"""Does a saved state fit an optimizer? Options and entries of another kind, shape or dtype are refused by name."""
+"""Check that a saved state fits an optimizer; errors name options and entries of another kind, shape or dtype."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from passes.ir.errors import ConfigError
 __all__ = ["check_entries", "check_options"]
 
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names"})
-"""Options that versions of torch have added, and that decide nothing about the state."""
+"""Options that versions of torch have added, and that do not affect the state."""
 
 _KIND = "decoupled_weight_decay"
-"""The one option that is a kind: Adam with it is AdamW."""
+"""An option that distinguishes optimizers: Adam with it is AdamW."""
 
 
 def check_options(optimizer: Optimizer, group: int, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the options of a group are those of another kind of optimizer.
+    """Raise ConfigError if the saved options of a group are those of another kind of optimizer.
 
     Args:
-        optimizer: that is to take over the state.
-        group: number of its group.
-        options: that were saved.
+        optimizer: loads the state.
+        group: index of its parameter group.
+        options: the saved ones of the group.
     """
     lacking = sorted(set(optimizer.defaults) - set(options) - _HOW_IT_RUNS - {_KIND})
     if lacking:
@@ -42,12 +42,12 @@ def check_options(optimizer: Optimizer, group: int, options: Mapping[str, Any]) 
 def check_entries(
     optimizer: Optimizer, name: str, entries: Mapping[str, Any], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Raise ConfigError where what was saved for a parameter is not what the optimizer keeps for one.
+    """Raise ConfigError if the entries saved for a parameter are not those that the optimizer has for one.
 
     Args:
-        optimizer: that is to take over the state.
+        optimizer: loads the state.
         name: of the parameter.
-        entries: what was saved for it.
+        entries: the saved ones.
         options: of its group.
         shape: of the model's parameter.
         dtype: of the parameter.
@@ -55,55 +55,59 @@ def check_entries(
     entries = {what: value for what, value in entries.items() if value is not None}
     if not entries:
         return
-    expected = _expected(optimizer, options, shape)
+    expected = _expected_shapes(optimizer, options, shape)
     if expected is not None and entries.keys() != expected.keys():
-        lacking, more = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
-        problem = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(more)}"
+        lacking, extra = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
+        problem = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(extra)}"
         raise _other_kind(optimizer, f"the state of {name} {problem}")
-    for what, value in entries.items():  # a counter of steps may be () in one and (1,) in the other
-        found = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if expected is not None and found != expected[what] and math.prod(found) * math.prod(expected[what]) != 1:
-            raise ConfigError(f"{what} of {name} has shape {found} in the state, and {expected[what]} in the optimizer")
+    for what, value in entries.items():
+        saved = tuple(value.shape) if isinstance(value, Tensor) else ()
+        both_scalar = expected is not None and math.prod(saved) * math.prod(expected[what]) == 1  # step counts may be () or (1,)
+        if expected is not None and saved != expected[what] and not both_scalar:
+            raise ConfigError(f"{what} of {name} has shape {saved} in the state, and {expected[what]} in the optimizer")
         if isinstance(value, Tensor) and not torch.can_cast(value.dtype, dtype):
             raise ConfigError(f"{what} of {name} has dtype {value.dtype}, and the parameter {dtype}, which cannot hold its values")
 
 
-def _expected(optimizer: Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]] | None:
-    """What the optimizer keeps for a parameter -> of which shape; None: nobody knows before it has stepped.
+def _expected_shapes(optimizer: Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]] | None:
+    """Return name -> shape of each state entry of a parameter; None if they are unknown before the optimizer's first step.
 
-    An optimizer of torch is asked by a step of another one like it, of a small parameter where the shapes do not depend on more.
+    For an optimizer of torch, they are those of another instance after one step, with a small parameter of as many dimensions if the
+    entries have its shape or are scalars; else with a parameter of ``shape``.
     """
     kind: Any = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch":
         return None
-    taken = inspect.signature(kind).parameters
-    plain = {name: value for name, value in options.items() if name in taken and name not in _HOW_IT_RUNS}
-    known = tuple(sorted((name, _hashable(value)) for name, value in plain.items()))
+    accepted = inspect.signature(kind).parameters.keys() - _HOW_IT_RUNS
+    arguments = tuple(sorted((name, _hashable(value)) for name, value in options.items() if name in accepted))
     small = tuple(range(2, 2 + len(shape)))
-    found = _kept_by(kind, known, small)
-    if found is None or all(each in ((), small) for each in found.values()):
-        return None if found is None else {what: shape if each == small else each for what, each in found.items()}
-    return _kept_by(kind, known, shape)
+    small_shapes = _shapes_after_step(kind, arguments, small)
+    if small_shapes is None:
+        return None
+    if all(entry in ((), small) for entry in small_shapes.values()):
+        return {what: shape if entry == small else entry for what, entry in small_shapes.items()}
+    return _shapes_after_step(kind, arguments, shape)
 
 
 def _hashable(value: Any) -> Any:
+    """Return an option as a key of a cache: the number of a tensor, and a list as a tuple."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache
-def _kept_by(kind: Any, options: tuple[tuple[str, Any], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]] | None:
-    """What an optimizer keeps for a parameter of this shape after a step."""
+def _shapes_after_step(kind: Any, options: tuple[tuple[str, Any], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]] | None:
+    """Return name -> shape of each state entry of a parameter of this shape after a step; None if the step fails."""
     probe = nn.Parameter(torch.ones(shape))
     probe.grad = torch.zeros(shape)
     try:
         optimizer = kind([probe], **dict(options))
         optimizer.step()
-    except Exception:  # noqa: BLE001  one that wants a closure, or another kind of gradient: it cannot be asked
+    except Exception:  # noqa: BLE001  it needs a closure, or another kind of gradient
         return None
-    kept = optimizer.state[probe].items()
-    return {what: tuple(value.shape) if isinstance(value, Tensor) else () for what, value in kept if value is not None}
+    entries = optimizer.state[probe].items()
+    return {what: tuple(value.shape) if isinstance(value, Tensor) else () for what, value in entries if value is not None}
 
 
 def _other_kind(optimizer: Optimizer, problem: str) -> ConfigError:

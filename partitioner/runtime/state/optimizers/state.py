@@ -1,4 +1,4 @@
-"""The state of an optimizer of ``pm.parameters()``, under the names of the model's parameters: that of any other plan can go on with it.
+"""Save and load the state of an optimizer under the names of the model's parameters, so that it fits any other plan.
 
     rank 0   exp_avg of rows 0 to 31 of up.weight  ─┐
                                                     ├─>   {"state": {"up.weight": {"exp_avg": all 64 rows, ...}}, "param_groups": [...]}
@@ -28,52 +28,51 @@ __all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_op
 
 
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, whole, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""
+    """Return the whole state of an optimizer, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
     owned: dict[str, Tensor | None] = {}
-    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name in _names(state):
         for key, parameter in state.owned(name):
             entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _entries(optimizer, name, parameter)}
             owned.update(entries)
-            if not entries and id(parameter) in covered:
-                owned[f"{key}{_SEPARATOR}"] = None
-    found = runtime.collect(owned)
-    parts_of: dict[str, dict[str, Tensor | None]] = {}
-    for each, tensor in found.items():
-        key, _, what = each.partition(_SEPARATOR)
-        parts_of.setdefault(what, {})[key] = tensor
-    empty = parts_of.pop("", {})
-    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _names(state) if parts_of and name in empty}
-    for what, parts in parts_of.items():
+            if not entries and id(parameter) in optimized:
+                owned[f"{key}{_SEPARATOR}"] = None  # marks an empty state
+    blocks_of: dict[str, dict[str, Tensor | None]] = {}  # entry -> key of a block -> tensor
+    for block_and_entry, tensor in runtime.collect(owned).items():
+        key, _, what = block_and_entry.partition(_SEPARATOR)
+        blocks_of.setdefault(what, {})[key] = tensor
+    empty = blocks_of.pop("", {})
+    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _names(state) if blocks_of and name in empty}
+    for what, blocks in blocks_of.items():
         for name in _names(state):
-            first = parts.get(name)
-            together = state.whole(name, parts) if first is not None and first.dim() else first
-            if together is not None:
-                whole.setdefault(name, {})[what] = together
+            first = blocks.get(name)
+            value = state.whole(name, blocks) if first is not None and first.dim() else first
+            if value is not None:
+                whole.setdefault(name, {})[what] = value
     return {"state": whole, "param_groups": _groups(state, optimizer)}
 
 
 def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer in blocks; see ``PartitionedModel.sharded_optimizer_state_dict``."""
+    """Return the state of an optimizer in blocks; see ``PartitionedModel.sharded_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
     if not optimizer.state:
-        _prepare(optimizer)
-    found: dict[str, dict[str, Any]] = {}
+        _initialize_state(optimizer)
+    entries_of: dict[str, dict[str, Any]] = {}
     for name in _names(state):
         blocks: dict[str, list[Any]] = {}
         for block, parameter in reversed(state.held(name)):
             for what, tensor in _entries(optimizer, name, parameter):
                 blocks.setdefault(what, []).append((block, tensor))
-        for what, each in blocks.items():
-            is_by_element = each[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in each)
-            found.setdefault(name, {})[what] = BlockTensor(list(dict(each).items())) if is_by_element else each[-1][1]
-    return {"state": found, "param_groups": _groups(state, optimizer)}
+        for what, pairs in blocks.items():
+            is_by_element = pairs[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in pairs)
+            entries_of.setdefault(name, {})[what] = BlockTensor(list(dict(pairs).items())) if is_by_element else pairs[-1][1]
+    return {"state": entries_of, "param_groups": _groups(state, optimizer)}
 
 
 def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Let an optimizer go on with the state of another; see ``PartitionedModel.load_optimizer_state_dict``."""
-    given, saved_groups = _checked(state, state_dict)
+    """Load the state of another optimizer; see ``PartitionedModel.load_optimizer_state_dict``."""
+    given, saved_groups = _check_state_dict(state, state_dict)
     _check_parameters(state, optimizer)
     name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
     saved = [(frozenset(group["params"]), group) for group in saved_groups]
@@ -81,18 +80,20 @@ def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Ma
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         names = [name_of.get(id(parameter)) for parameter in group["params"]]
-        alike = [saved[index][1]] if len(saved) == len(optimizer.param_groups) else []
-        options = [each for members, each in saved if not members.isdisjoint(names)] or alike  # other processes name their own alone
-        if any(_options(each) != _options(options[0]) for each in options[1:]):
+        same_index = [saved[index][1]] if len(saved) == len(optimizer.param_groups) else []
+        # A group may name none of these parameters, if another process has saved it with its own.
+        sources = [saved_group for members, saved_group in saved if not members.isdisjoint(names)] or same_index
+        if any(_options(source) != _options(sources[0]) for source in sources[1:]):
             raise ConfigError(
                 "parameters of one group had unlike options when the state was saved",
                 remedy="make the groups of the optimizer those that it had",
             )
-        for saved_group in options[:1]:
-            check_options(optimizer, index, _options(saved_group))
-        first = sum(len(each["params"]) for each in groups)
+        options = _options(sources[0] if sources else group)
+        if sources:
+            check_options(optimizer, index, options)
+        first = sum(len(numbered["params"]) for numbered in groups)
         numbers = list(range(first, first + len(names)))
-        groups.append({**(_options(options[0]) if options else _options(group)), "params": numbers})
+        groups.append({**options, "params": numbers})
         for number, name, parameter in zip(numbers, names, group["params"], strict=True):
             if given and name is not None and name not in given and parameter.requires_grad:
                 raise ConfigError(
@@ -102,13 +103,13 @@ def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Ma
             if name is not None and name in given:
                 block = next(block for block, held in state.held(name) if held is parameter)
                 check_entries(optimizer, name, given[name], groups[-1], block.shape, parameter.dtype)
-                entries[number] = {what: _part(state, name, what, parameter, value) for what, value in given[name].items()}
+                entries[number] = {what: _local_part(state, name, what, parameter, value) for what, value in given[name].items()}
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
 def _check_parameters(state: State, optimizer: Optimizer) -> None:
-    """Raise ConfigError where an optimizer has a parameter that is none of the partitioned model."""
-    known = {id(stored.parameter) for stored in state.stored_parameters()} | {id(each) for each in state.stand_in}
+    """Raise ConfigError if an optimizer has a parameter that is not of the partitioned model."""
+    known = {id(stored.parameter) for stored in state.stored_parameters()} | {id(parameter) for parameter in state.stand_in}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
@@ -118,11 +119,11 @@ def _check_parameters(state: State, optimizer: Optimizer) -> None:
                 )
 
 
-def _checked(state: State, state_dict: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """The parts of a state, if it is one under the names of the model.
+def _check_state_dict(state: State, state_dict: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return ``"state"`` and ``"param_groups"`` of a state dict under the names of the model.
 
     Raises:
-        ConfigError: naming the entry that is none.
+        ConfigError: names the entry that is wrong.
     """
     remedy = "pass what pm.full_optimizer_state_dict(optimizer) returns, or torch's get_optimizer_state_dict(model, optimizer)"
     lacking = [key for key in ("state", "param_groups") if not isinstance(state_dict, Mapping) or key not in state_dict]
@@ -144,17 +145,22 @@ def _checked(state: State, state_dict: Any) -> tuple[Mapping[str, Mapping[str, A
 
 
 _SEPARATOR = "\0"
-"""Stands between the name of a block and what is kept for it."""
+"""Separates the key of a block (``State.owned``) from the name of an entry of its state."""
 
 
 def _names(state: State) -> list[str]:
-    """The parameters, each of those that are tied once."""
+    """Return the names of the parameters; tied ones once."""
     return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
 
 
 def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What an optimizer keeps for a parameter."""
-    found = membership(parameter)
+    """Yield name and value of each entry of an optimizer's state for a parameter.
+
+    Raises:
+        ConfigError: an entry cannot be assembled from those of the parameter's shards.
+    """
+    member = membership(parameter)
+    is_part = member is None or member.is_part
     for what, value in optimizer.state.get(parameter, {}).items():
         if value is None:
             continue
@@ -164,7 +170,7 @@ def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tup
                 remedy="save optimizer.state_dict() itself; it fits the same plan alone",
             )
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        if tensor.dim() and tensor.shape != parameter.shape and (found is None or found.is_part):
+        if tensor.dim() and tensor.shape != parameter.shape and is_part:
             raise ConfigError(
                 f"{what} of {name} has shape {tuple(tensor.shape)}, and the part of the parameter {tuple(parameter.shape)}: "
                 "its elements belong to no elements of the parameter",
@@ -174,13 +180,13 @@ def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tup
 
 
 def _groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options, with names in the place of parameters."""
+    """Return the parameter groups with names in place of parameters; a single group also names parameters of other processes."""
     name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
     elsewhere = [name for name in _names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
     groups = []
     for group in optimizer.param_groups:
-        here = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
-        groups.append({**_options(group), "params": [*here, *elsewhere]})
+        own = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
+        groups.append({**_options(group), "params": [*own, *elsewhere]})
     return groups
 
 
@@ -188,8 +194,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
-    """What a rank keeps of a value for the whole parameter."""
+def _local_part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
+    """Return the part of a state entry of the whole parameter that belongs to this process's shard of it."""
     if not isinstance(value, Tensor) or not value.dim():
         return value.clone() if isinstance(value, Tensor) else value
     block = next(block for block, held in state.held(name) if held is parameter)
@@ -199,17 +205,17 @@ def _part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> 
         raise ConfigError(f"{what} of {name} has shape {tuple(value.shape)}, and the parameter {block.shape}")
     if not isinstance(value, BlockTensor):
         return block.take(value).clone()
-    found = dict(value.blocks)
-    if block not in found:
+    blocks = dict(value.blocks)
+    if block not in blocks:
         raise ConfigError(
             f"the blocks of the state of {name} are those of another plan",
             remedy="load into pm.sharded_optimizer_state_dict(optimizer) of this model",
         )
-    return found[block].clone()
+    return blocks[block].clone()
 
 
-def _prepare(optimizer: Optimizer) -> None:
-    """Make the state of a first step that moves nothing: gradients of zero, and no learning rate."""
+def _initialize_state(optimizer: Optimizer) -> None:
+    """Create the state by a step that changes no parameter: with zero gradients and a zero learning rate."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
     gradients, rates = [parameter.grad for parameter in parameters], [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Count the steps of a model's optimizers, to find ranks whose weights are of different steps."""
+"""Count the steps of a model's optimizers, to detect ranks that have skipped a step."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class OptimizerSteps:
         return tuple(sorted({steps for optimizer, steps in list(_steps.items()) if self._has(optimizer)}))
 
     def _has(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has a parameter of the model; the known parameters are read anew before the answer is no."""
         if self._shares(optimizer):
             return True
         self._known = frozenset(id(parameter) for _, parameter in self._named_parameters())
@@ -46,7 +47,7 @@ class OptimizerSteps:
 def _count_steps() -> None:
     """Register a hook, once, that counts the steps of every optimizer of the process."""
 
-    def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def count(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(count)

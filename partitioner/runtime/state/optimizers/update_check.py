@@ -1,4 +1,4 @@
-"""Before each step of an optimizer: is its update that of the model in one piece? If not, the step is refused.
+"""Refuse an optimizer step whose update would differ from that of the unpartitioned model.
 
 An optimizer reads for the update of an element
 
@@ -37,7 +37,7 @@ _READS: dict[Callable[..., Any], Reads] = {}
 
 
 def register_optimizer(kind: Kind, reads: Reads) -> Kind:
-    """Say what a class of optimizers reads, so that it may update parameters of which a process holds a part.
+    """Declare what a class of optimizers reads, so that it may update parameters of which a process holds a part.
 
     Args:
         kind: the class; subclasses with the same ``step`` are of the same kind.
@@ -57,9 +57,9 @@ def register_optimizer(kind: Kind, reads: Reads) -> Kind:
 
 
 def _step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The function itself: torch wraps it when the first optimizer of a class is made."""
-    found: Callable[..., Any] = inspect.unwrap(kind.step)
-    return found
+    """Return the ``step`` that a class defines, without the wrapper that torch adds when its first instance is created."""
+    step: Callable[..., Any] = inspect.unwrap(kind.step)
+    return step
 
 
 _KINDS: dict[Reads, tuple[type[Optimizer], ...]] = {
@@ -78,52 +78,56 @@ for _reads, _kinds in _KINDS.items():
 
 @functools.cache
 def check_optimizers() -> None:
-    """From now on, check every optimizer of a partitioned model's parameters before its steps."""
+    """Register a hook, once, that checks every optimizer of a partitioned model's parameters before its steps."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for number, group in enumerate(optimizer.param_groups):
-        held = [(parameter, found) for parameter in group["params"] if (found := membership(parameter)) is not None]
-        for parameter, found in held:
-            _check_kind(optimizer, found)
-            _check_sum(parameter, found)
-        _check_parts(number, [found for _, found in held])
+        memberships = []
+        for parameter in group["params"]:
+            member = membership(parameter)
+            if member is not None:
+                _check_kind(optimizer, member)
+                _check_sum(parameter, member)
+                memberships.append(member)
+        _check_parts(number, memberships)
 
 
-def _check_kind(optimizer: Optimizer, found: Membership) -> None:
-    """Raise ConfigError where the update would not be that of the model."""
+def _check_kind(optimizer: Optimizer, member: Membership) -> None:
+    """Raise ConfigError if the optimizer reads more than this process has, so that its update would not be that of the model."""
     kind = type(optimizer)
     reads = _READS.get(_step(kind))
-    if reads == "elements" or found.has_all or (reads == "parameters" and not found.is_part):
+    if reads == "elements" or member.has_all or (reads == "parameters" and not member.is_part):
         return
-    ways = 'run all ranks in one process (without torchrun), where parameters are whole; or use mode="data"'
+    remedy = 'run all ranks in one process (without torchrun), where parameters are whole; or use mode="data"'
     if reads == "parameters":
-        problem = f"{kind.__name__} reads whole parameters, and this process has a part of {found.name}"
-        ways += ' or "pipeline", which keep them whole; or an optimizer that works element by element, as AdamW does'
+        problem = f"{kind.__name__} reads whole parameters, and this process has a part of {member.name}"
+        remedy += ' or "pipeline", which keep them whole; or an optimizer that works element by element, as AdamW does'
     elif reads == "model":
         problem = f"{kind.__name__} reads all parameters at once, and this process has a part of the model"
     else:
         problem = f"{kind.__name__} may read several elements or parameters at once, and this process has a part of the model"
-        ways += f'; or, if it reads less, say so: partitioner.register_optimizer({kind.__name__}, "elements"), or "parameters"'
-    raise ConfigError(f"{problem}: its update would not be that of the model", remedy=ways)
+        remedy += f'; or, if it reads less, say so: partitioner.register_optimizer({kind.__name__}, "elements"), or "parameters"'
+    raise ConfigError(f"{problem}: its update would not be that of the model", remedy=remedy)
 
 
-def _check_sum(parameter: Tensor, found: Membership) -> None:
+def _check_sum(parameter: Tensor, member: Membership) -> None:
+    """Raise ConfigError if the gradient is this rank's term of a sum (``no_sync``)."""
     if is_unsummed(parameter):
         raise ConfigError(
-            f"the gradient of {found.name} is this rank's part of a sum: every step since it was cleared ran in no_sync(), and copies of "
+            f"the gradient of {member.name} is this rank's part of a sum: every step since it was cleared ran in no_sync(), and copies of "
             "the parameter on other ranks would be updated by other gradients",
             remedy="run the last step of an accumulation outside no_sync()",
         )
 
 
-def _check_parts(number: int, found: list[Membership]) -> None:
-    """Raise ConfigError where a group has some parts of a parameter, and not the others."""
-    for each, count in Counter(found).items():
-        if count < each.n_parts:
+def _check_parts(number: int, memberships: list[Membership]) -> None:
+    """Raise ConfigError if parameter group ``number`` has only some shards of a parameter of this process."""
+    for member, count in Counter(memberships).items():
+        if count < member.n_parts:
             raise ConfigError(
-                f"{each.name} lies in {each.n_parts} parts on several devices, and group {number} of the optimizer has {count} of them",
+                f"{member.name} lies in {member.n_parts} parts on several devices, and group {number} of the optimizer has {count} of them",
                 remedy="put all into one group: [p for name, p in pm.named_parameters() if ...] has every part under the one name, "
                 "and a dict of them keeps the last alone",
             )
