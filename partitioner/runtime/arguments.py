@@ -186,10 +186,7 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
 
 
 def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a call with each argument positional or by keyword as in the trace, so that ``f(x)`` matches a trace of ``f(x=x)``.
-
-    A call that cannot be matched is returned as it is; ``given_inputs`` then raises an error.
-    """
+    """Return the call with arguments positional or by keyword as in the trace: ``f(x)`` as ``f(x=x)``; unchanged if it cannot match."""
     traced_args, traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)
     if len(args) == len(traced_args):
         return args, kwargs

@@ -39,11 +39,7 @@ class Halo:
     wanted: str
 
     def fetch(self, x: Tensor, fill: float) -> Exchange:
-        """Return the exchange of the forward: send owned elements to their readers, and assemble those that this rank reads.
-
-        Args:
-            fill: the value of padding.
-        """
+        """Return the exchange of the forward: send owned elements to readers, assemble those that this rank reads, pad with ``fill``."""
         x = x.detach()
         pieces = [self._owned_elements(x, copies) for copies in self._sent_copies()]
         own_copies = segments(self.owned, self.wanted)[self.position][self.position]

@@ -181,11 +181,7 @@ class _Starter:
         return self.operation in self.calls.operations and dtype in _REDUCED_BY_BACKENDS
 
     def _gather(self, flat: Tensor, counts: Sequence[int]) -> tuple[dist.Work, Tensor]:
-        """Start gathering every rank's elements; return the work and their memory, one rank after another.
-
-        Args:
-            counts: number of elements of each rank.
-        """
+        """Start gathering ``counts[rank]`` elements of each rank; return the work and their memory, one rank after another."""
         if len(set(counts)) > 1 or sum(counts) * flat.itemsize <= self.calls.small_gather:
             return self._exchange(torch.cat([flat] * self.n_ranks), [flat.numel()] * self.n_ranks, counts)
         gathered = flat.new_empty(sum(counts))
@@ -193,11 +189,7 @@ class _Starter:
         return _work(work), gathered
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[dist.Work, Tensor]:
-        """Start an all_to_all; return the work and the memory of the received elements, one rank after another.
-
-        Args:
-            sent, received: number of elements sent to, and received from, each rank.
-        """
+        """Start an all_to_all of ``sent[rank]`` elements to, and ``received[rank]`` from each rank; return work and received memory."""
         result = flat.new_empty(sum(received))
         bytes_in, bytes_out = ([count * flat.itemsize for count in counts] for counts in (received, sent))
         group = self.process_group

@@ -80,11 +80,7 @@ class _Row:
 
 
 class CallTable:
-    """The calls that not all ranks have made yet, by number of the connection and of the call.
-
-    Args:
-        size: number of ranks.
-    """
+    """The calls that not all of ``size`` ranks have made yet, by number of the connection and of the call."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -92,11 +88,7 @@ class CallTable:
         self._rows: defaultdict[tuple[int, int], _Row] = defaultdict(_Row)
 
     def add(self, connection: int, number: int, rank: int, call: RankCall, now: float) -> str | None:
-        """Add a call of a rank; return the difference between ranks as text when all have made the call, None otherwise.
-
-        Args:
-            now: on the monotonic clock.
-        """
+        """Add a call of a rank at time ``now`` (monotonic); when all have made it, return the difference between ranks as text."""
         row = self._rows[connection, number]
         if row.add(rank, call) and row.deadline is None:
             row.deadline = now + _PATIENCE

@@ -26,9 +26,6 @@ _PROBES = 4
 class Channel:
     """One end of a connection.
 
-    Attributes:
-        rank: of the other side; -1 until it is known.
-
     Args:
         connected: the socket.
         silence: seconds without an answer of the other machine after which the connection ends.
@@ -36,7 +33,7 @@ class Channel:
 
     def __init__(self, connected: socket.socket, silence: float) -> None:
         self.socket = connected
-        self.rank = -1
+        self.rank = -1  # of the other side, when it is known
         self._sending = threading.Lock()
         self._incomplete_line = b""
         connected.setblocking(True)

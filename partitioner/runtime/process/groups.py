@@ -152,8 +152,6 @@ class Connection:
     def begin_call(self, what: str, given: Mapping[str, Given] | None = None, optimizer_steps: Sequence[int] = ()) -> None:
         """Announce this rank's next call, which rank 0 compares with those of the others; a difference raises here or in a later call.
 
-        Args: see ``RankCall``.
-
         Raises:
             CommunicationError: a rank has ended its script before this call.
         """

@@ -117,13 +117,10 @@ class InterruptibleStore:
         self._limit = limit
 
     def set(self, key: str, value: str) -> None:
-        """Set the value of a key."""
         self._calls.run(self._what, lambda: self._store.set(key, value), self._limit)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key."""
         return self._calls.run(self._what, lambda: self._store.get(key), self._limit)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
         return self._calls.run(self._what, lambda: self._store.check(keys), self._limit)

@@ -303,11 +303,7 @@ class Watch:
             channel.close()
 
     def _receive(self, channel: Channel, unidentified: set[Channel], token: str) -> bool:
-        """Handle the messages that a connection has received; return whether it stays open.
-
-        Args:
-            unidentified: the connections that have not sent their rank and the token yet.
-        """
+        """Handle the messages of a connection, first rank and token if it is ``unidentified``; return whether it stays open."""
         try:
             for message in channel.receive():
                 if channel not in unidentified:
@@ -334,11 +330,7 @@ class Watch:
             self._channels[rank] = channel
 
     def _report_absent(self, since: dict[int, float]) -> None:
-        """Report ranks lost that have come but do not connect in time, except those that say that they cannot.
-
-        Args:
-            since: rank -> when it was first seen to have come, updated here.
-        """
+        """Note ranks as lost that have come, first seen at ``since[rank]``, but not connected in time nor said that they cannot."""
         now = time.monotonic()
         unknown = set(range(1, self.size)) - set(self._channels) - set(self._lost) - self._alone
         for rank in unknown:
@@ -411,25 +403,21 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionRecord:
-    """The failures that concern one connection."""
+    """The failures that concern one connection: calls the methods of ``watch`` with its number."""
 
     watch: Watch
     number: int
 
     def report(self, failure: Failure) -> Failure:
-        """Record a failure unless there is one; return the first."""
         return self.watch.report(self.number, failure)
 
     def first(self) -> Failure | None:
-        """Return the first failure that this process knows of."""
         return self.watch.first(self.number)
 
     def await_first(self) -> Failure | None:
-        """Return the first failure; wait a moment to learn of one."""
         return self.watch.await_first(self.number)
 
     def left(self) -> dict[int, str]:
-        """Return rank whose script has ended -> how it ended, as text."""
         return self.watch.left()
 
 

@@ -118,11 +118,7 @@ class ParameterSlot:
 
 
 def put(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True) -> None:
-    """Set ``.grad`` of a parameter, as the tensor class that refuses norms over part of the model (``part_gradient``).
-
-    Args:
-        is_sum: whether the gradient is complete; False: it is a rank's term of a sum.
-    """
+    """Set ``.grad``, complete if ``is_sum`` else a term, as the class that refuses norms over part of the model (``part_gradient``)."""
     membership = stored.membership
     kind: type[PartGradient] | None = BlockGradient if membership.is_part or not is_sum else PartGradient
     if is_sum and membership.has_all:

@@ -139,11 +139,7 @@ def side_effect_note(model: nn.Module) -> str | None:
 
 
 def _hooks(owner: Any, kinds: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield kind and function of each hook of a module, or of the module ``torch.nn.modules.module``; torch's own are skipped.
-
-    Args:
-        kinds: attribute with hooks -> name of their kind.
-    """
+    """Yield kind and function of each hook in the attributes of ``owner`` that ``kinds`` names; torch's own are skipped."""
     for attribute, kind in kinds.items():
         for hook in getattr(owner, attribute, {}).values():
             function = inspect.unwrap(getattr(hook, "hook", hook))

@@ -49,12 +49,7 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any
 
 
 def _check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor) -> None:
-    """Raise ConfigError if a value cannot be copied into a tensor of the model.
-
-    Args:
-        shape: of the whole tensor.
-        held: this process's tensor for it.
-    """
+    """Raise ConfigError if a value cannot be copied into a tensor of the model of this shape, of which ``held`` is a block."""
     if not isinstance(value, Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__} in the state, and a tensor in the model", remedy="pass a tensor")
     if tuple(value.shape) != tuple(shape):

@@ -211,11 +211,7 @@ class State:
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
 
     def whole(self, name: str, parts: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return a tensor of the model, assembled from the blocks that all processes own; None if one is missing.
-
-        Args:
-            parts: key of a block, see ``owned`` -> its tensor.
-        """
+        """Return a tensor of the model, assembled from ``parts``: key of a block (see ``owned``) -> tensor; None if one is missing."""
         blocks = self._owners(self._placeholder(name))
         tensors = [parts.get(_key(name, number)) for number in range(len(blocks))]
         if len(tensors) == 1 and blocks[0][1].is_whole:

@@ -40,10 +40,7 @@ def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
 
 
 def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
-    """Return the runs of one dimension that consists of ``axes``: pairs of a size and the interval of it in the block.
-
-    Axes after the last one that is cut are whole, so their indices are consecutive.
-    """
+    """Return the runs of a dimension that consists of axes ``(size, interval in the block)``; whole last axes lie within one run."""
     cut = max((index for index, (size, interval) in enumerate(axes) if interval != (0, size)), default=-1)
     if cut < 0:
         return [(0, 0, math.prod(size for size, _ in axes))]

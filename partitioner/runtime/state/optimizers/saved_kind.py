@@ -72,8 +72,7 @@ def check_entries(
 def _expected_shapes(optimizer: Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]] | None:
     """Return name -> shape of each state entry of a parameter; None if they are unknown before the optimizer's first step.
 
-    For an optimizer of torch, they are those of another instance after one step, with a small parameter of as many dimensions if the
-    entries have its shape or are scalars; else with a parameter of ``shape``.
+    They are found by a step of another instance, on a small parameter; on one of ``shape`` if entries have shapes other than its own.
     """
     kind: Any = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch":

@@ -154,11 +154,7 @@ def _names(state: State) -> list[str]:
 
 
 def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each entry of an optimizer's state for a parameter.
-
-    Raises:
-        ConfigError: an entry cannot be assembled from those of the parameter's shards.
-    """
+    """Yield name and value of each entry of the state of a parameter; raise ConfigError for one that cannot be split into shards."""
     member = membership(parameter)
     is_part = member is None or member.is_part
     for what, value in optimizer.state.get(parameter, {}).items():
