@@ -274,9 +274,6 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-# -- the fastest Python function for an ATen operation ----------------------------------------------------------------------------
-
-
 aten = torch.ops.aten
 
 _OF_TORCH = (

@@ -190,9 +190,7 @@ class _Session:
 
     Attributes:
         store: of all processes, for this attempt of torchrun.
-        watch: of all processes.
         holder: of the store: ``"torchrun"`` or ``"rank 0"``.
-        marks: of the processes of this machine.
         own_group: whether this package makes the default process group, not the script.
     """
 

@@ -87,13 +87,7 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Started:
-    """A collective that is under way.
-
-    Attributes:
-        name, group: of the collective.
-        messages: one for each dtype.
-        done: the results, if nothing had to be communicated.
-    """
+    """A collective under way, with one message for each dtype; ``done`` holds the results if nothing had to be communicated."""
 
     name: Collective
     group: tuple[int, ...]
@@ -205,9 +199,6 @@ _STARTS: Mapping[Collective, Callable[[_Starter, Sequence[Exchange]], _Begun]] =
     "halo_exchange": _Starter.all_to_all,
     "halo_add": _Starter.all_to_all,
 }
-
-
-# -- flat messages ---------------------------------------------------------------------------------------------------------------------
 
 
 def _outgoing_message(exchanges: Sequence[Exchange]) -> Tensor:

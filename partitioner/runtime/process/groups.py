@@ -46,7 +46,6 @@ class Connection:
         device: of this rank; a GPU uses NCCL.
         timeout: how long any wait may last.
         number: number of earlier connections of this process.
-        watch: watches all processes.
         store: shared by all processes.
         holder: of the store: ``"torchrun"`` or ``"rank 0"``.
         tagged: whether one group carries all messages by tag; False: one group for each channel; None: the choice for the backend.

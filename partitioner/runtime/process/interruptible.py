@@ -104,8 +104,7 @@ class InterruptibleStore:
     """A store whose requests are interruptible.
 
     Args:
-        store: handles the requests.
-        calls: runs them.
+        calls: runs the requests.
         limit: seconds within which the store must answer.
         holder: of the store, for errors: ``"rank 0"``.
     """

@@ -32,13 +32,7 @@ __all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
 
 @dataclass(frozen=True)
 class PreparedTraffic:
-    """The communication of a set of programs, prepared for one rank's transport.
-
-    Attributes:
-        program: this rank's.
-        traffic: of all ranks.
-        shown: see ``arrivals_shown``.
-    """
+    """One rank's program, the traffic of all ranks' programs, and the arrivals that messages to this rank prove (``arrivals_shown``)."""
 
     program: Program
     traffic: Traffic
@@ -60,12 +54,7 @@ class _Receive(NamedTuple):
 
 
 class DistributedTransport(CollectiveTransport):
-    """Carries one run of one rank's program.
-
-    Args:
-        connection: with all groups that the programs need.
-        prepared: the communication of the programs.
-    """
+    """Carries one run of one rank's program, over a connection with all groups that the programs need."""
 
     def __init__(self, connection: Connection, prepared: PreparedTraffic) -> None:
         self.rank = connection.rank
@@ -177,8 +166,6 @@ class DistributedTransport(CollectiveTransport):
                 work.wait()
             except RuntimeError as error:
                 raise self._message_failed("send", destination, tag, start) from error
-
-    # -- errors --------------------------------------------------------------------------------------------------------------------
 
     def _message_failed(self, step: Literal["send", "receive"], peer: int, tag: int, start: float | None) -> CommunicationError:
         """Return the error of a failed message; ``start`` is when the wait for it began, on the monotonic clock."""

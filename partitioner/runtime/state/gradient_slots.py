@@ -30,11 +30,7 @@ def is_unsummed(parameter: Tensor) -> bool:
 
 
 class GradientStore:
-    """Adds gradients to parameters, those of parameters with hooks at the end of a run.
-
-    Args:
-        all_ranks_here: whether this process has all ranks, so that terms of their sums add up here.
-    """
+    """Adds gradients to parameters, those with hooks at the end of a run; terms of sums add up here if ``all_ranks_here``."""
 
     def __init__(self, *, all_ranks_here: bool) -> None:
         self.all_ranks_here = all_ranks_here
@@ -76,7 +72,6 @@ class ParameterSlot:
     """Takes the gradients that one rank computes for one parameter: a ``passes.ir.comm.unsummed.GradientSlot``.
 
     Args:
-        store: of the process.
         stored: the parameter.
         block: the rank's block of it; None: all of it.
         owner: the lowest rank that holds the same block.

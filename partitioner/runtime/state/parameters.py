@@ -299,8 +299,6 @@ class _ParameterBinder:
         blocks, devices: see ``materialize``.
         owner_of: placeholder -> block -> the lowest rank that holds it.
         keys: of the devices, see ``device_keys``.
-        rank: of the programs.
-        gradients: of the process.
         written: placeholders of the parameters that the model itself writes to.
     """
 
@@ -356,15 +354,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-# -- parameters whose requires_grad changes after the model was partitioned --------------------------------------------------------
-
-
 class Freezing:
-    """Checks changes of ``requires_grad`` since the model was partitioned.
-
-    Args:
-        parameters: of this process; shards of one parameter have the same name.
-    """
+    """Checks changes of ``requires_grad`` since the model was partitioned; shards of one parameter have the same name."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         shards_of: defaultdict[str, list[nn.Parameter]] = defaultdict(list)

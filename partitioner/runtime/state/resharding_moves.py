@@ -153,11 +153,7 @@ def _sources(grid: _Grid, missing: Cells, old_blocks: Mapping[int, Block], sent:
 
 
 class _Grid:
-    """A tensor divided into cells: sets of elements that each of some blocks contains either entirely or not at all.
-
-    Args:
-        blocks: of one tensor; they may split its dimensions into different axes.
-    """
+    """A tensor divided into cells: sets of elements that each of the given blocks contains either entirely or not at all."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         distinct = list(dict.fromkeys(blocks))

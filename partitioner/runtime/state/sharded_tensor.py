@@ -56,11 +56,7 @@ def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
 
 
 class BlockTensor(Tensor):
-    """A tensor with the shape of the whole that holds only some blocks; only checkpoints read it.
-
-    Args:
-        blocks: the blocks, and their tensors.
-    """
+    """A tensor with the shape of the whole that holds some of its blocks, each with a tensor; only checkpoints read it."""
 
     blocks: tuple[tuple[Block, Tensor], ...]
     _parts: dict[tuple[int, ...], Tensor]

@@ -24,13 +24,7 @@ _KIND = "decoupled_weight_decay"
 
 
 def check_options(optimizer: Optimizer, group: int, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the saved options of a group are those of another kind of optimizer.
-
-    Args:
-        optimizer: loads the state.
-        group: index of its parameter group.
-        options: the saved ones of the group.
-    """
+    """Raise ConfigError if ``options``, saved for parameter group number ``group``, are those of another kind of optimizer."""
     lacking = sorted(set(optimizer.defaults) - set(options) - _HOW_IT_RUNS - {_KIND})
     if lacking:
         raise _other_kind(optimizer, f"the options of its group {group} lack {', '.join(lacking)}")

@@ -17,11 +17,7 @@ _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers with parameters of one model, from the first call of ``counts`` on.
-
-    Args:
-        named_parameters: of the model, in this process.
-    """
+    """Counts the steps of all optimizers with any of the ``named_parameters`` of a model, from the first call of ``counts`` on."""
 
     def __init__(self, named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self._named_parameters = named_parameters
