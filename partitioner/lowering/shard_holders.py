@@ -37,6 +37,7 @@ class PlanCuts:
 
     @staticmethod
     def _cut(lowerer: Lowerer, target: Target) -> StagedCut:
+        """Run the phases up to sharding and return their cut of the model."""
         cut = lowerer.after("shard", target).cut
         assert cut is not None
         return cut

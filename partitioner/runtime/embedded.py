@@ -130,6 +130,7 @@ class _EmbeddedTransport(CollectiveTransport):
         self._mailbox.undrawn[stage] -= 1
 
     def ready(self, pending: _Receive | _Collective | _DrawTurn) -> bool:
+        """Whether a message was sent, all ranks have started a collective, or earlier stages have drawn."""
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
         if isinstance(pending, _DrawTurn):

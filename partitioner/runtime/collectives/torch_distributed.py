@@ -140,6 +140,7 @@ class _Starter:
     operation: Operation
 
     def all_reduce(self, exchanges: Sequence[Exchange]) -> _Begun:
+        """Reduce by the backend, or gather and reduce on each rank if the tensors are small or the backend cannot reduce them."""
         tensors = [exchange.tensor.detach() for exchange in exchanges]
         flat = flatten(tensors)
         if not self._backend_reduces(flat.dtype) or flat.nbytes * self.n_ranks <= self.calls.small_reduction:
@@ -156,6 +157,7 @@ class _Starter:
         return work, lambda: _assemble(gathered, exchanges)
 
     def reduce_scatter(self, exchanges: Sequence[Exchange]) -> _Begun:
+        """Reduce and scatter equal pieces by the backend if it can, else exchange pieces and reduce on each rank."""
         flat, counts = _outgoing_message(exchanges), _outgoing_counts(exchanges)
         if self.calls.scatters and self._backend_reduces(flat.dtype) and len(set(counts)) == 1:
             own = flat.new_empty(counts[0])
@@ -170,6 +172,7 @@ class _Starter:
         return work, lambda: _assemble(received, exchanges)
 
     def _backend_reduces(self, dtype: torch.dtype) -> bool:
+        """Whether the backend's own reduction is used for a dtype."""
         if dtype.is_complex:
             return self.operation == "sum"
         return self.operation in self.calls.operations and dtype in _REDUCED_BY_BACKENDS

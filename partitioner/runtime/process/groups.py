@@ -92,8 +92,6 @@ class Connection:
         self._n_models += 1
         return self._n_models
 
-    # -- what programs need --------------------------------------------------------------------------------------------------------
-
     def open(self, traffic: Traffic) -> None:
         """Create the groups that programs need and that do not exist yet. All processes must call it in the same order."""
         for ranks in traffic.groups:

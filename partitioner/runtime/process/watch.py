@@ -218,6 +218,7 @@ class Watch:
             self._end_waits(number)
 
     def _note_lost(self, rank: int, why: str) -> None:
+        """Note the death of a process that has not ended its script."""
         with self._changed:
             if rank in self._left or rank in self._lost:
                 return
@@ -226,6 +227,7 @@ class Watch:
             self._end_waits(None)
 
     def _note_left(self, rank: int, how: str, calls: Sequence[tuple[int, int]]) -> None:
+        """Note that a rank has ended its script, after ``calls``: pairs of a connection and its number of calls."""
         with self._changed:
             self._left[rank] = how
             self._calls_of[rank] = dict(calls)
@@ -237,6 +239,7 @@ class Watch:
             self._note_difference(number, self._calls.add(number, count, rank, call, time.monotonic()))
 
     def _note_difference(self, number: int, text: str | None) -> None:
+        """Note that ranks make different calls, as a failure of all; None: they do not."""
         if text is not None:
             self._note_failure(number, Failure(self.rank, text, disagreement=True))
 

@@ -78,6 +78,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Checkpoints detach a tensor and otherwise use only the methods below.
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise ConfigError(

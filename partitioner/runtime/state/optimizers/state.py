@@ -32,9 +32,9 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
     _check_parameters(state, optimizer)
     owned: dict[str, Tensor | None] = {}
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name in _names(state):
+    for name in _parameter_names(state):
         for key, parameter in state.owned(name):
-            entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _entries(optimizer, name, parameter)}
+            entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _state_entries(optimizer, name, parameter)}
             owned.update(entries)
             if not entries and id(parameter) in optimized:
                 owned[f"{key}{_SEPARATOR}"] = None  # marks an empty state
@@ -43,14 +43,14 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
         key, _, what = block_and_entry.partition(_SEPARATOR)
         blocks_of.setdefault(what, {})[key] = tensor
     empty = blocks_of.pop("", {})
-    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _names(state) if blocks_of and name in empty}
+    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _parameter_names(state) if blocks_of and name in empty}
     for what, blocks in blocks_of.items():
-        for name in _names(state):
+        for name in _parameter_names(state):
             first = blocks.get(name)
             value = state.whole(name, blocks) if first is not None and first.dim() else first
             if value is not None:
                 whole.setdefault(name, {})[what] = value
-    return {"state": whole, "param_groups": _groups(state, optimizer)}
+    return {"state": whole, "param_groups": _named_groups(state, optimizer)}
 
 
 def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
@@ -59,22 +59,22 @@ def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str
     if not optimizer.state:
         _initialize_state(optimizer)
     entries_of: dict[str, dict[str, Any]] = {}
-    for name in _names(state):
+    for name in _parameter_names(state):
         blocks: dict[str, list[Any]] = {}
         for block, parameter in reversed(state.held(name)):
-            for what, tensor in _entries(optimizer, name, parameter):
+            for what, tensor in _state_entries(optimizer, name, parameter):
                 blocks.setdefault(what, []).append((block, tensor))
         for what, pairs in blocks.items():
             is_by_element = pairs[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in pairs)
             entries_of.setdefault(name, {})[what] = BlockTensor(list(dict(pairs).items())) if is_by_element else pairs[-1][1]
-    return {"state": entries_of, "param_groups": _groups(state, optimizer)}
+    return {"state": entries_of, "param_groups": _named_groups(state, optimizer)}
 
 
 def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the state of another optimizer; see ``PartitionedModel.load_optimizer_state_dict``."""
     given, saved_groups = _check_state_dict(state, state_dict)
     _check_parameters(state, optimizer)
-    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
+    name_of = {id(parameter): name for name in _parameter_names(state) for _, parameter in state.held(name)}
     saved = [(frozenset(group["params"]), group) for group in saved_groups]
     entries: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -148,12 +148,12 @@ _SEPARATOR = "\0"
 """Separates the key of a block (``State.owned``) from the name of an entry of its state."""
 
 
-def _names(state: State) -> list[str]:
+def _parameter_names(state: State) -> list[str]:
     """Return the names of the parameters; tied ones once."""
     return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
 
 
-def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each entry of the state of a parameter; raise ConfigError for one that cannot be split into shards."""
     member = membership(parameter)
     is_part = member is None or member.is_part
@@ -175,10 +175,10 @@ def _entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tup
         yield what, tensor
 
 
-def _groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _named_groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the parameter groups with names in place of parameters; a single group also names parameters of other processes."""
-    name_of = {id(parameter): name for name in _names(state) for _, parameter in state.held(name)}
-    elsewhere = [name for name in _names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
+    name_of = {id(parameter): name for name in _parameter_names(state) for _, parameter in state.held(name)}
+    elsewhere = [name for name in _parameter_names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
     groups = []
     for group in optimizer.param_groups:
         own = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)

@@ -83,6 +83,7 @@ def check_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Check those parameters of an optimizer that belong to a partitioned model."""
     for number, group in enumerate(optimizer.param_groups):
         memberships = []
         for parameter in group["params"]:
