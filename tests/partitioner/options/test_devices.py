@@ -94,16 +94,16 @@ def test_the_device_of_a_process_is_the_one_that_torchrun_means(rank: int, local
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     devices = resolve_devices(8, torchrun.world_size(), torchrun.local_world_size()).devices
-    assert torchrun._own(devices[rank]) == torch.device("cuda", local_rank)
-    assert torchrun._own(torch.device("cuda", 5)) == torch.device("cuda", 5)
-    assert torchrun._own(torch.device("cpu")) == torch.device("cpu")
+    assert torchrun._with_local_index(devices[rank]) == torch.device("cuda", local_rank)
+    assert torchrun._with_local_index(torch.device("cuda", 5)) == torch.device("cuda", 5)
+    assert torchrun._with_local_index(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_without_local_rank_the_device_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ConfigError, match="LOCAL_RANK is not set"):
-        torchrun._own(torch.device("cuda"))
-    assert torchrun._own(torch.device("cuda", 1)) == torch.device("cuda", 1)
+        torchrun._with_local_index(torch.device("cuda"))
+    assert torchrun._with_local_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
 
 
 def test_processes_are_all_here_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
