@@ -227,7 +227,7 @@ class _Kept:
                 self.bytes[allocation] = sum((shape.bytes for shape in by_name[name]), start=0) / len(memory.lies_in[name])
         self.part_of: dict[int, int] = {}
         self.copies: dict[int, bool] = {}
-        self._moved: dict[Hashable, int] = {}
+        self._reshaped: dict[Hashable, int] = {}
         self._fetched: dict[fx.Node, Mapping[fx.Node, tuple[Fetched, ...]]] = {}
 
     def allocations(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ class _Kept:
 
     def touched(self, call: fx.Node, read: Shapes) -> tuple[tuple[int, ...], ...]:
         """What a call reads, as it reads it, and makes; in front of it, copy by copy, what it fetches."""
-        copies = [pair for leaf in call.all_input_nodes for pair in itertools.pairwise(self._way(call, leaf, read))]
+        copies = [pair for leaf in call.all_input_nodes for pair in itertools.pairwise(self._fetch_chain(call, leaf, read))]
         found = self._as_read(call, call.all_input_nodes, read)
         if call.op != "output":
             found.update(dict.fromkeys(each for each in self._memory.lies_in[call.name] if each not in self._stationary))
@@ -254,17 +254,17 @@ class _Kept:
             fetched = self._fetches(call).get(leaf, ())
             if fetched:
                 beside = 1 + sum(1 for copy in fetched if copy.is_beside)
-                found.update(dict.fromkeys(self._way(call, leaf, read)[-beside:]))
+                found.update(dict.fromkeys(self._fetch_chain(call, leaf, read)[-beside:]))
             else:
-                found.update(dict.fromkeys(self._in_parts(leaf, read, without)))
+                found.update(dict.fromkeys(self._allocations_read(leaf, read, without)))
         return found
 
-    def _in_parts(self, leaf: fx.Node, read: Shapes, without: Collection[str] = ()) -> Iterator[int]:
+    def _allocations_read(self, leaf: fx.Node, read: Shapes, without: Collection[str] = ()) -> Iterator[int]:
         shapes = read.get(leaf, self._shapes[leaf])
         for allocation in self._memory.lies_in[leaf.name]:
             if self._parts is not None and shapes != self._shapes[leaf]:
                 if leaf.name not in without:
-                    yield self._another(allocation, leaf, shapes)
+                    yield self._reshaped_allocation(allocation, leaf, shapes)
             elif allocation not in self._stationary:
                 yield allocation
 
@@ -273,24 +273,24 @@ class _Kept:
             self._fetched[call] = {} if self._parts is None else self._parts.fetched(call)
         return self._fetched[call]
 
-    def _way(self, call: fx.Node, leaf: fx.Node, read: Shapes) -> tuple[int, ...]:
+    def _fetch_chain(self, call: fx.Node, leaf: fx.Node, read: Shapes) -> tuple[int, ...]:
         """The allocations of a value on its way into a call, each made from the one before it."""
-        found = [*self._in_parts(leaf, read)]
+        found = [*self._allocations_read(leaf, read)]
         for copy in self._fetches(call).get(leaf, ()):
             origin = found[-1] if found else self._memory.lies_in[leaf.name][0]
-            found.append(self._another(origin, leaf, (copy.shape,), copy.runs))
+            found.append(self._reshaped_allocation(origin, leaf, (copy.shape,), copy.runs))
             self.copies[found[-1]] = copy.is_sent or self.copies.get(origin, False)
         return tuple(found)
 
-    def _another(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorSpec, ...], runs: str = "") -> int:
+    def _reshaped_allocation(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorSpec, ...], runs: str = "") -> int:
         """The allocation of a value in the shape that somebody reads it in."""
         key = (allocation, shapes, runs)
-        if key not in self._moved:
-            self._moved[key] = number = len(self.bytes)
+        if key not in self._reshaped:
+            self._reshaped[key] = number = len(self.bytes)
             self.bytes[number] = sum((shape.bytes for shape in shapes), start=0)
             self.maker[number] = leaf.name
             self.part_of[number] = allocation
-        return self._moved[key]
+        return self._reshaped[key]
 
 
 def _read_by(call: fx.Node, shapes: Shapes, parts: Parts | None) -> Shapes:

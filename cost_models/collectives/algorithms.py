@@ -86,8 +86,8 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
     """The links of a group, others using theirs at the same time; arguments and errors as ``collective_time`` has them."""
     if len(group) < 2:
         return GroupLinks(len(group), cluster.link(0, 0))
-    group = _sorted(group, cluster)
-    others = [_sorted(other, cluster) for other in at_once if other != group]
+    group = _by_place(group, cluster)
+    others = [_by_place(other, cluster) for other in at_once if other != group]
     memory = min(cluster.devices[rank].bandwidth for rank in group)
     return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)), memory)
 
@@ -120,7 +120,7 @@ def _ring(group: Group) -> list[tuple[int, int]]:
     return list(zip(group, (*group[1:], group[0]), strict=True))
 
 
-def _sorted(group: Group, cluster: Cluster) -> Group:
+def _by_place(group: Group, cluster: Cluster) -> Group:
     """By place: a ring that visits node after node crosses each border once."""
     return tuple(sorted(group, key=lambda rank: cluster.places[rank]))
 

@@ -239,11 +239,11 @@ def _storages(nodes: list[fx.Node]) -> dict[Any, Size]:
     for tensor, key in (pair for node in nodes for pair in memory_keys(node)):
         shape: TensorSpec = tensor_shapes(tensor)[0]
         known = found.get(key, 0)
-        found[key] = known if _larger(known, shape.bytes) else shape.bytes
+        found[key] = known if _is_at_least(known, shape.bytes) else shape.bytes
     return found
 
 
-def _larger(one: Size, other: Size) -> bool:
+def _is_at_least(one: Size, other: Size) -> bool:
     """Whether it is, at a row count of which both are formulas."""
     at = [size.subs(dict.fromkeys(size.free_symbols, 64)) if isinstance(size, sympy.Basic) else size for size in (one, other)]
     return bool(at[0] >= at[1])

@@ -167,10 +167,10 @@ def _swaps(group: Any, rank: int) -> Iterator[tuple[float, tuple[float, float]]]
             times = []
             for _ in range(_SWAPS):
                 start = time.perf_counter()
-                works = [] if waited or not started else _started(group, rank, tensor, arrived)
+                works = [] if waited or not started else _start_swap(group, rank, tensor, arrived)
                 for _ in range(4):
                     torch.mm(left, left)
-                works = _started(group, rank, tensor, arrived) if waited else works
+                works = _start_swap(group, rank, tensor, arrived) if waited else works
                 for work in works:
                     work.wait()
                 times.append(time.perf_counter() - start)
@@ -179,6 +179,6 @@ def _swaps(group: Any, rank: int) -> Iterator[tuple[float, tuple[float, float]]]
         yield size, (max(after - alone, 1e-6), max(beside - alone, 0.0))
 
 
-def _started(group: Any, rank: int, tensor: Tensor, arrived: Tensor) -> list[Any]:
+def _start_swap(group: Any, rank: int, tensor: Tensor, arrived: Tensor) -> list[Any]:
     """A tensor on its way to the other rank, and one from there."""
     return [group.send([tensor], 1 - rank, 0), group.recv([arrived], 1 - rank, 0)]

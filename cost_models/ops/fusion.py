@@ -89,9 +89,9 @@ class _Kernels:
         if len(members) < 2:
             return work
         place = members.index(node)
-        read_before = {shown for member in members[:place] for shown in map(_shown, member.all_input_nodes)}
+        read_before = {source for member in members[:place] for source in map(_behind_views, member.all_input_nodes)}
         inside = set(members[:place])
-        read = [each for each in node.all_input_nodes if _shown(each) not in inside and _shown(each) not in read_before]
+        read = [each for each in node.all_input_nodes if _behind_views(each) not in inside and _behind_views(each) not in read_before]
         values = [user for user in node.users if user.target is operator.getitem] or [node]
         written = [value for value in values if any(reader not in members for reader in _readers(value, self._works))]
         size = _bytes(read) + _bytes(written)
@@ -108,7 +108,7 @@ class _Kernels:
 
     def _join(self, kernel: int, argument: fx.Node, arguments: Sequence[fx.Node]) -> None:
         """Make one kernel of a new node's and of the one that computes its argument, if neither waits for the other."""
-        other = self._kernel.get(_shown(argument))
+        other = self._kernel.get(_behind_views(argument))
         if other is None or other == kernel or self._elements[other] != self._elements[kernel]:
             return
         both = self._bits[kernel] | self._bits[other]
@@ -124,13 +124,13 @@ class _Kernels:
         """What those arguments depend on that these kernels do not compute."""
         outside = 0
         for argument in arguments:
-            if self._kernel.get(_shown(argument)) not in kernels:
+            if self._kernel.get(_behind_views(argument)) not in kernels:
                 outside |= self._behind[argument]
         return outside
 
     def _is_border(self, node: fx.Node, argument: fx.Node) -> bool:
         """Whether kernels written by hand end between the two: behind a softmax, in front of its backward."""
-        reads_softmax = "softmax" in str(_shown(argument).target) and "backward" not in str(_shown(argument).target)
+        reads_softmax = "softmax" in str(_behind_views(argument).target) and "backward" not in str(_behind_views(argument).target)
         return self._fusion == "hand" and (reads_softmax or ("softmax" in str(node.target) and "backward" in str(node.target)))
 
     def _is_fusible(self, node: fx.Node) -> bool:
@@ -138,7 +138,7 @@ class _Kernels:
         return family == "pointwise" or (family == "normalisation" and (self._fusion == "compiled" or "softmax" in str(node.target)))
 
 
-def _shown(node: fx.Node) -> fx.Node:
+def _behind_views(node: fx.Node) -> fx.Node:
     """What an item of a tuple, or a view that rearranges nothing, shows."""
     while node.target is operator.getitem or packet(node.target) in _VIEWS:
         node = node.all_input_nodes[0]

@@ -211,7 +211,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     """
     for spread in (True, False):
         try:
-            arguments = arguments_with(call, partial(_made_up, places=_places(call) if spread else 1, device=device), device)
+            arguments = arguments_with(call, partial(_random_argument, places=_places(call) if spread else 1, device=device), device)
             with torch.no_grad():
                 return median_seconds(lambda given=arguments: call.operator(**given), device, among_others=True)  # type: ignore[misc]
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
@@ -219,7 +219,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
     return None
 
 
-def _made_up(_name: str, shape: TensorSpec, *, places: int, device: torch.device) -> Tensor:
+def _random_argument(_name: str, shape: TensorSpec, *, places: int, device: torch.device) -> Tensor:
     """Random numbers; whole numbers may be places, so they are kept below the sizes of the other tensors, or are all zero."""
     if shape.dtype == torch.bool:
         return torch.rand(shape.shape, device=device) < 0.5

@@ -184,7 +184,7 @@ class _Machine:
             if underway.end is None or underway.end > time:
                 underway.waiting.append(rank)
                 return
-            time += _moved(self.runs[rank], underway, wanted)
+            time += _host_delay(self.runs[rank], underway, wanted)
         else:
             self._post(underway, rank, step.transfer, time)
         _change(self.runs[rank], step, time)
@@ -252,7 +252,7 @@ class _Machine:
             self._at(time, "rank", rank)
 
 
-def _moved(run: RankRun, underway: _Underway, wanted: float) -> float:
+def _host_delay(run: RankRun, underway: _Underway, wanted: float) -> float:
     """Seconds by which a transfer held up what its rank computed before it waited: its processor did part of both."""
     assert underway.passage is not None
     if not underway.passage.host_share or underway.end is None:

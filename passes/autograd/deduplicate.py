@@ -22,7 +22,7 @@ __all__ = ["form_of", "renamed"]
 
 
 def form_of(stage: StageGraph, differentiable: Collection[str], given: Collection[str]) -> Hashable:
-    """What two stages have in common that are differentiated alike.
+    """Return a key that is equal for stages whose training graphs differ by names alone.
 
     Args:
         differentiable: placeholders whose gradients are wanted.

@@ -66,9 +66,9 @@ def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozens
         return _kept_by_selective(joint)
     if recompute == "none":
         nodes = JointNodes(joint, {})
-        return nodes, _where(nodes, lambda node: node not in nodes.bound_views)
+        return nodes, _forward_values(nodes, lambda node: node not in nodes.bound_views)
     nodes = JointNodes(joint, _draw_again(joint, _masks(joint)))
-    return nodes, _where(nodes, nodes.cannot_repeat)
+    return nodes, _forward_values(nodes, nodes.cannot_repeat)
 
 
 def _kept_by_selective(joint: Joint) -> tuple[JointNodes, frozenset[fx.Node]]:
@@ -77,18 +77,18 @@ def _kept_by_selective(joint: Joint) -> tuple[JointNodes, frozenset[fx.Node]]:
     nodes = JointNodes(joint, again)
     sizes, gradients = _Sizes(nodes), joint.gradients.values()
     kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
-    enough = ENOUGH * sizes.saved(_where(nodes, lambda node: node not in nodes.bound_views), gradients)
+    enough = ENOUGH * sizes.saved(_forward_values(nodes, lambda node: node not in nodes.bound_views), gradients)
     if sizes.saved(kept, gradients) <= enough:
         return nodes, kept
     nodes = JointNodes(joint, {**again, **_draw_again(joint, _masks(joint))})
-    return nodes, _where(nodes, lambda node: _is_dear(node, nodes))
+    return nodes, _forward_values(nodes, lambda node: _is_expensive(node, nodes))
 
 
-def _where(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
+def _forward_values(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
     return frozenset(node for node in nodes.forward if keep(node))
 
 
-def _is_dear(node: fx.Node, nodes: JointNodes) -> bool:
+def _is_expensive(node: fx.Node, nodes: JointNodes) -> bool:
     return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node) or _is_uneven(node, nodes)
 
 
@@ -110,10 +110,10 @@ def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) 
     for node in nodes.forward:
         inputs = (nodes.again.get(source, source) for source in computed_by(node).all_input_nodes)
         made_from = frozenset[fx.Node]().union(*(found[source] for source in inputs))
-        is_dear = _is_dear(node, nodes) and node not in drawn
+        is_expensive = _is_expensive(node, nodes) and node not in drawn
         is_free = node in nodes.bound_views or computed_by(node).target in GATHERS or nodes.is_view(computed_by(node))
         is_value = isinstance(node.meta.get("val"), Tensor)
-        is_kept = is_dear or (is_value and not is_free and sizes.of(node) <= sum(sizes.of(source) for source in made_from))
+        is_kept = is_expensive or (is_value and not is_free and sizes.of(node) <= sum(sizes.of(source) for source in made_from))
         found[node] = frozenset({node}) if is_kept else made_from
     return found
 

@@ -55,7 +55,7 @@ def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
 
 
 def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[fx.Node]]:
-    """Starts of one kind that go together.
+    """Group the starts of one collective into bundles of two and more.
 
     Args:
         close_early: the bundle goes when the last is there, so nothing of it may be read before; else all of it is there from the start.
@@ -82,7 +82,7 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
 
 
 def _largest_bytes(start: fx.Node) -> int:
-    """What the rank with the largest part gives: of uneven parts, too, all ranks of a group bundle the same."""
+    """Return the bytes of the largest part in the group, so that ranks with uneven parts bundle alike."""
     if start.target is not all_gather or "sizes" not in start.kwargs:
         return int(start.meta.get("bytes", 0))
     value, dim, sizes = start.args[0][0].meta["val"], start.args[1][0], start.kwargs["sizes"][0]  # type: ignore[index, union-attr]
@@ -92,14 +92,14 @@ def _largest_bytes(start: fx.Node) -> int:
 
 
 def is_held(node: Any) -> bool:
-    """Whether a value stays with the rank, or is a view of what does."""
+    """Return whether a value is a parameter or buffer of the rank, or a view of one."""
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
 def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Where a result is first read by anything but what takes it apart."""
+    """Return the position of the first node that reads a collective's result, looking through its wait and getitems."""
     readers = [start]
     places = []
     while readers:
@@ -112,7 +112,11 @@ def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
 
 
 def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> None:
-    """One start and one wait for all; every result is an item of it."""
+    """Replace several collectives by one start and one wait, and their results by items of it.
+
+    Args:
+        at_first: start in place of the first collective, with operands moved in front of it; else in place of the last.
+    """
     first, place = bundle[0], bundle[0] if at_first else bundle[-1]
     if at_first:
         for node in bundle[1:]:

@@ -283,31 +283,31 @@ def _along(function: Callable[..., Any]) -> _Write:
     return write
 
 
-def _exchanged(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _all_to_all(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, split_dim, concat_dim, over, _, split, _, concat, _ = arguments
     sizes = {"split_sizes": (tuple(split),), "concat_sizes": (tuple(concat),)} if split else {}
     dims = ([x], (split_dim,), (concat_dim,))
     return inliner.communicate(node, communication.all_to_all, dims, name, group=inliner.group(over), **sizes)
 
 
-def _taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _take(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, count, sizes, _ = arguments
     return inliner.call(node, take_part, (x, dim, tuple(sizes) if sizes else count, inliner.place(over)), name)
 
 
-def _first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _keep_first(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, over = arguments
     return x if inliner.place(over) == 0 else inliner.call(node, torch.zeros_like, (x,), name)
 
 
-def _fetched(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _halo_exchange(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, owned, wanted, _, _, fill = arguments
     share = _halo_share(inliner.place(over), owned, wanted)
     halo = {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,), "fill": fill}
     return inliner.communicate(node, communication.halo_exchange, ([x], (dim,)), name, share, **halo)
 
 
-def _given_back(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _halo_add(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, owned, wanted, *_ = arguments
     share = _halo_share(inliner.place(over), owned, wanted, back=True)
     halo = {"group": inliner.group(over), "owned": (tuple(owned),), "wanted": (wanted,)}
@@ -330,17 +330,17 @@ def _halo_share(place: int, owned: Sequence[int], wanted: str, *, back: bool = F
     return Fraction(sum(copy.count for segment in given for copy in segment), whole)
 
 
-def _runs_taken(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _take_runs(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, wanted, _, _, fill = arguments
     return inliner.call(node, take_runs, (x, dim, from_text(wanted)[inliner.place(over)], fill), name)
 
 
-def _runs_put(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _put_runs(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     x, dim, over, wanted, own, _, _ = arguments
     return inliner.call(node, put_runs, (x, dim, from_text(wanted)[inliner.place(over)], own), name)
 
 
-def _indexed(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+def _local_index(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
     index, over, _, size, sizes, _ = arguments
     place = inliner.place(over)
     if place == 0:
@@ -354,14 +354,14 @@ _WRITERS: Mapping[Any, _Write] = {
     collectives.vary: lambda _inliner, _node, arguments, _name: arguments[0],
     collectives.all_gather: _along(communication.all_gather),
     collectives.replicate: _along(communication.all_gather),
-    collectives.take: _taken,
+    collectives.take: _take,
     collectives.reduce_scatter: _along(communication.reduce_scatter),
-    collectives.exchange: _exchanged,
-    collectives.keep_first: _first,
-    collectives.local_index: _indexed,
-    collectives.halo_exchange: _fetched,
-    collectives.halo_add: _given_back,
-    collectives.take_runs: _runs_taken,
-    collectives.put_runs: _runs_put,
+    collectives.exchange: _all_to_all,
+    collectives.keep_first: _keep_first,
+    collectives.local_index: _local_index,
+    collectives.halo_exchange: _halo_exchange,
+    collectives.halo_add: _halo_add,
+    collectives.take_runs: _take_runs,
+    collectives.put_runs: _put_runs,
 }
 """How a program carries out each operator of ``passes.ir.comm.functional``."""

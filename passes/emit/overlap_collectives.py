@@ -77,7 +77,7 @@ class _Order:
     def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
         self.late = _late_nodes(graph)
-        self._ahead = _gathered_ahead(graph) if early else {}
+        self._ahead = _next_gathers(graph) if early else {}
         self._starts = _early_starts(graph, self.late) if early else {}
 
     def place(self, node: fx.Node) -> None:
@@ -118,8 +118,8 @@ def _gathers_saved(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
 
 
-def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map the wait of each such gather to the next gather, which then runs while the result of this one is used.
+def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map the wait of each gather of ``_is_gather`` to the next gather, which then runs while the result of this one is used.
 
     The next gather of a saved shard is one of the same backward. Over two mesh dimensions there are two gathers, and the second
     reads the first: it cannot start before it.
@@ -127,7 +127,7 @@ def _gathered_ahead(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     gathers = [node for node in graph.nodes if _is_gather(node)]
     of_parameters = [node for node in gathers if not _gathers_saved(node)]
     of_saved = itertools.pairwise(node for node in gathers if _gathers_saved(node))
-    in_one_backward = [(one, other) for one, other in of_saved if one.meta.get("section") == other.meta.get("section")]
+    in_one_backward = [pair for pair in of_saved if pair[0].meta.get("section") == pair[1].meta.get("section")]
     pairs = [*itertools.pairwise(of_parameters), *in_one_backward]
     return {next(iter(node.users)): following for node, following in pairs if node.users and not _reads(following, node)}
 

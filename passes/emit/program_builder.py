@@ -228,7 +228,7 @@ class Emitter:
                 output = next(output for output in self.lowered.graph.outputs if output.node == message.value)
                 shape = self._over_batch(shape, output.batch_dim)
         node = self.call(receive, (shape, dtype), f"receive_{_label(message)}", source=message.source, tag=self.tags[message])
-        return self._communicates(node, message)
+        return self._describe_message(node, message)
 
     def _over_batch(self, shape: tuple[Any, ...], batch_dim: int | None) -> tuple[Any, ...]:
         """The shape over the batch where the graph is traced at the size of a microbatch."""
@@ -236,7 +236,7 @@ class Emitter:
             return shape
         return tuple(size * self.n_microbatches if dim == batch_dim else size for dim, size in enumerate(shape))
 
-    def _communicates(self, node: fx.Node, message: Message) -> fx.Node:
+    def _describe_message(self, node: fx.Node, message: Message) -> fx.Node:
         node.meta["message"] = message
         if message.kind == "loss":
             node.meta["bytes"] = self.loss_dtype.itemsize
@@ -257,7 +257,7 @@ class Emitter:
     def send(self, message: Message, value: fx.Node) -> None:
         name = f"send_{_label(message)}_to_rank{message.destination}"
         node = self.call(send, (value,), name, destination=message.destination, tag=self.tags[message])
-        self._communicates(node, message)
+        self._describe_message(node, message)
 
     def finish(self, result: Any, name: str) -> ProgramModule:
         """Close the graph."""
@@ -410,14 +410,14 @@ class StageEmitter(Emitter):
         call = self.call_module(
             name, lambda: StageCall(graph, stage.backward_bound, takes_tuple=True), (self.saved[key], *given), f"{name}_mb{microbatch}"
         )
-        self._spread(stage, action, call)
+        self._name_argument_gradients(stage, action, call)
         rest = len(stage.arguments_with_gradient)
         if half:
             self.kept[key] = self.item(call, rest, f"{prefix}_kept_mb{microbatch}")
         elif stage.parameters_with_gradient:
             self._accumulate(action, self.item(call, rest, f"{prefix}_parameter_gradients_mb{microbatch}"))
 
-    def _spread(self, stage: DifferentiatedStage, action: Action, call: fx.Node) -> None:
+    def _name_argument_gradients(self, stage: DifferentiatedStage, action: Action, call: fx.Node) -> None:
         """Name the gradients of the stage's arguments."""
         for index, name in enumerate(stage.arguments_with_gradient):
             node = self.item(call, index, f"{name}_gradient_of_stage{action.stage}_mb{action.microbatch}")

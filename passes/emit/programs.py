@@ -85,7 +85,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
                 _run(emitter, item.action, training=True)
                 is_last_forward = item.action.kind is ActionKind.FORWARD and item.action.stage == len(lowered.stages) - 1
                 if loss.reduction != "batch" and is_last_forward:
-                    _loss(emitter, item.action.microbatch, loss, losses)
+                    _loss_of_microbatch(emitter, item.action.microbatch, loss, losses)
             if item.takes_loss:
                 _loss_of_all_rows(emitter, loss)
             _send_all(emitter, item)
@@ -179,7 +179,7 @@ def _send_all(emitter: StageEmitter, item: Item) -> None:
 # -- the loss ----------------------------------------------------------------------------------------------------------------------
 
 
-def _loss(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[fx.Node]) -> None:
+def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[fx.Node]) -> None:
     """The loss of one microbatch and its gradients, where the model's results are collected."""
     emitter.section = f"loss of microbatch {microbatch}"
     lowered = emitter.lowered
@@ -220,7 +220,7 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
     lowered = emitter.lowered
     values = [_over_batch(emitter, name) for name in lowered.returned]
     rows = emitter.batch
-    if of_ranks := _of_ranks(lowered):
+    if of_ranks := _ranks_sharding_rows(lowered):
         rows = emitter.call(operator.mul, (emitter.batch, *of_ranks), "rows_of_all_ranks")
     arguments = (values, emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
     call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
@@ -233,8 +233,8 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
         _cut_gradient(emitter, name, emitter.item(call, 1 + position, f"{name}_gradient_of_loss"))
 
 
-def _of_ranks(lowered: LoweredStages) -> tuple[int, ...]:
-    """How many ranks cut the batch whose rows a result has all, rank after rank; empty where none do."""
+def _ranks_sharding_rows(lowered: LoweredStages) -> tuple[int, ...]:
+    """Return (number of ranks that shard the batch,) if results have the rows of all of them, rank after rank; else ()."""
     part = lowered.graph.part
     return (part.n_row_parts,) if part.results == "whole" and part.n_row_parts > 1 else ()
 
@@ -280,7 +280,7 @@ def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
     if len(parts) == 1 or output.combine == "same":
         return parts[0]
     if output.combine == "concatenate":
-        return emitter.call(concatenate, (parts, output.batch_dim, *_of_ranks(emitter.lowered)), f"{name}_batch")
+        return emitter.call(concatenate, (parts, output.batch_dim, *_ranks_sharding_rows(emitter.lowered)), f"{name}_batch")
     if output.combine == "mean":
         return emitter.call(weighted_total, (parts, _mean_weights(emitter)), f"{name}_batch")
     assert output.combine == "sum", "a result that mixes the batch has one microbatch"
@@ -319,7 +319,7 @@ def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
     parts = None
     if output.combine == "concatenate" and emitter.n_microbatches > 1:
-        arguments = (gradient, emitter.sizes(), output.batch_dim, *_of_ranks(emitter.lowered))
+        arguments = (gradient, emitter.sizes(), output.batch_dim, *_ranks_sharding_rows(emitter.lowered))
         parts = emitter.call(split_batch, arguments, f"{name}_gradient_parts")
     for microbatch in emitter.collected:
         label = f"{name}_gradient_of_loss_mb{microbatch}"

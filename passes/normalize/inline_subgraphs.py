@@ -95,7 +95,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
 
 
 def _result(result: fx.Node, originals: Mapping[fx.Node, Any], read: Callable[[fx.Node], Any]) -> Any:
-    """What a result of a called graph is outside of it: of an in-place operation on an argument, the argument, with its history."""
+    """Return the caller's value of a result; for an in-place operation on an argument, that argument, with its autograd history."""
     written = result
     while written.op == "call_function" and (arguments := mutated_arguments(written)) and returns_argument(written.target):
         written = arguments[0]
@@ -120,7 +120,7 @@ def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tupl
 
 
 def _adopt(module: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """A graph nested in a called graph becomes one of the module's own."""
+    """Move a graph nested in a called graph to the calling module; return the get_attr node that reads it there."""
     name = f"{call.name}_{node.name}"
     module.add_submodule(name, inner.get_submodule(str(node.target)))
     adopted = module.graph.get_attr(name)

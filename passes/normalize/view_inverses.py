@@ -33,7 +33,7 @@ View: TypeAlias = tuple[fx.Node, int | None]
 """The call that takes a view, and which item of its result the view is; None when the result is the view."""
 
 
-def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Emit, again: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Emit, take_view: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Return the new value of the base of a view, after a write to the view.
 
     Args:
@@ -42,7 +42,7 @@ def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Em
         base: the value of the base before the write.
         value: the new value of the view.
         emit: writes a call.
-        again: takes the same view of another tensor.
+        take_view: takes the same view of another tensor.
 
     Raises:
         TraceError: elements of the view share memory, or it is a strided view of a base that is not dense.
@@ -66,7 +66,7 @@ def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Em
             place=place_of(call),
             remedy="write it with slices, reshape and transpose",
         )
-    return _by_elements(base, value, emit, again)
+    return _by_elements(base, value, emit, take_view)
 
 
 def _is_dense(node: fx.Node) -> bool:
@@ -97,11 +97,11 @@ def _is_whole(call: fx.Node, source: fx.Node) -> bool:
     return packet(call.target) in _INTERVALS and bound_arguments(call).get("step", 1) == 1 and _has_shape_of(call, source)
 
 
-def _by_elements(base: fx.Node, value: fx.Node, emit: Emit, again: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def _by_elements(base: fx.Node, value: fx.Node, emit: Emit, take_view: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Return the base with the elements of the view replaced. A cumsum of ones numbers the elements: it takes its shape from the base."""
     counts = emit(aten.ones_like.default, base, dtype=torch.int64, memory_format=torch.contiguous_format)
     numbers = emit(aten.sub.Tensor, emit(aten.cumsum.default, emit(aten.reshape.default, counts, [-1]), 0), 1)
-    places = again(emit(aten.reshape_as.default, numbers, base))
+    places = take_view(emit(aten.reshape_as.default, numbers, base))
     flat = [emit(aten.reshape.default, node, [-1]) for node in (base, places, value)]
     return emit(aten.reshape_as.default, emit(aten.index_put.default, flat[0], [flat[1]], flat[2]), base)
 
@@ -131,7 +131,7 @@ def _scatter(function: Any, *names: str) -> _Inverse:
     return write
 
 
-def _narrow(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
+def _inverse_of_narrow(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
     bound = bound_arguments(call)
     start, length = bound["start"], bound["length"]
     if isinstance(start, int) and start < 0:
@@ -156,7 +156,7 @@ def _permutation(order_of: Callable[[Mapping[str, Any], int], Sequence[int]]) ->
     return write
 
 
-def _swapped(first: str | int, second: str | int) -> _Inverse:
+def _swap_dimensions(first: str | int, second: str | int) -> _Inverse:
     def order(bound: Mapping[str, Any], rank: int) -> list[int]:
         result = list(range(rank))
         if rank > 1:
@@ -167,7 +167,7 @@ def _swapped(first: str | int, second: str | int) -> _Inverse:
     return _permutation(order)
 
 
-def _moved(call: fx.Node, _: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
+def _inverse_of_movedim(call: fx.Node, _: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
     bound = bound_arguments(call)
     return emit(call.target, value, bound["destination"], bound["source"])
 
@@ -187,7 +187,7 @@ def _part_of_complex(place: int) -> _Inverse:
     return write
 
 
-def _view(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
+def _inverse_of_view(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
     if call.target is aten.view.dtype:
         fake: Tensor = base.meta["val"]
         return emit(aten.view.dtype, value, fake.dtype)
@@ -226,19 +226,19 @@ _INTERVALS = frozenset({aten.narrow, aten.slice})
 _INVERSES: Mapping[Any, _Inverse] = {
     aten.diagonal: _scatter(aten.diagonal_scatter.default, "offset", "dim1", "dim2"),
     aten.imag: _part_of_complex(1),
-    aten.mT: _swapped(-2, -1),
-    aten.moveaxis: _moved,
-    aten.movedim: _moved,
-    aten.narrow: _narrow,
+    aten.mT: _swap_dimensions(-2, -1),
+    aten.moveaxis: _inverse_of_movedim,
+    aten.movedim: _inverse_of_movedim,
+    aten.narrow: _inverse_of_narrow,
     aten.numpy_T: _permutation(lambda _, rank: range(rank)[::-1]),
     aten.permute: _permutation(lambda bound, _: bound["dims"]),
     aten.real: _part_of_complex(0),
     aten.select: _scatter(aten.select_scatter.default, "dim", "index"),
     aten.slice: _scatter(aten.slice_scatter.default, "dim", "start", "end", "step"),
-    aten.swapaxes: _swapped("axis0", "axis1"),
-    aten.swapdims: _swapped("dim0", "dim1"),
-    aten.t: _swapped(0, 1),
-    aten.transpose: _swapped("dim0", "dim1"),
-    aten.view: _view,
+    aten.swapaxes: _swap_dimensions("axis0", "axis1"),
+    aten.swapdims: _swap_dimensions("dim0", "dim1"),
+    aten.t: _swap_dimensions(0, 1),
+    aten.transpose: _swap_dimensions("dim0", "dim1"),
+    aten.view: _inverse_of_view,
 }
 """Operator -> the inverse that carries a write to its result over to its first argument."""

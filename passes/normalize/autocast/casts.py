@@ -50,10 +50,10 @@ def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
         TraceError: an operation changes its precision inside, where no cast of arguments can say it.
     """
     with fake_mode(module.graph), operations_of(autocast), _unreported_failures():
-        _write(module, autocast)
+        _write_casts_of(module, autocast)
 
 
-def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
+def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -61,7 +61,7 @@ def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
             for called in [argument for argument in node.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]:
                 inner = operator.attrgetter(str(called.target))(module)
                 if isinstance(inner, fx.GraphModule):  # and not what a function is called with
-                    _write(inner, _region(node) if node.target is _AUTOCAST else autocast)
+                    _write_casts_of(inner, _autocast_of_region(node) if node.target is _AUTOCAST else autocast)
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
         elif autocast is not None and isinstance(node.target, OpOverload):
@@ -71,7 +71,7 @@ def _write(module: fx.GraphModule, autocast: Autocast | None) -> None:
 
 @contextlib.contextmanager
 def _unreported_failures() -> Iterator[None]:
-    """PyTorch reports on stderr that an operation takes no such dtypes together, which is tried here."""
+    """Silence PyTorch's log of fake tensors: running operations on dtypes that they refuse is expected here."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -80,8 +80,8 @@ def _unreported_failures() -> Iterator[None]:
         log.disabled = before
 
 
-def _region(call: fx.Node) -> Autocast | None:
-    """What a call of a region turns on."""
+def _autocast_of_region(call: fx.Node) -> Autocast | None:
+    """Return the autocast that a region turns on; None for a region that turns it off."""
     device_type, dtype, enabled = call.args[:3]
     if not enabled:
         return None
@@ -150,7 +150,7 @@ def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
             place=place_of(node),
             remedy=f'let the model turn autocast off around it, torch.autocast("{device_type}", enabled=False), or choose another one',
         )
-    _insert(node, leaves, tree, casts)
+    _insert_casts(node, leaves, tree, casts)
 
 
 def _cast(values: Sequence[Any], casts: Mapping[int, torch.dtype]) -> list[Any]:
@@ -171,13 +171,14 @@ def _dtypes(value: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _insert(node: fx.Node, leaves: Sequence[Any], tree: pytree.TreeSpec, casts: dict[int, torch.dtype]) -> None:
-    found = list(leaves)
-    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+def _insert_casts(node: fx.Node, leaves: Sequence[Any], tree: pytree.TreeSpec, casts: dict[int, torch.dtype]) -> None:
+    """Replace the leaves with an index in ``casts`` by conversions in front of the node; equal conversions are written once."""
+    new_leaves = list(leaves)
+    conversions: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     with node.graph.inserting_before(node):
         for index, dtype in casts.items():
             source = leaves[index]
-            if (source, dtype) not in made:
-                made[source, dtype] = call_like(node.graph, node, aten.to.dtype, source, dtype)
-            found[index] = made[source, dtype]
-    node.args, node.kwargs = pytree.tree_unflatten(found, tree)
+            if (source, dtype) not in conversions:
+                conversions[source, dtype] = call_like(node.graph, node, aten.to.dtype, source, dtype)
+            new_leaves[index] = conversions[source, dtype]
+    node.args, node.kwargs = pytree.tree_unflatten(new_leaves, tree)

@@ -34,13 +34,13 @@ def suggested_format(given: Tensor) -> torch.memory_format:
     return channels_last
 
 
-def _normalized(value: Any, bound: Mapping[str, Any]) -> Any:
+def _normalization_result(value: Any, bound: Mapping[str, Any]) -> Any:
     first, *others = value if isinstance(value, tuple | list) else (value,)
     made = first.clone(memory_format=suggested_format(bound["input"]))
     return (made, *others) if others else made
 
 
-def _rolled(value: Tensor, bound: Mapping[str, Any]) -> Tensor:
+def _roll_result(value: Tensor, bound: Mapping[str, Any]) -> Tensor:
     """One roll is the concatenation of two slices; several are one after the other."""
     for dim in bound["dims"] or ():
         first, second = bound["self"].tensor_split(2, dim)
@@ -48,18 +48,18 @@ def _rolled(value: Tensor, bound: Mapping[str, Any]) -> Tensor:
     return value
 
 
-def _counted(value: Tensor, bound: Mapping[str, Any]) -> Tensor:  # noqa: ARG001  as for the others
+def _one_hot_result(value: Tensor, bound: Mapping[str, Any]) -> Tensor:  # noqa: ARG001  as for the others
     return value.contiguous()
 
 
 _KERNELS: Mapping[Any, Callable[[Any, Mapping[str, Any]], Any]] = {
-    aten._batch_norm_with_update: _normalized,  # noqa: SLF001
-    aten._native_batch_norm_legit: _normalized,  # noqa: SLF001
-    aten._native_batch_norm_legit_no_training: _normalized,  # noqa: SLF001
-    aten.batch_norm: _normalized,
-    aten.native_batch_norm: _normalized,
-    aten.one_hot: _counted,
-    aten.roll: _rolled,
+    aten._batch_norm_with_update: _normalization_result,  # noqa: SLF001
+    aten._native_batch_norm_legit: _normalization_result,  # noqa: SLF001
+    aten._native_batch_norm_legit_no_training: _normalization_result,  # noqa: SLF001
+    aten.batch_norm: _normalization_result,
+    aten.native_batch_norm: _normalization_result,
+    aten.one_hot: _one_hot_result,
+    aten.roll: _roll_result,
 }
 """Operator -> its fake result as its kernel for CPU lays it out. ``tests/passes/graph/test_kernel_order.py`` looks for others."""
 
