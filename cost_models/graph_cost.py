@@ -240,7 +240,7 @@ class _Kept:
         return set(self._as_read(call, leaves, read))
 
     def touched(self, call: fx.Node, read: Shapes) -> tuple[tuple[int, ...], ...]:
-        """What a call reads, as it reads it, and makes; in front of it, copy by copy, what it fetches."""
+        """Return the allocations in use step by step: for each fetched copy its source and itself, then what the call reads or makes."""
         copies = [pair for leaf in call.all_input_nodes for pair in itertools.pairwise(self._fetch_chain(call, leaf, read))]
         found = self._as_read(call, call.all_input_nodes, read)
         if call.op != "output":
@@ -274,7 +274,7 @@ class _Kept:
         return self._fetched[call]
 
     def _fetch_chain(self, call: fx.Node, leaf: fx.Node, read: Shapes) -> tuple[int, ...]:
-        """The allocations of a value on its way into a call, each made from the one before it."""
+        """Return the allocations of a value and of the copies that a call fetches of it, each made from the one before."""
         found = [*self._allocations_read(leaf, read)]
         for copy in self._fetches(call).get(leaf, ()):
             origin = found[-1] if found else self._memory.lies_in[leaf.name][0]

@@ -121,12 +121,12 @@ def _ring(group: Group) -> list[tuple[int, int]]:
 
 
 def _by_place(group: Group, cluster: Cluster) -> Group:
-    """By place: a ring that visits node after node crosses each border once."""
+    """Sort ranks by place: a ring that visits node after node crosses each node boundary once."""
     return tuple(sorted(group, key=lambda rank: cluster.places[rank]))
 
 
 def port(one: int, other: int, cluster: Cluster) -> _Port:
-    """What a message from one rank to another leaves through: the level of its link, and the device, or the node that shares it."""
+    """Return the port that a message leaves through: (level of its link, device or node that has the port)."""
     here, there = cluster.places[one], cluster.places[other]
     inner = 1
     for number, level in enumerate(_levels(cluster)):

@@ -244,6 +244,6 @@ def _storages(nodes: list[fx.Node]) -> dict[Any, Size]:
 
 
 def _is_at_least(one: Size, other: Size) -> bool:
-    """Whether it is, at a row count of which both are formulas."""
+    """Return whether ``one >= other`` at 64 rows; both are formulas in the row count."""
     at = [size.subs(dict.fromkeys(size.free_symbols, 64)) if isinstance(size, sympy.Basic) else size for size in (one, other)]
     return bool(at[0] >= at[1])

@@ -180,5 +180,5 @@ def _swaps(group: Any, rank: int) -> Iterator[tuple[float, tuple[float, float]]]
 
 
 def _start_swap(group: Any, rank: int, tensor: Tensor, arrived: Tensor) -> list[Any]:
-    """A tensor on its way to the other rank, and one from there."""
+    """Start sending a tensor to the other rank, and receiving one; return both works."""
     return [group.send([tensor], 1 - rank, 0), group.recv([arrived], 1 - rank, 0)]

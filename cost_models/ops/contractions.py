@@ -131,7 +131,7 @@ def _is_transposed(call: Call) -> bool:
 def _unfolded(
     call: Call, loops: Loops, name: str, source: frozenset[int], weight: frozenset[int], result: frozenset[int]
 ) -> tuple[list[frozenset[int]], Sequence[Size]]:
-    """A convolution's input by windows: the places of the result, and in each the kernel. Transposed: its result, by places of the input.
+    """Return the terms of a convolution as a product over unfolded windows; a transposed one has windows of its result.
 
     No loop runs over the dimensions of the input that the kernel slides over: those of the result do.
     """

@@ -34,7 +34,6 @@ from passes.rules.registry import loops_of_call
 
 __all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
 
-
 aten = torch.ops.aten
 
 

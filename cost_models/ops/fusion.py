@@ -121,7 +121,7 @@ class _Kernels:
         self._waits[kernel] |= self._waits[other]
 
     def _outside(self, arguments: Sequence[fx.Node], kernels: set[int]) -> int:
-        """What those arguments depend on that these kernels do not compute."""
+        """Return the kernels, as bits, that arguments computed outside of ``kernels`` depend on."""
         outside = 0
         for argument in arguments:
             if self._kernel.get(_behind_views(argument)) not in kernels:
@@ -139,7 +139,7 @@ class _Kernels:
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    """What an item of a tuple, or a view that rearranges nothing, shows."""
+    """Return the node whose elements a getitem or a view has, looking through all of them."""
     while node.target is operator.getitem or packet(node.target) in _VIEWS:
         node = node.all_input_nodes[0]
     return node

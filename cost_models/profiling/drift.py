@@ -86,5 +86,6 @@ class Paces:
         return statistics.median(seconds / self._paces[number] for number, seconds in samples.items()) if samples else 0.0
 
     def _pace(self, stretch: dict[Call, float], times: dict[Call, float]) -> float:
-        compared = [seconds / times[call] for call, seconds in stretch.items() if len(self._samples[call]) > 1]
-        return statistics.median(compared) if compared else 1.0
+        """Return how slow a stretch was: the median of seconds over usual seconds, of calls that have samples in other stretches."""
+        ratios = [seconds / times[call] for call, seconds in stretch.items() if len(self._samples[call]) > 1]
+        return statistics.median(ratios) if ratios else 1.0

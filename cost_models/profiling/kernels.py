@@ -124,7 +124,7 @@ def _differentiable_results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _kernels(graph: fx.Graph) -> Iterator[Call]:
-    """What takes time."""
+    """Yield the calls of a graph that take time: operators whose results are no views."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and not shares_memory(node):
             call = call_of_node(node)

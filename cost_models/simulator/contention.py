@@ -54,7 +54,7 @@ class Passages:
         self._known: dict[tuple[str, Group, int], Passage] = {}
 
     def of(self, transfer: Transfer) -> Passage:
-        """How one goes."""
+        """Return the passage of a transfer over its links."""
         key = transfer.kind, transfer.group, transfer.bytes
         if key not in self._known:
             self._known[key] = self._passage(transfer)
@@ -76,7 +76,7 @@ class Passages:
         return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)), share)
 
     def _of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
-        """Its links, and the ways that a ring of it uses."""
+        """Return the links of a group, and the ports that its ring uses."""
         if group not in self._groups:
             pairs = zip(group, (*group[1:], group[0]), strict=True)
             ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(self._cluster, *pair)))

@@ -169,7 +169,7 @@ class _Machine:
             self._at(time, "rank", rank)
 
     def _communicate(self, rank: int, time: float) -> None:
-        """The communication that a rank has come to."""
+        """Run the communication step that a rank has reached: start a transfer, or wait for one."""
         steps, position = self._steps[rank], self._position[rank]
         if position == len(steps):
             return
@@ -211,7 +211,7 @@ class _Machine:
         self._at(time + underway.passage.latency, "flow", underway, underway.version)
 
     def _flow(self, underway: _Underway, time: float) -> None:
-        """It uses its links from now on."""
+        """Let a transfer use its links, after its latency."""
         assert underway.passage is not None
         if underway.remaining <= 0:
             self._finish(underway, time)
@@ -222,7 +222,7 @@ class _Machine:
         self._share(underway, time)
 
     def _share(self, changed: _Underway, time: float) -> None:
-        """New rates for what shares a port with a transfer that has begun, or is over."""
+        """Update the rates of all transfers that share a port with one that has begun or ended."""
         assert changed.passage is not None
         for other in {other: None for port in changed.passage.ports for other in self._using[port]}:
             assert other.passage is not None
@@ -280,7 +280,7 @@ def _compute(rank: int, run: RankRun, step: Step, time: float) -> float:
 
 
 def _change(run: RankRun, step: Step, time: float) -> None:
-    """Memory at one time: what is dropped makes room for what is made when data is only handed on."""
+    """Record a communication step's changes of memory at one time; a wait frees its buffer before it makes its result."""
     if step.kind == "wait":
         run.changes += [Change(time, storage, made=False) for storage in step.dropped]
         run.changes += [Change(time, storage, made=True) for storage in step.made]

@@ -203,7 +203,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return tuple(coordinate[name] for name in self.mesh.cutting.names)
 
     def _group_here(self, rank: int, group: Group) -> Group:
-        """What a group of another rank of one place is for this rank."""
+        """Translate a group of ``rank`` to the group of this rank, which has the same coordinates along the sharding dimensions."""
         if rank == self.program.rank:
             return group
         if (rank, group) not in self._groups:
@@ -305,7 +305,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return [arrived(held) for held in started] if isinstance(started, list) else arrived(started)
 
     def _copy(self, node: fx.Node, size: int) -> None:
-        """Into a message or out of it."""
+        """Append the time of copying so many bytes into a message, or out of one."""
         seconds = self.prices.copying(size)
         if seconds:
             self.steps.append(Step("compute", node.name, _section(node), seconds))
@@ -377,5 +377,5 @@ def gradient_nodes(program: Program) -> set[fx.Node]:
 
 
 def passed_on(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and what they are sums, items or results of communication of."""
+    """Return nodes, and the operands whose sums, items or communicated results they are."""
     return with_ancestors(nodes, lambda node: node.all_input_nodes if node.target in _PASS_GRADIENTS else ())

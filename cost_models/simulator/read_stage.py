@@ -29,7 +29,6 @@ from passes.verify.abstract_interpreter import UNKNOWN
 
 __all__ = ["GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
 
-
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's own name

@@ -44,7 +44,7 @@ class Storage:
     parts: tuple[tuple[str, int], ...] = ()
 
     def of(self, call: str) -> Storage:
-        """Likewise in a call."""
+        """Return a new storage like this one for a call of the stage."""
         return Storage(f"{self.name} of {call}", self.bytes, self.category, parts=self.parts)
 
     @property

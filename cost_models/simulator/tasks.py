@@ -79,7 +79,7 @@ class Step:
 
 
 def merged(steps: list[Step]) -> list[Step]:
-    """Runs of computing as one step each: what is made and dropped inside a run is told by its rise alone."""
+    """Merge consecutive compute steps of a section; memory made and dropped inside the merged step appears in its rise alone."""
     result: list[Step] = []
     run: list[Step] = []
     for step in [*steps, None]:
@@ -121,7 +121,7 @@ def _merge(run: list[Step]) -> Step:
 
 
 def gathered(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
-    """Storages of one category that are made in one step and dropped in one step, as one.
+    """Replace storages of one category that are made in the same step and dropped in the same step by one storage.
 
     Args:
         apart: storages that somebody else may hold.
@@ -143,7 +143,7 @@ def gathered(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
                 one = Storage(several[0].name, sum(storage.bytes for storage in several), several[0].category, parts=parts)
                 one_for.update((id(storage), one) for storage in several)
 
-    def less(storages: list[Storage]) -> list[Storage]:
+    def combined(storages: list[Storage]) -> list[Storage]:
         return list({id(one): one for one in (one_for.get(id(storage), storage) for storage in storages)}.values())
 
-    return [replace(step, made=less(step.made), dropped=less(step.dropped)) for step in steps]
+    return [replace(step, made=combined(step.made), dropped=combined(step.dropped)) for step in steps]

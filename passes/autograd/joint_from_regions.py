@@ -99,7 +99,7 @@ def _values(stage: StageGraph, differentiable: frozenset[str], templates: Region
 
 
 def _uses(stage: StageGraph, values: _Values, outputs: Sequence[fx.Node], templates: RegionTemplates) -> dict[Region, _Use]:
-    """From the last region to the first: which gradients each is given decides what is differentiated."""
+    """Choose each region's template, last region first: the gradients from later regions decide what it differentiates."""
     with fake_mode(stage.module.graph):
         gradients: dict[fx.Node, Tensor] = {node: contiguous_like(node.meta["val"], stage.device) for node in outputs}
     found = {}
@@ -198,7 +198,7 @@ class _Copies:
         self._memory: dict[Any, Any] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """What a node of the template is here."""
+        """Return the copy of a node of the template."""
         return self._nodes[node]
 
     def bind(self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
@@ -225,7 +225,7 @@ class _Copies:
         return copy
 
     def _come_from(self, copy: fx.Node, node: fx.Node) -> None:
-        """Tracing hands provenance on from a node to what it does, and what was said of an operation to its dual in the backward."""
+        """Give a copy the provenance of its own region; in the backward, the ``custom`` entries of the forward's nodes."""
         region, template = self._use.region, self._use.template
         place = template.places.get(node)
         if place is not None:

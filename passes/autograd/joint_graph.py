@@ -84,7 +84,7 @@ class JointNodes:
         return with_ancestors((node for node in results if not stop(node)), sources)
 
     def read_in_backward(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What nodes read where the backward runs them."""
+        """Return the values that nodes read in the backward, which has its own copies of some values of the forward."""
         return {self.again.get(source, source) for node in nodes for source in node.all_input_nodes}
 
     def cannot_repeat(self, node: fx.Node) -> bool:
@@ -114,9 +114,9 @@ class JointNodes:
         writers = {writer: None for source in node.all_input_nodes for writer in self.writers(source)}
         return [writer for writer in writers if writer in region and self.position[writer] < self.position[node]]
 
-    def share_memory(self, one: fx.Node, other: fx.Node) -> bool:
+    def share_memory(self, first: fx.Node, second: fx.Node) -> bool:
         """Whether two values lie in common memory."""
-        return not self._aliasing.storages[one.name].isdisjoint(self._aliasing.storages[other.name])
+        return not self._aliasing.storages[first.name].isdisjoint(self._aliasing.storages[second.name])
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether a value lies in memory of what it is computed from."""

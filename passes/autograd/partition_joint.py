@@ -155,7 +155,7 @@ class _Cut:
         return first | {node for node in whole if is_item(node) and node.args[0] in first}
 
     def read_by(self, nodes: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-        """What the nodes (and the results themselves) read from outside, in graph order; bound placeholders left out."""
+        """Return the values from outside that the nodes read or that are results, in graph order, without bound placeholders."""
         read = self.nodes.read_in_backward(nodes) | set(results)
         outside = (node for node in read if node not in nodes and node not in self.nodes.bound)
         return sorted(outside, key=self.nodes.position.__getitem__)
@@ -165,7 +165,7 @@ class _Cut:
         return [node for node in self.nodes.inputs if node in self.nodes.bound and node in read]
 
     def shared(self, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> set[fx.Node]:
-        """The gradients that share memory with another value: what is added up, and ``.grad``, is nobody else's memory."""
+        """Return the gradients that share memory with another value: they are copied, since ``.grad`` is added to in place."""
         return {node for node in gradients if self._shares_memory(node, gradients, others) or _overlaps(node)}
 
     def _shares_memory(self, gradient: fx.Node, gradients: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
@@ -173,7 +173,7 @@ class _Cut:
         return gradients.count(gradient) > 1 or any(self.nodes.share_memory(gradient, other) for other in elsewhere)
 
     def is_received(self, gradient: fx.Node) -> bool:
-        """Whether a gradient is a view of what no ATen operator computes: nothing is known of the memory that this lies in."""
+        """Return whether a gradient is a view of the result of a non-ATen operator, whose memory may be in use elsewhere."""
         node = computed_by(gradient)
         while self.nodes.is_view(node):
             node = computed_by(node.all_input_nodes[0])
@@ -238,7 +238,7 @@ class _Cut:
 
 
 def _overlaps(node: fx.Node) -> bool:
-    """Whether elements of a value lie in one place, as those of an expanded one do."""
+    """Return whether elements of a value share memory, as in an expanded tensor."""
     return any(stride == 0 for stride in node.meta["val"].stride())
 
 

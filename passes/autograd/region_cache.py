@@ -59,7 +59,7 @@ class RegionTemplates:
         return list(dict.fromkeys((*bound, *batch, *region.inputs)))
 
     def run(self, stage: StageGraph, region: Region, examples: Mapping[fx.Node, Any], differentiable: Collection[fx.Node]) -> list[Tensor]:
-        """What the region computes, as fake tensors that know whether autograd tracks them.
+        """Return the region's outputs as fake tensors, with ``requires_grad`` where autograd tracks them.
 
         Args:
             examples: of what it reads.
@@ -127,7 +127,7 @@ def _is_bound(stage: StageGraph, node: fx.Node) -> bool:
 
 
 def _form_of_value(value: Any) -> Hashable:
-    """What tracing may depend on."""
+    """Return a key of all that tracing may depend on in a value: shape, strides, dtype and device of a tensor."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return id(value)
     if isinstance(value, Tensor):

@@ -28,7 +28,6 @@ __all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "coalesce_collectives", "is_held"]
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
 
-
 ALONE_BYTES = 2**18
 """What is as large goes alone, where most lies in memory as it is sent: copying it into a bundle and out again takes longer than a message
 between processes of one machine waits."""
@@ -100,23 +99,19 @@ def is_held(node: Any) -> bool:
 
 def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
     """Return the position of the first node that reads a collective's result, looking through its wait and getitems."""
-    readers = [start]
-    places = []
-    while readers:
-        for user in readers.pop().users:
+    to_visit = [start]
+    reader_positions = []
+    while to_visit:
+        for user in to_visit.pop().users:
             if user.target in (wait, operator.getitem):
-                readers.append(user)
+                to_visit.append(user)
             else:
-                places.append(position.get(user, -1))
-    return min(places, default=len(position))
+                reader_positions.append(position.get(user, -1))
+    return min(reader_positions, default=len(position))
 
 
 def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> None:
-    """Replace several collectives by one start and one wait, and their results by items of it.
-
-    Args:
-        at_first: start in place of the first collective, with operands moved in front of it; else in place of the last.
-    """
+    """Replace collectives by one, in place of the first (``at_first``) or the last of them; their results become its items."""
     first, place = bundle[0], bundle[0] if at_first else bundle[-1]
     if at_first:
         for node in bundle[1:]:

@@ -78,7 +78,7 @@ def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: boo
 
 
 def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
-    """Between all forwards and all backwards the collectors have the results of all microbatches, and take the loss."""
+    """Return the items of a step whose collectors compute one loss of all microbatches, between all forwards and all backwards."""
     first, *more = lowered.collectors  # several all have the loss
     told = [Message("loss", "loss", None, -1, first, rank) for rank in range(lowered.n_ranks) if rank != first and not more]
     outputs = list(_outputs(lowered, schedule.n_microbatches)) if more else []
@@ -111,24 +111,24 @@ def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind,
     outputs = list(_outputs(lowered, n_microbatches)) if share_outputs else []
     scripts = []
     for rank, items in enumerate(actions):
-        here = tuple(message for message in outputs if message.destination == rank)
-        end = Item(None, here, tuple(message for message in outputs if message.source == rank))
+        received = tuple(message for message in outputs if message.destination == rank)
+        end = Item(None, received, tuple(message for message in outputs if message.source == rank))
         scripts.append((*_start(lowered, n_microbatches, kind, rank), *items, end))
     return tuple(scripts)
 
 
 def _outputs(lowered: LoweredStages, n_microbatches: int) -> Iterator[Message]:
-    """What each rank is told of the results: the batch, or, where several ranks collect, each microbatch by itself."""
-    alone = len(lowered.collectors) == 1
+    """Yield the messages that bring results to every rank: whole batches, or single microbatches where several ranks collect."""
+    has_one_collector = len(lowered.collectors) == 1
     for rank in range(lowered.n_ranks):
-        for microbatch in (None,) if alone else range(n_microbatches):
+        for microbatch in (None,) if has_one_collector else range(n_microbatches):
             source = lowered.rank_of(-1, microbatch or 0)
             if rank != source:
                 yield from (Message("output", value, microbatch, -1, source, rank) for value in lowered.returned)
 
 
 def _start(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, rank: int) -> Script:
-    """Before all backwards the collectors send the gradients of results that other ranks computed."""
+    """Return the item before all backwards: collectors send the gradients of results that other ranks computed."""
     if kind is ActionKind.FORWARD or rank not in lowered.collectors:
         return ()
     last = lowered.stages[-1].index
@@ -176,7 +176,7 @@ def _activations_sent(lowered: LoweredStages, action: Action) -> tuple[Message, 
 
 
 def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
-    """What the stage reads, and for the last stage what the model returns; values of the same rank need no message."""
+    """Return the messages with the values that a stage reads; for the last stage also with those that the model returns."""
     rank = lowered.rank_of(action.stage, action.microbatch)
     values = list(lowered.stages[action.stage].values)
     if action.stage == len(lowered.stages) - 1:

@@ -113,7 +113,7 @@ class _Writer:
         self.fakes = {node.name: node.meta.get("val") for node in graph.graph.nodes}
 
     def address(self) -> None:
-        """Ranks of the pipeline -> ranks of the mesh; a tied weight is summed over the other pipelines at once."""
+        """Replace ranks of the pipeline by ranks of the mesh; reduce a tied weight over the other pipelines in the same all_reduce."""
         for node in list(self.nodes.nodes):
             if node.target is receive:
                 node.update_kwarg("source", self.pipeline[node.kwargs["source"]])
@@ -129,7 +129,7 @@ class _Writer:
                 node.update_kwarg("group", tuple(sorted(ranks)))
 
     def _send(self, node: fx.Node) -> None:
-        """To the rank of the pipeline; to those of a wider stage that have no other to receive from, of a narrower one to one of them."""
+        """Address a send to the ranks of the mesh that receive from this one: several for a larger submesh, at most one for a smaller."""
         place = node.kwargs["destination"]
         assert isinstance(place, int)
         if not self.mesh.widths:
@@ -142,14 +142,14 @@ class _Writer:
         self.nodes.erase_node(node)
 
     def _sum_over_stages(self, node: fx.Node) -> None:
-        """The loss, or an input's gradient: stages have parts of it, and the ranks that share one have alike ones: the first counts."""
+        """Reduce the loss or an input's gradient over stages; of ranks with equal copies, all but the first contribute zeros."""
         along = next(name for name in self.mesh.names if name in STAGES)
         node.update_kwarg("group", self.mesh.group(self.rank, (along, WIDTH)))
         if self.mesh.coordinate(self.rank)[WIDTH]:
             (own,) = node.all_input_nodes
             with self.nodes.inserting_before(node):
-                nothing = self._call(node, torch.zeros_like, (own,), f"{own.name}_of_the_first")
-            node.args = ([nothing],)
+                zeros = self._call(node, torch.zeros_like, (own,), f"{own.name}_of_the_first")
+            node.args = ([zeros],)
 
     # -- gradients of parameters ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class _Writer:
             user.replace_input_with(node, result)
 
     def _bytes_of_number(self, node: fx.Node) -> int:
-        """Of the loss, or of a count that the model divides by."""
+        """Return the bytes of a scalar: the loss, or a count that the model divides by."""
         dtype = node.meta["dtype"] if "dtype" in node.meta else node.meta["val"].dtype
         return int(dtype.itemsize)
 

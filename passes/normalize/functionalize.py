@@ -75,7 +75,7 @@ def functionalize(
     *,
     differentiable: bool = True,
 ) -> tuple[str, ...]:
-    """Rewrite in place.
+    """Replace in-place operations of a graph by functional ones, in place.
 
     Args:
         inputs: placeholders whose memory may be left unwritten: the inputs of the model.
@@ -185,7 +185,7 @@ class _Functionalizer:
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
     def _read(self, node: fx.Node, besides: Collection[_Name]) -> bool:
-        """Give a node the present values of what it reads; whether any is another than the traced one."""
+        """Replace a node's arguments by their values after all writes so far; return whether any argument changed."""
         is_changed = False
         seen = self._read_by[node] = {}
         for source in node.all_input_nodes:
@@ -226,7 +226,7 @@ class _Functionalizer:
         return self._emit(operator.getitem, self._lists[call, value], item)
 
     def _result(self, node: fx.Node, is_changed: bool) -> None:
-        """Name what a call gives."""
+        """Register the result of a node as a base, as a view, or as the tensor that it was written to."""
         traced = node.meta.get("val")
         if node.op == "output" or not isinstance(traced, Tensor | tuple | list):
             return
@@ -252,7 +252,7 @@ class _Functionalizer:
             self._names[node] = _Name(above.base, node, version, above, (call, item), source)
 
     def _renew(self, node: fx.Node) -> None:
-        """Describe a view of another tensor than the traced one."""
+        """Compute a node's fake value anew, since its arguments are no longer those that it was traced with."""
         if node.target is aten.view.default:
             node.target = aten.reshape.default
         node.meta = {key: value for key, value in node.meta.items() if key != OWN_MEMORY}
@@ -295,11 +295,12 @@ class _Functionalizer:
             self._store(name, self._like_before(node, value, before))
 
     def _describe(self, node: fx.Node) -> None:
+        """Compute the fake value of a call that became functional; refuse the call if PyTorch cannot."""
         try:
             value = fake_result(node)
         except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
             self._refuse(node, f"{node.target} cannot be computed here without writing in place: {error}", "write it with other operations")
-        node.meta = {key: each for key, each in node.meta.items() if key != OWN_MEMORY}
+        node.meta = {key: entry for key, entry in node.meta.items() if key != OWN_MEMORY}
         node.meta["val"] = value
         self._follow(node)
 
@@ -340,7 +341,7 @@ class _Functionalizer:
         return value if found.dtype == before.dtype else self._emit(aten.to.dtype, value, before.dtype)
 
     def _compare_strides(self, value: fx.Node, before: Tensor) -> None:
-        """Note where a value has other strides than the memory that it stands for."""
+        """Record a value whose strides differ from those of the memory that it replaces."""
         if list(map(size_of, value.meta["val"].stride())) != list(map(size_of, before.stride())):
             self._laid_out_anew.add(value)
 
@@ -367,7 +368,7 @@ class _Functionalizer:
             self._declare(base, base.placeholder, value)
 
     def _declare(self, base: _Base, placeholder: fx.Node, value: fx.Node) -> None:
-        """Say what becomes of a placeholder that was written."""
+        """Handle a write to a placeholder: copy_ to a buffer, a note for an input, an error for a parameter or constant."""
         if placeholder.name in self._buffers:
             if base.declared is not None:
                 self._graph.erase_node(base.declared)
@@ -462,13 +463,13 @@ class _Functionalizer:
         return is_new or (name.source in self._with_gradient and call not in self._with_gradient)
 
     def _with_history(self, before: fx.Node, value: fx.Node) -> fx.Node:
-        """New numbers for a tensor whose gradient goes where that of its old numbers went: what a write without gradients means."""
+        """Return new numbers with the gradient of the old ones, as after a write under no_grad: ``before - before.detach() + value``."""
         if value in self._with_gradient:
             value = self._emit(aten.detach.default, value)
         if before not in self._with_gradient:
             return value
-        nothing = self._emit(aten.sub.Tensor, before, self._emit(aten.detach.default, before))
-        return self._emit(aten.add.Tensor, nothing, value)
+        zeros = self._emit(aten.sub.Tensor, before, self._emit(aten.detach.default, before))
+        return self._emit(aten.add.Tensor, zeros, value)
 
     def _follow(self, node: fx.Node) -> None:
         """Note whether a node's value may require a gradient."""

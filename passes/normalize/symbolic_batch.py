@@ -39,7 +39,6 @@ from passes.graph.symbolic_sizes import emit_size, size_of
 
 __all__ = ["READS", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
 
-
 aten = torch.ops.aten
 
 READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
@@ -86,10 +85,10 @@ def _replace(node: fx.Node, by: fx.Node | int) -> None:
 
 
 def pin_squeezes(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """Rewrite in place.
+    """Replace squeezes of tensors with a symbolic size by squeezes of the dimensions that are always one, in place.
 
     Returns:
-        What was squeezed of values with an open size: there, a batch of one row would have lost its dimension.
+        The squeezed tensors: in the model, a batch of one row loses its dimension there.
     """
     pinned = []
     for node in list(graph.nodes):
@@ -124,7 +123,7 @@ _BY_NUMBERS: Mapping[Any, Any] = {
 
 
 def number_paddings(graph: fx.Graph) -> None:
-    """Rewrite in place."""
+    """Replace ``padding="same"`` and ``"valid"`` of convolutions by numbers, in place."""
     for node in graph.nodes:
         if node.target not in _BY_NUMBERS:
             continue

@@ -116,7 +116,7 @@ def _kernel(operation: OpOverload, cast_to: CastTo) -> Callable[..., Any]:
 
 
 def _dtype(cast_to: CastTo, leaves: Sequence[Any]) -> torch.dtype | None:
-    """What a call casts its floating-point arguments to; None: nothing."""
+    """Return the dtype that a call casts its floating-point arguments to; None: it casts nothing."""
     if cast_to == "refused":
         raise RuntimeError(
             "binary_cross_entropy and BCELoss are unsafe under torch.autocast('cuda'): "
@@ -129,5 +129,5 @@ def _dtype(cast_to: CastTo, leaves: Sequence[Any]) -> torch.dtype | None:
 
 
 def may_be_cast(value: Any) -> bool:
-    """Autocast leaves double precision alone."""
+    """Return whether autocast may cast a value: a floating-point tensor, but not one of double precision."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64

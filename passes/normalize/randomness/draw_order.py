@@ -84,7 +84,7 @@ def draws_in_memory_order(node: fx.Node) -> bool:
 
 
 def laid_out_anew(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """The values whose strides may be others than in the model: those where it begins, and what follows from them."""
+    """Return the values whose strides may differ from the model's: nodes where ``begins`` holds, and what is computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         follows = begins(node) or not found.isdisjoint(node.all_input_nodes)
@@ -94,7 +94,7 @@ def laid_out_anew(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.
 
 
 def draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
-    """Let what is drawn for be row-major where it has other strides than in the model, with which its order of memory was found.
+    """Make the inputs of draws contiguous where their strides differ from the model's, for which the order of draws was chosen.
 
     Args:
         graph: rewritten in place.
@@ -106,8 +106,8 @@ def draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
         for source in node.all_input_nodes:
             if source.name in anew:
                 with graph.inserting_before(node):
-                    made = call_like(graph, node, aten.contiguous.default, source)
-                node.replace_input_with(source, made)
+                    contiguous = call_like(graph, node, aten.contiguous.default, source)
+                node.replace_input_with(source, contiguous)
 
 
 def memory_order(value: Tensor) -> list[int]:

@@ -34,7 +34,6 @@ from passes.ir.graph import ModelGraph
 
 __all__ = ["dropout_mask", "dropout_mask_again", "dropout_mask_with_state", "split_randomness", "state_bytes"]
 
-
 aten = torch.ops.aten
 
 
