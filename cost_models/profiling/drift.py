@@ -48,8 +48,8 @@ class Paces:
         self._stretches: list[dict[Call, float]] = [{}]
         self._paces = [1.0]
 
-    def in_another_order(self) -> Iterator[Call]:
-        """All calls; in which order depends on how many samples there are, so that stretches are not of the same calls again."""
+    def shuffled_calls(self) -> Iterator[Call]:
+        """Return all calls in an order that depends on the number of stretches, so that repeated timings form other stretches."""
         calls = list(self._samples)
         random.Random(len(self._stretches)).shuffle(calls)
         return iter(calls)

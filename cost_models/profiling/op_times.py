@@ -89,12 +89,12 @@ class MeasuredCosts:
         Calls timed in a slow minute and in a fast one are not comparable. Repeated times are, each divided by the clock rate at its time
         (``cost_models.profiling.drift``); later calls are corrected by it too.
         """
-        for call in self._paces.in_another_order():
+        for call in self._paces.shuffled_calls():
             seconds = measure_call(call, self._device)
             assert seconds is not None  # it could be timed before
             self._paces.add(call, seconds)
         self._paces.settle()
-        for call in self._paces.in_another_order():
+        for call in self._paces.shuffled_calls():
             self._store[call] = self._paces.time(call)
 
     def _kernels(self, call: Call, gradients: Gradients) -> Kernels | None:

@@ -10,17 +10,17 @@ from cost_models.simulator.storages import Held
 from passes.ir.comm import primitives as communication
 from passes.ir.comm.index_ranges import segments
 
-__all__ = ["copied", "moved"]
+__all__ = ["copied_bytes", "moved_bytes"]
 
 
-def moved(
+def moved_bytes(
     function: Callable[..., Any],
     tensors: Sequence[Held],
     shapes: Sequence[tuple[int, ...]],
     rest: Sequence[Any],
     keywords: Mapping[str, Any],
 ) -> int:
-    """The bytes that a collective has, as ``cost_models.collectives.alpha_beta`` counts them.
+    """Return the size of a collective in bytes, as ``cost_models.collectives.alpha_beta`` counts them.
 
     Args:
         shapes: of what the collective gives.
@@ -34,10 +34,10 @@ def moved(
     return sum(tensor.bytes for tensor in tensors)
 
 
-def copied(
+def copied_bytes(
     function: Callable[..., Any], tensors: Sequence[Held], shapes: Sequence[tuple[int, ...]], dims: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """The bytes that a rank copies into the message of a collective, and out of it.
+    """Return the bytes that a rank copies into the message of a collective, and out of it.
 
     What is summed is summed in a copy. A single tensor whose parts are runs of memory is sent from where it lies, and lies where it is
     received; all others are put together. What a halo is put together with is no part of the message, and not counted.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_models.ops.work import Work
-from cost_models.simulator.message_bytes import copied, moved
+from cost_models.simulator.message_bytes import copied_bytes, moved_bytes
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_stage import GraphReader, Group, StageTemplate, read_stage, template_of
 from cost_models.simulator.storages import Held, Storage, storages_of
@@ -198,7 +198,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
 
     @functools.cached_property
     def _place(self) -> tuple[int, ...]:
-        """Where the rank is along the mesh dimensions that cut: ranks of one place have stages that communicate alike."""
+        """The rank's coordinates along the sharding dimensions: ranks with equal ones have stages that communicate alike."""
         coordinate = self.mesh.coordinate(self.program.rank)
         return tuple(coordinate[name] for name in self.mesh.cutting.names)
 
@@ -283,8 +283,8 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         results, size = list(tensors), 0
         if len(group) > 1:
             shapes = [tuple(map(int, result.shape)) for result in self.exchange((tensors, *rest), keywords).results]
-            size = moved(node.target, tensors, shapes, rest, keywords)
-            copied_in, self._copied_out[node] = copied(node.target, tensors, shapes, rest)
+            size = moved_bytes(node.target, tensors, shapes, rest, keywords)
+            copied_in, self._copied_out[node] = copied_bytes(node.target, tensors, shapes, rest)
             self._copy(node, copied_in)
             results = [self.tensor(node, shape, tensor.dtype, "communication") for shape, tensor in zip(shapes, tensors, strict=True)]
         inputs, buffers = tuple(storages_of(list(tensors))), tuple(self.made)

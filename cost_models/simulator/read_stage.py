@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from cost_models.formulas.symbols import Numbers
 from cost_models.simulator.pricing import NodePrices, is_mask, is_part_of_mask, share_taken
 from cost_models.simulator.storages import Category, Held, Storage, leaves_of, storages_of
-from cost_models.simulator.tasks import Step, Transfer, gathered, merged
+from cost_models.simulator.tasks import Step, Transfer, combine_storages, merge_compute_steps
 from passes.graph.aliasing import memory_keys
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import packet, viewed_arguments
@@ -91,7 +91,7 @@ class GraphReader(ABC):
         return held
 
     def begin(self) -> None:
-        """Nothing is made yet by the next node."""
+        """Forget the storages that the previous node made."""
         self.made = []
         self._new = {}
 
@@ -118,7 +118,7 @@ class GraphReader(ABC):
             self.steps.append(Step("compute", node.name, section, seconds, made, dropped))
 
     def _drawn(self, node: fx.Node, seconds: float) -> float:
-        """Fused kernels draw the part of a mask that they use."""
+        """Return a node's seconds; with fusion, a mask costs the part that is used, and taking a part costs nothing."""
         if self.prices.fusion == "none" or not seconds:
             return seconds
         if is_part_of_mask(node):
@@ -263,7 +263,7 @@ class StageTemplate:
             arguments: what it is called with.
             state: what stays with the rank, in the order of ``bound_names``.
             number: the key of the next collective of a group.
-            group_here: the group that a group is where the call is made.
+            group_here: translates a group of the template to the ranks of the caller.
         """
         places: dict[int, Storage] = {id(storage): state[place].storage for place, storage in self.state.items()}
         for storage, argument in zip(self.given, arguments, strict=True):
@@ -271,33 +271,32 @@ class StageTemplate:
                 places[id(storage)] = argument.storage
         transfers: dict[int, Transfer] = {}
 
-        def here(storage: Storage) -> Storage:
-            found = places.get(id(storage))
-            if found is None:
-                found = places[id(storage)] = storage.of(name)
-            return found
+        def storage_in_call(storage: Storage) -> Storage:
+            if id(storage) not in places:
+                places[id(storage)] = storage.of(name)
+            return places[id(storage)]
 
-        def begun(transfer: Transfer) -> Transfer:
+        def transfer_in_call(transfer: Transfer) -> Transfer:
             found = transfers.get(id(transfer))
             if found is None:
-                inputs, buffers = tuple(map(here, transfer.inputs)), tuple(map(here, transfer.buffers))
+                inputs, buffers = tuple(map(storage_in_call, transfer.inputs)), tuple(map(storage_in_call, transfer.buffers))
                 group = group_here(transfer.group)
                 found = Transfer(transfer.name, transfer.kind, group, number(group), transfer.bytes, inputs, buffers)
                 transfers[id(transfer)] = found
             return found
 
-        def moved(value: Any) -> Any:
+        def in_call(value: Any) -> Any:
             if isinstance(value, Held):
-                return Held(here(value.storage), value.shape, value.dtype)
-            return type(value)(moved(part) for part in value) if isinstance(value, tuple | list) else value
+                return Held(storage_in_call(value.storage), value.shape, value.dtype)
+            return type(value)(in_call(part) for part in value) if isinstance(value, tuple | list) else value
 
         steps = []
         for step in self.steps:
-            made, dropped = [here(each) for each in step.made], [here(each) for each in step.dropped]
-            transfer = begun(step.transfer) if step.transfer is not None else None
+            made, dropped = [*map(storage_in_call, step.made)], [*map(storage_in_call, step.dropped)]
+            transfer = transfer_in_call(step.transfer) if step.transfer is not None else None
             title = name if step.kind == "compute" else step.name
             steps.append(Step(step.kind, title, section, step.seconds, made, dropped, transfer, step.rise))
-        return steps, moved(self.results)
+        return steps, in_call(self.results)
 
 
 def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradients: bool) -> StageTemplate:
@@ -315,9 +314,9 @@ def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradien
 
 
 def template_of(steps: list[Step], given: Sequence[Storage | None], state: Mapping[int, Storage], results: Any) -> StageTemplate:
-    """What was read, in as few steps and storages as tell the same."""
+    """Return the template of a graph that was stepped through, with compute steps merged and storages combined."""
     apart = [*(storage for storage in given if storage is not None), *state.values(), *storages_of(results)]
-    return StageTemplate(tuple(gathered(merged(steps), apart)), tuple(given), state, results)
+    return StageTemplate(tuple(combine_storages(merge_compute_steps(steps), apart)), tuple(given), state, results)
 
 
 class _StageReader(GraphReader):

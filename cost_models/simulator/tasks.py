@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cost_models.simulator.storages import CATEGORIES, Storage
 
-__all__ = ["Rise", "Step", "Transfer", "gathered", "merged"]
+__all__ = ["Rise", "Step", "Transfer", "combine_storages", "merge_compute_steps"]
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -78,7 +78,7 @@ class Step:
     rise: Rise | None = None
 
 
-def merged(steps: list[Step]) -> list[Step]:
+def merge_compute_steps(steps: list[Step]) -> list[Step]:
     """Merge consecutive compute steps of a section; memory made and dropped inside the merged step appears in its rise alone."""
     result: list[Step] = []
     run: list[Step] = []
@@ -120,7 +120,7 @@ def _merge(run: list[Step]) -> Step:
     return Step("compute", run[0].name, run[0].section, elapsed, list(alive.values()), list(gone.values()), rise=best)
 
 
-def gathered(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
+def combine_storages(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
     """Replace storages of one category that are made in the same step and dropped in the same step by one storage.
 
     Args:

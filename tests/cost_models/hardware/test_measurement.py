@@ -118,10 +118,10 @@ def test_times_and_paces_are_found_together() -> None:
             paces.add(call, times[call] * (1.0, 1.5, 1.2)[next(number) // 16 % 3])
 
     add(list(times)[:32])
-    add(paces.in_another_order())
+    add(paces.shuffled_calls())
     add(list(times)[32:])
     for _ in range(3):
-        add(paces.in_another_order())
+        add(paces.shuffled_calls())
     paces.settle()
     found = [paces.time(call) / seconds for call, seconds in times.items()]
     assert found == pytest.approx([found[0]] * len(times))
@@ -144,7 +144,7 @@ def test_a_pace_lasts_no_longer_than_a_pause() -> None:
         assert [paces.time(call) for call in (calls[0], soon, later)] == pytest.approx([2.0, 2.0, 6.0])
         paces.settle()
     now[0] += 60
-    for call in paces.in_another_order():
+    for call in paces.shuffled_calls():
         paces.add(call, 3.0 if call == later else 2.0)
     paces.settle()
     assert [paces.time(call) for call in (calls[0], soon, later)] == pytest.approx([2.0, 2.0, 3.0], rel=1e-5)
@@ -166,7 +166,7 @@ def test_what_is_no_time_is_refused(seconds: float) -> None:
     paces = Paces()
     with pytest.raises(ValueError, match="is no number of seconds"):
         paces.add(product(8), seconds)
-    assert list(paces.in_another_order()) == []
+    assert list(paces.shuffled_calls()) == []
 
 
 def test_halves_of_a_backward_are_scaled_and_the_rest_is_analytic(monkeypatch: pytest.MonkeyPatch) -> None:

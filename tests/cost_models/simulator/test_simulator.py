@@ -18,7 +18,7 @@ from cost_models.ops.work import Work
 from cost_models.simulator import read_stage as stage_template
 from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import run_ranks
-from cost_models.simulator.message_bytes import copied
+from cost_models.simulator.message_bytes import copied_bytes
 from cost_models.simulator.read_program import RankWork, _ProgramReader
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
@@ -139,7 +139,7 @@ def test_what_does_not_lie_as_it_is_sent_is_copied(
     kind: str, given: list[tuple[int, ...]], got: list[tuple[int, ...]], dims: list[list[int]], goes_in: int, comes_out: int
 ) -> None:
     """In elements; on two ranks."""
-    found = copied(getattr(communication, kind), [_held(*shape) for shape in given], got, dims)
+    found = copied_bytes(getattr(communication, kind), [_held(*shape) for shape in given], got, dims)
     assert found == (4 * goes_in, 4 * comes_out)
 
 
