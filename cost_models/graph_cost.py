@@ -231,12 +231,12 @@ class _Kept:
         self._fetched: dict[fx.Node, Mapping[fx.Node, tuple[Fetched, ...]]] = {}
 
     def allocations(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> tuple[int, ...]:
-        """What is kept of these values, as a call reads them."""
+        """Return the allocations that the backward keeps of a call's values, without those that it gathers again."""
         again: Collection[str] = () if self._parts is None else self._parts.gathered_again
         return tuple(self._as_read(call, leaves, read, without=again))
 
     def needed(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> set[int]:
-        """What the backward needs of these values, as a call reads them."""
+        """Return the allocations that the backward reads of a call's values, with those that it gathers again."""
         return set(self._as_read(call, leaves, read))
 
     def touched(self, call: fx.Node, read: Shapes) -> tuple[tuple[int, ...], ...]:
@@ -283,7 +283,7 @@ class _Kept:
         return tuple(found)
 
     def _reshaped_allocation(self, allocation: int, leaf: fx.Node, shapes: tuple[TensorSpec, ...], runs: str = "") -> int:
-        """The allocation of a value in the shape that somebody reads it in."""
+        """Return the allocation of a value in a shape other than its own, made from ``allocation``; one for each shape."""
         key = (allocation, shapes, runs)
         if key not in self._reshaped:
             self._reshaped[key] = number = len(self.bytes)

@@ -152,7 +152,7 @@ class _Reader:
             self._keep(section.stage, {key: size for key, size in _storages(saved).items() if key not in bound})
 
     def _count_kept(self) -> None:
-        """What nodes of a forward hand to nodes of the backward."""
+        """Count the values that inlined nodes of a forward hand to nodes of a backward."""
         kept: defaultdict[int, dict[Any, Size]] = defaultdict(dict)
         for node in self._program.module.graph.nodes:
             section = node.meta.get("section")
@@ -218,7 +218,7 @@ def _in_rows(work: Work) -> Work:
 
 
 def _rows_for(size: Size) -> Size:
-    """The graph's batch symbol is the rows of a microbatch."""
+    """Replace the batch symbol of a graph, whatever its name, by ``ROWS``."""
     if not isinstance(size, sympy.Basic):
         return size
     return size.subs(dict.fromkeys(size.free_symbols, ROWS))

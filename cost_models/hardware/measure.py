@@ -92,7 +92,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """B/s read and written."""
+    """Return the B/s of a large copy, read and written bytes added."""
     source = torch.zeros(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / median_seconds(lambda: target.copy_(source), device, repeats=9, budget=2.0)
@@ -131,7 +131,7 @@ def gloo_link(seconds: Mapping[float, float], host_share: float) -> Link:
 
 
 def _measured_gloo_link() -> Link:
-    """What two ranks wait that compute and swap a tensor, again and again.
+    """Fit a link to the times that two ranks take to swap tensors between matrix products.
 
     Messages that follow each other without work find both ranks awake, and take a fraction of what they take in a program.
     """
@@ -158,7 +158,7 @@ def _measured_gloo_link() -> Link:
 
 
 def _swaps(group: Any, rank: int) -> Iterator[tuple[float, tuple[float, float]]]:
-    """Bytes, and the seconds that a swap adds to the work before it, and to work that it runs beside."""
+    """Yield (bytes, (seconds that a swap adds after matrix products, seconds that it adds during them))."""
     left = torch.rand(256, 256)
     for size in _MESSAGE_BYTES:
         tensor, arrived = torch.zeros(size // 4), torch.empty(size // 4)

@@ -46,7 +46,7 @@ def median_seconds(
 
 
 def _wait_for(device: torch.device) -> Callable[[], None]:
-    """Accelerators run behind the host; their clock is read when they have caught up."""
+    """Return a function that waits until the device has finished all work that the host started."""
     if device.type == "cpu":
         return lambda: None
     return lambda: torch.accelerator.synchronize(device)

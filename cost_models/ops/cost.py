@@ -235,7 +235,7 @@ def call_work(call: Call) -> Work:
 
 
 def _line(target: OpOverload) -> Operation:
-    """The line of the table; differentiated graphs hold some operators more."""
+    """Return the table's line of an operator, or one for operators that only differentiated graphs have."""
     name = target.overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
         return Operation(_attention_backward if name.endswith("_backward") else _attention_forward, family="attention")
@@ -245,7 +245,7 @@ def _line(target: OpOverload) -> Operation:
 
 
 def _family(target: OpOverload) -> Family:
-    """Of a backward that moves bytes alone: that of its forward."""
+    """Return the family of an operator without a line in the table; a backward has that of its forward."""
     if torch.Tag.pointwise in target.tags:
         return "pointwise"
     name = target.overloadpacket.__name__
@@ -257,7 +257,7 @@ def _family(target: OpOverload) -> Family:
 
 
 def _flash(call: Call) -> Call:
-    """Fused attention as the plain one."""
+    """Return a call of a fused attention kernel as one of scaled_dot_product_attention."""
     plain = aten.scaled_dot_product_attention.default
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     known = {**call.arguments, "attn_mask": mask, "enable_gqa": call.shape("query")[-3:-2] != call.shape("key")[-3:-2]}

@@ -68,7 +68,7 @@ class _Kernels:
         self._place = {node: place for place, node in enumerate(works)}
 
     def place(self, node: fx.Node) -> None:
-        """Find the kernel of a node; all in front of it are placed."""
+        """Assign a node to a kernel; nodes in front of it are assigned already."""
         arguments = [argument for argument in node.all_input_nodes if argument in self._works]
         behind = 0
         for argument in arguments:

@@ -72,7 +72,7 @@ def _lines(operation: Operation, *operators: Any) -> dict[Any, Operation]:
 
 
 def _row_statistics(per_row: int) -> Callable[[Call], Size]:
-    """So many float32 numbers (float64 for float64) for each row that is normalised over its last dimensions."""
+    """Return the bytes of ``per_row`` float32 numbers (float64 for float64) for each row that is normalised over its last dimensions."""
 
     def keeps(call: Call) -> Size:
         rows = call.shape("input")[: len(call.shape("input")) - len(call.arguments["normalized_shape"])]

@@ -48,7 +48,7 @@ def _may_split(product: Product, parts: int) -> bool:
 
 
 def _tiled(product: Product, device: Device, dtype: torch.dtype, tile: tuple[int, int], parts: int) -> float:
-    """With one kernel: waves, times what a tile takes on one processor."""
+    """Return the seconds with one kernel: waves times the time of a tile on one processor; ``parts``: of the summed dimension."""
     rows, columns = tile
     count = product.batch * math.ceil(product.rows / rows) * math.ceil(product.columns / columns) * parts
     inner = math.ceil(product.inner / parts)

@@ -53,7 +53,7 @@ class Product:
 
 
 def flops_of(products: tuple[Product, ...]) -> Size:
-    """Of all of them."""
+    """Return the sum of the FLOPs of products."""
     return sum((product.flops for product in products), start=0)
 
 
@@ -88,7 +88,7 @@ class Work:
         )
 
     def at(self, values: Values, share: float = 1.0) -> Work:
-        """In numbers.
+        """Return the work in numbers.
 
         Args:
             values: gives the batch symbol its number.

@@ -138,7 +138,7 @@ def _label(timelines: Sequence[Drawable], timeline: Drawable, rank: int, row: _R
 
 
 def _heading(timelines: Sequence[Drawable]) -> Iterator[str]:
-    """What it is, and what the colours mean."""
+    """Yield the titles of the timelines, and the legend of colours."""
     words = ", ".join(f"{timeline.title} {format_seconds(timeline.end)}" for timeline in timelines)
     yield f'<text class="h" x="{_LEFT}" y="20">{escape(words)}</text>'
     seen = {_kind(each) for timeline in timelines for each in timeline.computed}
@@ -211,7 +211,7 @@ def _memory(curve: MemoryCurve, top: float, height: float, scale: float, largest
 
 
 def _visible(slices: Sequence[Slice], scale: float) -> list[Slice]:
-    """Slices of one kind that no eye tells apart, as one."""
+    """Merge slices of one kind that are narrower than a pixel and close together."""
     found: list[Slice] = []
     for each in slices:
         last = found[-1] if found else None

@@ -97,7 +97,7 @@ class NodePrices:
         return self.seconds(Work(0, 2 * size, 1), torch.uint8) if self._copies and size else 0.0
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
-        """Of work; nothing that starts no kernel takes time."""
+        """Return the seconds of work; 0 if it starts no kernel and moves no bytes."""
         return self._cost_model.operation_time(work, self._device, dtype) if work.launches or work.bytes else 0.0
 
     def fused_works(self, graph: fx.Graph) -> dict[fx.Node, Work]:

@@ -202,7 +202,7 @@ class _Copies:
         return self._nodes[node]
 
     def bind(self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
-        """Let placeholders of the template stand for nodes of this graph, and their memory for that of the nodes."""
+        """Map placeholders of the template to nodes of this graph, and their memory to that of the nodes."""
         for placeholder, node in zip(placeholders, nodes, strict=True):
             self._nodes[placeholder] = node
             for (_, inside), (_, outside) in zip(memory_keys(placeholder), memory_keys(node), strict=True):

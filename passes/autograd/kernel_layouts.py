@@ -38,7 +38,7 @@ _AMBIGUOUS: Mapping[Any, tuple[str, ...]] = {aten.native_batch_norm_backward.def
 
 
 def request_layouts(graph: fx.Graph) -> None:
-    """Pass such arguments through ``contiguous``, with the memory format that their fake tensors have."""
+    """Pass layout-sensitive arguments of kernels through ``contiguous``, with the memory format that their fake tensors have."""
     requested: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         names = _names(node)
@@ -67,8 +67,8 @@ def _in_format(graph: fx.Graph, source: fx.Node, reader: fx.Node) -> fx.Node:
     memory_format = suggested_format(source.meta["val"])
     with graph.inserting_before(reader):
         if memory_format is torch.contiguous_format:
-            made = graph.call_function(aten.contiguous.default, (source,))
+            formatted = graph.call_function(aten.contiguous.default, (source,))
         else:
-            made = graph.call_function(aten.clone.default, (source,), {"memory_format": memory_format})
-    made.meta = {**reader.meta, "val": source.meta["val"]}
-    return made
+            formatted = graph.call_function(aten.clone.default, (source,), {"memory_format": memory_format})
+    formatted.meta = {**reader.meta, "val": source.meta["val"]}
+    return formatted

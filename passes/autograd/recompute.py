@@ -72,7 +72,7 @@ def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozens
 
 
 def _kept_by_selective(joint: Joint) -> tuple[JointNodes, frozenset[fx.Node]]:
-    """Values that are cheap to repeat are not kept; where what is left is still more than ``ENOUGH``, only those that are dear are."""
+    """Keep all but values larger than their sources; if that saves more than ``ENOUGH``, keep only what is expensive to repeat."""
     again = _draw_again(joint, _masks_larger_than_sources(joint))
     nodes = JointNodes(joint, again)
     sizes, gradients = _Sizes(nodes), joint.gradients.values()
@@ -101,7 +101,7 @@ def _is_uneven(node: fx.Node, nodes: JointNodes) -> bool:
 
 
 def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The kept values from which each is made, itself alone where it is kept: what is dear, and what is no larger than its sources.
+    """Map each value to the kept values it is recomputed from; to itself if kept: expensive, or no larger than its sources.
 
     Args:
         drawn: masks that are drawn from nothing.
@@ -119,12 +119,12 @@ def _sources(nodes: JointNodes, sizes: _Sizes, drawn: Collection[fx.Node] = ()) 
 
 
 def _masks(joint: Joint) -> list[fx.Node]:
-    """All that the forward draws, but those that it returns."""
+    """Return the dropout masks that the forward draws and does not return."""
     return [node for node in joint.graph.nodes if node.target is dropout_mask and node not in joint.outputs]
 
 
 def _masks_larger_than_sources(joint: Joint) -> list[fx.Node]:
-    """Those that are larger, in the part that is read, than what the values are made from that they are laid over."""
+    """Return the masks whose used part is larger than the kept values that the dropped-out values are recomputed from."""
     masks = _masks(joint)
     if not masks:
         return []
@@ -155,14 +155,14 @@ class _Sizes:
         self._known: dict[fx.Node, int] = {}
 
     def of(self, node: fx.Node) -> int:
-        """Of a value; nothing for what is no tensor."""
+        """Return the bytes of a value; 0 if it is no tensor."""
         if node not in self._known:
             value = node.meta.get("val")
             self._known[node] = bytes_of(value, self._symbol, self._rows) if isinstance(value, Tensor) else 0
         return self._known[node]
 
     def saved(self, kept: Collection[fx.Node], gradients: Iterable[fx.Node]) -> int:
-        """Of what the backward takes from the forward if the forward keeps these values, common memory once."""
+        """Return the bytes that the forward saves for the backward if it keeps these values, shared memory counted once."""
         nodes = self._nodes
         body = nodes.needed(gradients, lambda node: node.op == "placeholder" or node in kept, in_backward=True)
         memory: dict[Any, int] = {}
@@ -194,7 +194,7 @@ def _draw_again(joint: Joint, masks: Iterable[fx.Node]) -> dict[fx.Node, fx.Node
 
 
 def _elements(mask: Tensor) -> int:
-    """At the number of rows that was traced with."""
+    """Return the number of elements of a mask at the number of rows that was traced."""
     sizes: Iterable[Any] = mask.shape
     return math.prod(size if isinstance(size, int) else int(size.node.hint or 1) for size in sizes)
 

@@ -67,7 +67,7 @@ class LoweredStages:
         return max(map(max, self.stage_ranks)) + 1
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs a stage on a microbatch; stage -1: the last, which the loss belongs to."""
+        """Return the rank that runs a stage on a microbatch; stage -1 is the last stage, which also computes the loss."""
         ranks = self.stage_ranks[stage]
         return ranks[microbatch % len(ranks)]
 

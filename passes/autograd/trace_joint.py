@@ -188,7 +188,7 @@ def _requires_gradient(value: object) -> bool:
 
 
 def example_of(node: fx.Node, bound: bool, device: torch.device) -> Any:
-    """What a stage is given for a placeholder, inside ``fake_mode``."""
+    """Return a fake tensor (or a size) like the argument of a stage, inside ``fake_mode``: bound state keeps its strides."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return value

@@ -273,7 +273,7 @@ def _all_reduce(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], na
 
 
 def _along(function: Callable[..., Any]) -> _Write:
-    """Return what writes a collective along one dimension: a gather, or a reduction of which each rank gets a part."""
+    """Return the writer of a collective along one dimension: a gather, or a reduction of which each rank gets a part."""
 
     def write(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
         x, dim, over, _, sizes, _ = arguments

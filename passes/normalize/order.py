@@ -57,7 +57,7 @@ class ExportedGraph:
 
 
 def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGraph, None], ExportedGraph]:
-    """Return a step that rewrites the graph in place, and finds nothing that the user should know."""
+    """Return a phase from a function that rewrites the graph in place and adds no notes."""
 
     def step(exported: ExportedGraph, _: None) -> ExportedGraph:
         rewrite(exported)
@@ -76,19 +76,19 @@ def _symbolic_batch(exported: ExportedGraph, _: None) -> ExportedGraph:
         return exported
     read_sizes_from_batch(exported.graph, exported.batch, exported.symbol)
     number_paddings(exported.graph)
-    return replace(exported, notes=(*exported.notes, *map(_pinned, pin_squeezes(exported.graph))))
+    return replace(exported, notes=(*exported.notes, *map(_note_of_squeeze, pin_squeezes(exported.graph))))
 
 
-def _pinned(node: fx.Node) -> str:
+def _note_of_squeeze(node: fx.Node) -> str:
     return f"the model squeezes the result of {place_of(node)}, which has a batch; partitioned, a batch of one row keeps its dimension"
 
 
 def _functionalize(exported: ExportedGraph, _: None) -> ExportedGraph:
     unwritten = functionalize(exported.graph, exported.inputs, exported.buffers, exported.without_gradient)
-    return replace(exported, notes=(*map(_unwritten, unwritten), *exported.notes))
+    return replace(exported, notes=(*map(_note_of_input, unwritten), *exported.notes))
 
 
-def _unwritten(name: str) -> str:
+def _note_of_input(name: str) -> str:
     return f"the model writes into its input {name}; partitioned, it leaves the caller's tensor as it is"
 
 
@@ -96,10 +96,10 @@ def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
     place_getitems(exported.graph)
     call_layer_by_layer(exported.graph)
     ambiguous = draw_in_memory_order(exported.graph)
-    return exported if exported.batch is None else replace(exported, notes=(*exported.notes, *map(_ambiguous, ambiguous)))
+    return exported if exported.batch is None else replace(exported, notes=(*exported.notes, *map(_note_of_draw, ambiguous)))
 
 
-def _ambiguous(node: fx.Node) -> str:
+def _note_of_draw(node: fx.Node) -> str:
     return (
         f"{place_of(node)} draws random numbers for an expanded value that is not row-major; for a batch of one row they may be others "
         f"than the model's: call .contiguous() in front of it"
