@@ -44,7 +44,7 @@ class Roofline:
         return float(max(busy, launching) if device.asynchronous else busy + launching)
 
     def arithmetic_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """Of the products by their sizes, or of all FLOPs at the peak where the sizes are not known."""
+        """Return the seconds of arithmetic: of products by their sizes, or of all FLOPs at the peak if the sizes are not known."""
         if work.products:
             return sum(product_time(product, device, dtype) for product in work.products)
         return float(work.flops / device.flops(dtype))

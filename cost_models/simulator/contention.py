@@ -70,12 +70,12 @@ class Passages:
         if len(group) == 1:
             return Passage(0.0, 0.0, (), {})
         kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
-        links, ports = self._of_group(group)
+        links, ports = self._links_of_group(group)
         latency = links.seconds(kind, 0)
         share = max(self._cluster.link(*pair).host_share for pair in itertools.pairwise(group))
         return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)), share)
 
-    def _of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
+    def _links_of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
         """Return the links of a group, and the ports that its ring uses."""
         if group not in self._groups:
             pairs = zip(group, (*group[1:], group[0]), strict=True)

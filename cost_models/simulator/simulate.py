@@ -112,7 +112,7 @@ def _simulated(
         timeline=Timeline(
             "simulated",
             tuple(runs),
-            tuple(each for run in runs.values() for each in _actions(run.computed)),
+            tuple(each for run in runs.values() for each in _merge_slices_of_actions(run.computed)),
             tuple(each for run in runs.values() for each in sorted(run.transferred, key=lambda one: one.start)),
             tuple(curve for _, curve in memory.values()),
         ),
@@ -160,7 +160,7 @@ def _optimizer_bytes(work: RankWork, optimizer: str, *, mixed: bool) -> int:
     return sum(training_bytes(size, dtype, optimizer, mixed=mixed) for size, dtype in work.trained)
 
 
-def _actions(slices: Sequence[Slice]) -> list[Slice]:
+def _merge_slices_of_actions(slices: Sequence[Slice]) -> list[Slice]:
     """Nodes that follow each other without a gap in one section, as one slice each."""
     found: list[Slice] = []
     for each in slices:

@@ -221,10 +221,10 @@ class _Copies:
         copy.meta = {**node.meta, OWN_MEMORY: tuple(self._memory.setdefault(key, new_memory()) for _, key in memory_keys(node))}
         region, template = self._use.region, self._use.template
         if region is not template.region:
-            self._come_from(copy, node)
+            self._copy_provenance(copy, node)
         return copy
 
-    def _come_from(self, copy: fx.Node, node: fx.Node) -> None:
+    def _copy_provenance(self, copy: fx.Node, node: fx.Node) -> None:
         """Give a copy the provenance of its own region; in the backward, the ``custom`` entries of the forward's nodes."""
         region, template = self._use.region, self._use.template
         place = template.places.get(node)
@@ -232,10 +232,10 @@ class _Copies:
             theirs, own = template.region.nodes[place].meta, region.nodes[place].meta
             copy.meta.update({key: own[key] for key in node.meta if key in own and key in theirs and key not in _OF_TRACING})
         elif "custom" in node.meta:
-            copy.meta["custom"] = {key: self._said.get(id(value), value) for key, value in node.meta["custom"].items()}
+            copy.meta["custom"] = {key: self._custom_counterparts.get(id(value), value) for key, value in node.meta["custom"].items()}
 
     @functools.cached_property
-    def _said(self) -> dict[int, Any]:
+    def _custom_counterparts(self) -> dict[int, Any]:
         """What is said of a node of the template's region, by identity -> what is said of its counterpart."""
         pairs = zip(self._use.template.region.nodes, self._use.region.nodes, strict=True)
         customs = ((node.meta.get("custom", {}), own.meta.get("custom", {})) for node, own in pairs)

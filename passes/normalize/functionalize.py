@@ -164,7 +164,7 @@ class _Functionalizer:
         is_call = node.op == "call_function"
         written = [self._names[each] for each in mutated_arguments(node)] if is_call else []
         statistics = self._statistics(node, written)
-        is_changed = self._read(node, statistics)
+        is_changed = self._update_arguments(node, statistics)
         if written and not statistics:
             assert isinstance(node.target, OpOverload)
             if packet(node.target) in _STATISTICS_AS_RESULTS:
@@ -176,15 +176,15 @@ class _Functionalizer:
             return
         if statistics:
             self._update_buffers(node)
-        self._follow(node)
-        self._result(node, is_changed)
+        self._track_gradient(node)
+        self._register_result(node, is_changed)
 
     def _refuse(self, node: fx.Node, problem: str, remedy: str) -> NoReturn:
         raise TraceError(problem, place=place_of(node), remedy=remedy)
 
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
-    def _read(self, node: fx.Node, besides: Collection[_Name]) -> bool:
+    def _update_arguments(self, node: fx.Node, besides: Collection[_Name]) -> bool:
         """Replace a node's arguments by their values after all writes so far; return whether any argument changed."""
         is_changed = False
         seen = self._read_by[node] = {}
@@ -192,18 +192,18 @@ class _Functionalizer:
             name = self._names.get(source)
             if name is None or name in besides:
                 continue
-            value = self._present(name)
+            value = self._current_value(name)
             seen[name] = value, name.version
             if value is not source:
                 node.replace_input_with(source, value)
                 is_changed = True
         return is_changed
 
-    def _present(self, name: _Name) -> fx.Node:
+    def _current_value(self, name: _Name) -> fx.Node:
         """The node of a name's value after all writes so far."""
         if name.version != name.base.version:
             assert name.parent is not None
-            before, value = name.value, self._view_of(name, self._present(name.parent))
+            before, value = name.value, self._view_of(name, self._current_value(name.parent))
             if self._is_detached(name) and before in self._with_gradient:
                 value = self._with_history(before, value)
             name.value, name.version = value, name.base.version
@@ -225,7 +225,7 @@ class _Functionalizer:
             self._lists[call, value] = self._emit(target, *arguments, **keywords)
         return self._emit(operator.getitem, self._lists[call, value], item)
 
-    def _result(self, node: fx.Node, is_changed: bool) -> None:
+    def _register_result(self, node: fx.Node, is_changed: bool) -> None:
         """Register the result of a node as a base, as a view, or as the tensor that it was written to."""
         traced = node.meta.get("val")
         if node.op == "output" or not isinstance(traced, Tensor | tuple | list):
@@ -278,7 +278,7 @@ class _Functionalizer:
             if isinstance(source, fx.Node) and source is written[0].value:  # what self.steps += 1 leaves behind for a buffer
                 node.target, node.args, node.kwargs = aten.alias.default, (source,), {}
                 self._names[node] = written[0]
-                self._follow(node)
+                self._track_gradient(node)
                 return
             self._make_copy(node)
         else:
@@ -302,7 +302,7 @@ class _Functionalizer:
             self._refuse(node, f"{node.target} cannot be computed here without writing in place: {error}", "write it with other operations")
         node.meta = {key: entry for key, entry in node.meta.items() if key != OWN_MEMORY}
         node.meta["val"] = value
-        self._follow(node)
+        self._track_gradient(node)
 
     def _make_copy(self, node: fx.Node) -> None:
         """Make ``copy_`` a clone of what it copies, in the type and shape of what it writes: ``aten.copy`` has no derivative.
@@ -349,7 +349,7 @@ class _Functionalizer:
         """Give a name its new value, and everything that it is a view of."""
         above = name.parent
         while above is not None:
-            self._present(above)
+            self._current_value(above)
             above = above.parent
         base = name.base
         base.version += 1
@@ -399,7 +399,7 @@ class _Functionalizer:
             )
         assert isinstance(source, fx.Node)
         node.target = target
-        self._follow(node)
+        self._track_gradient(node)
         self._renew(node)
         new = _Name(written.base, node, written.version, written, (node, None), source)
         for other in [other for other, name in self._names.items() if name is written]:
@@ -471,7 +471,7 @@ class _Functionalizer:
         zeros = self._emit(aten.sub.Tensor, before, self._emit(aten.detach.default, before))
         return self._emit(aten.add.Tensor, zeros, value)
 
-    def _follow(self, node: fx.Node) -> None:
+    def _track_gradient(self, node: fx.Node) -> None:
         """Note whether a node's value may require a gradient."""
         reached = any(source in self._with_gradient for source in node.all_input_nodes)
         if reached and node.target is not aten.detach.default and is_differentiable(node):
@@ -485,7 +485,7 @@ class _Functionalizer:
             node = self._graph.call_function(target, arguments, keywords)
         node.meta = {key: value for key, value in self._like.meta.items() if key not in ("val", OWN_MEMORY)}
         node.meta["val"] = fake_result(node) if target is not aten.copy_.default else arguments[0].meta["val"]
-        self._follow(node)
+        self._track_gradient(node)
         return node
 
 

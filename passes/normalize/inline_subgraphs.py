@@ -57,7 +57,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
     graph = module.graph
     detached: dict[fx.Node, fx.Node] = {}
 
-    def seen(node: fx.Node) -> fx.Node:
+    def detached_in_no_grad(node: fx.Node) -> fx.Node:
         if grad_enabled or node not in carriers:
             return node
         if node not in detached:
@@ -69,7 +69,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
 
     def read(node: fx.Node) -> Any:
         value = originals[node]
-        return seen(value) if isinstance(value, fx.Node) else value
+        return detached_in_no_grad(value) if isinstance(value, fx.Node) else value
 
     results: Any = ()
     with graph.inserting_before(call):

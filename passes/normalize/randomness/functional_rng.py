@@ -69,7 +69,7 @@ class _Emitter:
         node.meta["val"] = fake_result(node)
         return node
 
-    def dropped(self, like: fx.Node, p: float, name: str) -> fx.Node:
+    def emit_dropout(self, like: fx.Node, p: float, name: str) -> fx.Node:
         """Write the dropout of a value: its product with a mask, scaled by 1 / (1 - p)."""
         value = like.meta["val"]
         sizes = [emit_size(self.target, size_of(size), self.graph.batch, self._batch) for size in value.shape]  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def _writer(node: fx.Node) -> Callable[[_Emitter], fx.Node] | None:
 
 def _dropout(write: _Emitter) -> fx.Node:
     x = write.arguments["input"]
-    return write.dropped(x, write.arguments["p"], write.node.name)
+    return write.emit_dropout(x, write.arguments["p"], write.node.name)
 
 
 def _attention(write: _Emitter) -> fx.Node:
@@ -109,7 +109,7 @@ def _attention(write: _Emitter) -> fx.Node:
     elif mask is not None:
         scores = write.call(aten.add.Tensor, scores, mask)
     weights = write.call(aten.softmax.int, scores, -1)
-    weights = write.dropped(weights, write.arguments["dropout_p"], f"{write.node.name}_weights")
+    weights = write.emit_dropout(weights, write.arguments["dropout_p"], f"{write.node.name}_weights")
     return write.call(aten.matmul.default, weights, value, name=write.node.name)
 
 
