@@ -1,7 +1,7 @@
 """What the backward computes again instead of keeping it: the policy of ``recompute``.
 
     "none"        keeps every value that the backward reads
-    "selective"   keeps what is dear; makes again, cheapest per byte first, until no more than half of the bytes is left:
+    "selective"   keeps what is expensive; recomputes, cheapest per byte first, until no more than half of the bytes is left:
                     1. values larger than all that they are made from: scores and weights of attention from queries and keys, embeddings
                        from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
                        dropout that are larger than what the dropped values are made from, drawn from the state of the generator
@@ -9,7 +9,7 @@
     "full"        keeps the stage's arguments; everything else is computed again
 
 A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
-reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random numbers are dear where they are
+reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random draws are expensive where they are
 no part of what is made again anyway: one that is drawn takes a CPU as long as 20 that are copied, and gives back a byte. In a transformer
 whose attention is written out, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
 Models, 2022) keep: 34 of the 34 + 5 heads x length / width bytes an element.
@@ -50,7 +50,7 @@ LOCAL = frozenset({vary, take, keep_first, local_index, take_runs, put_runs})
 """Operators beside the collectives for which nothing is sent."""
 
 CONTRACTIONS = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
-DEAR = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL)
+EXPENSIVE = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL)
 """What ``"selective"`` keeps: contractions with weights, and what other ranks had a part in computing."""
 
 ENOUGH = 0.5
@@ -89,7 +89,7 @@ def _forward_values(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> froze
 
 
 def _is_expensive(node: fx.Node, nodes: JointNodes) -> bool:
-    return (computed_by(node).target in DEAR and node not in nodes.bound_views) or nodes.cannot_repeat(node) or _is_uneven(node, nodes)
+    return (computed_by(node).target in EXPENSIVE and node not in nodes.bound_views) or nodes.cannot_repeat(node) or _is_uneven(node, nodes)
 
 
 def _is_uneven(node: fx.Node, nodes: JointNodes) -> bool:

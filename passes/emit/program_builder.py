@@ -208,7 +208,7 @@ class Emitter:
     # -- messages ------------------------------------------------------------------------------------------------------------------
 
     def post(self, items: Sequence[Item]) -> None:
-        """Post the receives of what items need, and everything sent before on the same channels."""
+        """Post the receives of the messages that items need, and of all messages sent before them on the same channels."""
         for item in items:
             for message in item.needs:
                 arrivals = self._arrivals[message.source, self.rank]
@@ -247,7 +247,7 @@ class Emitter:
         return node
 
     def arrive(self, message: Message) -> fx.Node:
-        """The value that a message brings: waited for once."""
+        """Return the received value of a message; its wait is written once."""
         if message not in self._received:
             node = self.call(wait, (self._pending[message],), _label(message))
             node.meta["message"] = message
@@ -368,7 +368,7 @@ class StageEmitter(Emitter):
         return sum(self.lowered.rank_of(stage, number) == self.rank for number in range(self.n_microbatches))
 
     def _write_buffers(self, stage: int, names: Sequence[str]) -> None:
-        """Give a stage's buffers what one forward of the whole batch gives them."""
+        """Write to a stage's buffers the values that one forward of the whole batch would give them."""
         graph = self.lowered.graph_of(self.rank)
         values = []
         for name in names:
@@ -446,7 +446,7 @@ class StageEmitter(Emitter):
     # -- gradients of parameters and inputs ----------------------------------------------------------------------------------------
 
     def _accumulate(self, action: Action, gradients: fx.Node) -> None:
-        """Sum over microbatches, in the memory of the first; of what may be in use elsewhere the first sum takes new memory."""
+        """Add a microbatch's gradients to the stage's sum, in place; the first addition takes new memory for ``stage.received``."""
         stage = action.stage
         count = self._n_added.get(stage, 0)
         self._n_added[stage] = count + 1
@@ -492,7 +492,7 @@ class StageEmitter(Emitter):
         self.call_module(target, lambda: StoreGradients(names), (sums,), target).meta["is_summed"] = True
 
     def _own_gradient(self, name: str) -> fx.Node:
-        """What this rank's stages add to the gradient of a parameter; zeros where it gets none here."""
+        """Return the sum of the gradients that this rank's stages give a parameter; zeros if they give none."""
         parts = []
         for index, gradients in self.gradients.items():
             stage = self.lowered.training[index]

@@ -240,7 +240,7 @@ def _ranks_sharding_rows(lowered: LoweredStages) -> tuple[int, ...]:
 
 
 def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.Node:
-    """The loss, on every rank: told by the one that collects; or the sum over all ranks, of which those that collect have parts."""
+    """Return the loss on every rank: received from the only collector, or all_reduced if several collectors have parts of it."""
     own = emitter.values.get(("loss", None))
     if len(emitter.lowered.collectors) == 1:
         return emitter.arrive(script[-1].needs[0]) if own is None else own
@@ -288,7 +288,7 @@ def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:
 
 
 def _result(emitter: StageEmitter, name: str, microbatch: int) -> fx.Node:
-    """What the model returns of one microbatch: collected here, or told by the rank that has it."""
+    """Return one microbatch of a result: collected by this rank, or received from the rank that collects it."""
     if microbatch in emitter.collected:
         return emitter.value(name, microbatch)
     return emitter.arrive(Message("output", name, microbatch, -1, emitter.lowered.rank_of(-1, microbatch), emitter.rank))
@@ -305,7 +305,7 @@ def _saved_keys(lowered: LoweredStages, rank: int, n_microbatches: int) -> list[
 
 
 def _cut_output_gradients(emitter: StageEmitter) -> None:
-    """The gradients of the results over the batch -> those of every microbatch."""
+    """Split the gradients of all results over the batch into those of microbatches."""
     lowered = emitter.lowered
     for position, name in enumerate(differentiated_outputs(lowered)):
         output = next(output for output in lowered.graph.outputs if output.node == name)
@@ -315,7 +315,7 @@ def _cut_output_gradients(emitter: StageEmitter) -> None:
 
 
 def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
-    """The gradient of one result over the batch -> that of every microbatch."""
+    """Split the gradient of one result over the batch into those of microbatches, by the result's way of combining."""
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
     parts = None
     if output.combine == "concatenate" and emitter.n_microbatches > 1:
