@@ -62,10 +62,11 @@ class Axes:
         return axes
 
     def under(self, name: str, window: Window) -> tuple[int, ...]:
-        """The axes that a window of a call slides over, outermost first."""
-        return (
-            self.of(self.operands[name][window.operand].name)[window.dimension] if window.part is None else self.factors[name][window.part]
-        )
+        """Return the axes that a window of the call ``name`` slides over, outermost first."""
+        if window.part is not None:
+            return self.factors[name][window.part]
+        operand = self.operands[name][window.operand]
+        return self.of(operand.name)[window.dimension]
 
     @functools.cached_property
     def of_calls(self) -> Mapping[str, frozenset[int]]:
@@ -74,17 +75,16 @@ class Axes:
 
     @functools.cached_property
     def slid_over(self) -> Mapping[str, frozenset[int]]:
-        """Call -> the axes of its operands over which windows slide; absent where there are none."""
-        found = {
-            name: frozenset(self.under(name, each)[0] for each in loops.windows if each.factor is not None)
+        """Call -> the outermost axis under each of its windows; absent where there are no windows."""
+        slid = {
+            name: frozenset(self.under(name, window)[0] for window in loops.windows if window.factor is not None)
             for name, loops in self.loops.items()
-            if loops.windows
         }
-        return {name: each for name, each in found.items() if each}
+        return {name: axes for name, axes in slid.items() if axes}
 
 
 class _Axis:
-    """An axis in the making: one of a class (``root``), perhaps split into ``parts``, outermost first."""
+    """A union-find node: axes with one root (``parent`` None) are the same axis; a split root has ``parts``, outermost first."""
 
     __slots__ = ("parent", "parts", "roles", "size")
 
@@ -96,6 +96,7 @@ class _Axis:
 
 
 def _root(axis: _Axis) -> _Axis:
+    """Return the representative of an axis, and halve the path to it."""
     while axis.parent is not None:
         if axis.parent.parent is not None:
             axis.parent = axis.parent.parent
@@ -104,19 +105,16 @@ def _root(axis: _Axis) -> _Axis:
 
 
 def _leaves(axes: Iterable[_Axis]) -> list[_Axis]:
-    """The unsplit axes that make up a dimension."""
-    found: list[_Axis] = []
+    """Return the unsplit axes that make up a dimension, outermost first."""
+    leaves: list[_Axis] = []
     for axis in axes:
         root = _root(axis)
-        if root.parts:
-            found.extend(_leaves(root.parts))
-        else:
-            found.append(root)
-    return found
+        leaves += _leaves(root.parts) if root.parts else [root]
+    return leaves
 
 
 def _quotient(size: Size, divisor: Size) -> Size | None:
-    """How often a size holds another; None where it does not hold it a whole number of times, whatever the batch."""
+    """Return ``size / divisor`` if it is a whole number for every batch size, else None."""
     if isinstance(size, int) and isinstance(divisor, int):
         return None if divisor == 0 or size % divisor else size // divisor
     ratio = sympy.cancel(sympy.sympify(size) / sympy.sympify(divisor))
@@ -128,42 +126,46 @@ def _quotient(size: Size, divisor: Size) -> Size | None:
 
 
 def _split(axis: _Axis, outer: Size, inner: Size) -> None:
-    """Split a leaf into an outer and an inner part."""
+    """Split an unsplit axis into an outer and an inner part of the given sizes; both inherit its roles."""
     axis.parts = (_Axis(outer), _Axis(inner))
     for part in axis.parts:
         part.roles = Counter(axis.roles)
 
 
 def _unify(left: Sequence[_Axis], right: Sequence[_Axis]) -> None:
-    """Let two ways to write one dimension be the same axes. Where neither refines the other, the rest stays apart."""
-    one, other = _leaves(left)[::-1], _leaves(right)[::-1]
-    while one and other:
-        first, second = one.pop(), other.pop()
+    """Make two lists of axes of the same dimension one: join axes of equal size, split the larger of unequal ones.
+
+    [6] and [2, 3] become [2, 3]. It stops at two sizes of which neither divides the other.
+    """
+    left_stack, right_stack = _leaves(left)[::-1], _leaves(right)[::-1]
+    while left_stack and right_stack:
+        first, second = left_stack.pop(), right_stack.pop()
         if first is second:
             continue
         if first.size == second.size:
             _join(first, second)
         elif (inner := _quotient(first.size, second.size)) is not None:
             _split(first, second.size, inner)
-            one += [first.parts[1], first.parts[0]]
-            other.append(second)
+            left_stack += [first.parts[1], first.parts[0]]
+            right_stack.append(second)
         elif (inner := _quotient(second.size, first.size)) is not None:
             _split(second, first.size, inner)
-            other += [second.parts[1], second.parts[0]]
-            one.append(first)
+            right_stack += [second.parts[1], second.parts[0]]
+            left_stack.append(first)
         else:
             return
         # A split may have reached axes that are still to be compared.
-        one, other = _leaves(one[::-1])[::-1], _leaves(other[::-1])[::-1]
+        left_stack, right_stack = _leaves(left_stack[::-1])[::-1], _leaves(right_stack[::-1])[::-1]
 
 
 def _join(first: _Axis, second: _Axis) -> None:
+    """Make two roots the same axis."""
     second.parent = first
     first.roles.update(second.roles)
 
 
 def find_axes(graph: fx.Graph) -> Axes:
-    """Analyse a graph whose nodes hold fake tensors in ``meta["val"]``."""
+    """Return the axes of a graph whose nodes hold fake tensors in ``meta["val"]``."""
     tensors: dict[fx.Node, list[list[list[_Axis]]]] = {}
     loops: dict[str, Loops] = {}
     factors: dict[str, list[_Axis]] = {}
@@ -177,36 +179,36 @@ def find_axes(graph: fx.Graph) -> Axes:
         results = _tensors(node.meta.get("val"))
         if not results:
             continue
-        found = loops_of(node) if node.op == "call_function" else None
-        if found is None:
+        rule = loops_of(node) if node.op == "call_function" else None
+        if rule is None:
             tensors[node] = [[[_Axis(size_of(size))] for size in result.shape] for result in results]
             if node.op == "call_function" and not draws(node):
                 unruled[node.name] = str(node.target)
             continue
-        axes = _factor_axes(found)
-        for operand, dimensions in zip(tensor_operands(node), found.operands, strict=True):
-            for own, dimension in zip(_single(tensors[operand]), dimensions, strict=True):
-                if dimension:
-                    _unify(own, [axes[factor] for factor in dimension])
-        for window in found.windows:
+        axes = _factor_axes(rule)
+        for operand, operand_factors in zip(tensor_operands(node), rule.operands, strict=True):
+            for dimension_axes, dimension_factors in zip(_single(tensors[operand]), operand_factors, strict=True):
+                if dimension_factors:
+                    _unify(dimension_axes, [axes[factor] for factor in dimension_factors])
+        for window in rule.windows:
             if window.factor is None:
                 continue
             slid = _single(tensors[tensor_operands(node)[window.operand]])[window.dimension] if window.part is None else [axes[window.part]]
             (outermost, *_) = _leaves(slid)
-            outermost.roles[found.factors[window.factor].name] += 1
-        tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, found.results, strict=True)]
-        loops[node.name], factors[node.name] = found, axes
-    return _numbered(tensors, loops, factors, unruled)
+            outermost.roles[rule.factors[window.factor].name] += 1
+        tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, rule.results, strict=True)]
+        loops[node.name], factors[node.name] = rule, axes
+    return _number_axes(tensors, loops, factors, unruled)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors among a call's arguments, in the order of the operator's schema, lists spread."""
+    """Return the tensors among a call's arguments, in the order of the operator's schema, lists flattened."""
     leaves = [leaf for value in bound_arguments(node).values() for leaf in node_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf.meta.get("val"), Tensor)]
 
 
 def returned_values(output: fx.Node) -> list[fx.Node]:
-    """The tensors that a graph's flat output names, each once; a size that is returned lies nowhere."""
+    """Return the values of a graph's flat output, each once, without sizes: these have no layout."""
     (values,) = output.args
     assert isinstance(values, tuple | list)
     nodes = dict.fromkeys(value for value in values if isinstance(value, fx.Node))
@@ -214,6 +216,7 @@ def returned_values(output: fx.Node) -> list[fx.Node]:
 
 
 def _single(tensors: list[list[list[_Axis]]]) -> list[list[_Axis]]:
+    """Return the axes of the only tensor of a node."""
     (tensor,) = tensors
     return tensor
 
@@ -224,6 +227,7 @@ def is_item(node: fx.Node) -> bool:
 
 
 def _factor_axes(loops: Loops) -> list[_Axis]:
+    """Return a new axis for each factor of a call."""
     axes = []
     for factor in loops.factors:
         axis = _Axis(factor.size)
@@ -233,12 +237,13 @@ def _factor_axes(loops: Loops) -> list[_Axis]:
 
 
 def _result_axes(result: Tensor, dimensions: Sequence[Sequence[int]], axes: Sequence[_Axis]) -> list[list[_Axis]]:
+    """Return the axes of a result: those of each dimension's factors, a new one for a dimension without factors."""
     sizes = zip(result.shape, dimensions, strict=True)
     return [[axes[factor] for factor in dimension] if dimension else [_Axis(size_of(size))] for size, dimension in sizes]
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """The tensors of a result: itself, or those of the tuple that it is."""
+    """Return the tensors of a node's value: a tensor, or a tuple of tensors; empty for anything else."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list) and value and all(isinstance(part, Tensor) for part in value):
@@ -246,26 +251,23 @@ def _tensors(value: object) -> list[Tensor]:
     return []
 
 
-def _numbered(
+def _number_axes(
     tensors: Mapping[fx.Node, list[list[list[_Axis]]]],
     loops: Mapping[str, Loops],
     factors: Mapping[str, list[_Axis]],
     unruled: Mapping[str, str],
 ) -> Axes:
-    numbers: dict[int, int] = {}
-    kept: list[_Axis] = []
+    """Replace the unsplit axes by numbers, in order of appearance."""
+    numbers: dict[_Axis, int] = {}
 
     def number(axes: Iterable[_Axis]) -> tuple[int, ...]:
-        """Return the numbers of the unsplit parts of axes, in order of appearance; new ones get the next number."""
-        found = []
-        for leaf in _leaves(axes):
-            if id(leaf) not in numbers:
-                numbers[id(leaf)] = len(kept)
-                kept.append(leaf)
-            found.append(numbers[id(leaf)])
-        return tuple(found)
+        """Return the numbers of the unsplit parts of axes; new ones get the next number."""
+        return tuple(numbers.setdefault(leaf, len(numbers)) for leaf in _leaves(axes))
 
-    by_node = {node.name: tuple(tuple(number(dimension) for dimension in tensor) for tensor in each) for node, each in tensors.items()}
+    by_node = {
+        node.name: tuple(tuple(number(dimension) for dimension in tensor) for tensor in node_tensors)
+        for node, node_tensors in tensors.items()
+    }
     by_factor = {name: tuple(number([axis]) for axis in axes) for name, axes in factors.items()}
     operands = {node.name: tuple(tensor_operands(node)) for node in tensors if node.op == "call_function" and not is_item(node)}
-    return Axes(tuple(axis.size for axis in kept), by_node, loops, by_factor, tuple(axis.roles for axis in kept), unruled, operands)
+    return Axes(tuple(axis.size for axis in numbers), by_node, loops, by_factor, tuple(axis.roles for axis in numbers), unruled, operands)

@@ -1,12 +1,12 @@
-"""Readable names of axes: what a person calls them, from the operations in which they run.
+"""Name axes as a person would, by the operations that loop over them.
 
     batch       the rows of the inputs
     heads       attention heads (of keys and values, with grouped queries)
     head        the inside of one head
-    sequence    what attention compares
+    sequence    queries and keys of attention
     vocab       rows of an embedding, classes of a cross-entropy
-    ffn         made by one weight, contracted by another
-    hidden      what normalisations run over, what embeddings give: the residual stream
+    ffn         output of one weight, contracted by another
+    hidden      features of normalisations and embeddings: the residual stream
     experts     sets of weights, each for its own tokens
     channels, groups, height, width, depth, length
 
@@ -24,7 +24,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import BATCH, SPACE
 
-__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "shortened", "space_axes"]
+__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "short_names", "space_axes"]
 
 _BY_ROLE = (
     *((role, role) for role in SPACE),
@@ -43,89 +43,91 @@ _BY_ROLE = (
     ("groups", "groups"),
     ("length", "length"),
 )
-"""A role that decides, and the name; the first that an axis plays."""
+"""(role, name): an axis gets the name of the first of these roles that it has."""
 
-_MADE, _CONTRACTED = {"out", "columns"}, {"in"}
+_PRODUCED, _CONTRACTED = {"out", "columns"}, {"in"}
 
-_APART = {"batch1", "batch2", "batch3"}
-"""What products of activations do for each entry apart: heads, in an attention that is written out."""
+_BATCHED = {"batch1", "batch2", "batch3"}
+"""Roles of the batch dimensions of a batched product: heads, in a decomposed attention."""
 
 
 def batch_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
-    """The axes that hold the batch in the inputs."""
-    return frozenset(
-        axes.of(leaf.placeholder)[leaf.batch_dim][0]
-        for leaf in graph.inputs
-        if leaf.placeholder is not None and leaf.batch_dim is not None and axes.of(leaf.placeholder)[leaf.batch_dim]
-    )
+    """Return the axes that hold the batch in the inputs."""
+    batched = ((leaf.placeholder, leaf.batch_dim) for leaf in graph.inputs)
+    dimensions = [axes.of(name)[dim] for name, dim in batched if name is not None and dim is not None]
+    return frozenset(dimension[0] for dimension in dimensions if dimension)
 
 
 def axis_names(graph: ModelGraph, axes: Axes) -> tuple[str, ...]:
-    """The name of every axis, with its number."""
+    """Return the name of every axis with its number among those of this name, such as ``ffn[3]``."""
     batch = batch_axes(graph, axes)
     of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
     experts, of_products = expert_axes(graph, axes), _axes_of_products(graph, axes, batch)
     counts: Counter[str] = Counter()
     names = []
     for axis, roles in enumerate(axes.roles):
-        is_special = axis in batch or axis in experts
-        name = (BATCH if axis in batch else "experts") if is_special else _name(roles, axis in of_parameters, axis in of_products)
+        if axis in batch:
+            name = BATCH
+        elif axis in experts:
+            name = "experts"
+        else:
+            name = _name(roles, axis in of_parameters, axis in of_products)
         names.append(f"{name}[{counts[name]}]")
         counts[name] += 1
     return tuple(names)
 
 
 def beside_rows(graph: ModelGraph, axes: Axes, assigned: Collection[int]) -> frozenset[int]:
-    """Of the axes that a mesh dimension of rows cuts, those for which rows are gathered; to experts they are sent."""
+    """Return, of the axes assigned to a mesh dimension of the batch, those that need rows gathered: all but the batch and experts."""
     others = set(assigned) - batch_axes(graph, axes) if assigned else set[int]()
     return frozenset(others - expert_axes(graph, axes)) if others else frozenset()
 
 
 def expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
-    """The axes along which a weight has a matrix for each element, multiplied with what that element has of the activations.
+    """Return the batch axes of products of one activation with weights: activation, weights and result all have them.
 
-    Not the groups of a convolution, and not heads, which attention names.
+    Groups of a convolution and heads are left out.
     """
-    found: set[int] = set()
+    batched: set[int] = set()
     for name, loops in axes.loops.items():
-        operands = axes.operands[name]
-        places = [place for place, operand in enumerate(operands) if operand.name in graph.parameters]
-        if len(operands) - len(places) != 1 or not any(factor.reduction == "sum" for factor in loops.factors):
+        n_weights = sum(operand.name in graph.parameters for operand in axes.operands[name])
+        is_product = any(factor.reduction == "sum" for factor in loops.factors)
+        if n_weights == 0 or len(axes.operands[name]) - n_weights != 1 or not is_product:
             continue
-        (activation,) = (place for place in range(len(operands)) if place not in places)
         for factor in range(len(loops.factors)):
-            everywhere = (*(loops.operands[place] for place in (activation, *places)), *loops.results)
-            if places and all(any(factor in dimension for dimension in tensor) for tensor in everywhere):
-                found.update(axes.factors[name][factor])
-    return frozenset(axis for axis in found if not axes.roles[axis].keys() & {"groups", "heads"})
+            if all(any(factor in dimension for dimension in tensor) for tensor in (*loops.operands, *loops.results)):
+                batched.update(axes.factors[name][factor])
+    return frozenset(axis for axis in batched if not axes.roles[axis].keys() & {"groups", "heads"})
 
 
 def _axes_of_products(graph: ModelGraph, axes: Axes, batch: frozenset[int]) -> frozenset[int]:
-    """Find the axes that products of two activations, made for each row of the batch apart, contract or give as columns.
+    """Return the axes that batched products of two activations contract, or have as columns of the result.
 
-    Scores of an attention that is decomposed contract the width of a head, and their products with values give it. Whether an attention
-    is decomposed depends on its dropout, that is on training: names must not. Columns that are normalised elsewhere are the width of the
-    model: a product with zeros and ones that sends tokens to experts gives them.
+    In a decomposed attention these are the width of a head: scores contract it, and the products of scores with values have it as columns.
+    So names do not depend on whether an attention is decomposed, which depends on training. Columns that are normalised elsewhere are
+    left out: they are the width of the model, in a product that sends tokens to experts.
     """
     weights = parameter_values(graph)
-    found: set[int] = set()
+    of_products: set[int] = set()
     for name, loops in axes.loops.items():
         operands = axes.operands[name]
         if len(operands) != 2 or any(operand.name in weights for operand in operands):
             continue
         left, right = ({factor for dimension in operand for factor in dimension} for operand in loops.operands)
-        given = {factor for result in loops.results for dimension in result for factor in dimension}
-        if any(batch.intersection(axes.factors[name][factor]) for factor in left & right & given):
-            found.update(axis for factor in (left & right) - given for axis in axes.factors[name][factor])
-            columns = (axis for factor in (right & given) - left for axis in axes.factors[name][factor])
-            found.update(axis for axis in columns if "features" not in axes.roles[axis])
-    return frozenset(found)
+        results = {factor for result in loops.results for dimension in result for factor in dimension}
+        if any(batch.intersection(axes.factors[name][factor]) for factor in left & right & results):
+            of_products.update(axis for factor in (left & right) - results for axis in axes.factors[name][factor])
+            columns = (axis for factor in (right & results) - left for axis in axes.factors[name][factor])
+            of_products.update(axis for axis in columns if "features" not in axes.roles[axis])
+    return frozenset(of_products)
 
 
 def _name(roles: Mapping[str, int], is_of_parameter: bool, is_of_product: bool) -> str:
-    if {"rows", "columns"} <= roles.keys():  # compared with itself, in an attention that is written out
+    """Return the name of an axis that is neither the batch nor experts; for ``is_of_product`` see ``_axes_of_products``."""
+    is_between_weights = bool(is_of_parameter and _PRODUCED & roles.keys() and _CONTRACTED & roles.keys())
+    if {"rows", "columns"} <= roles.keys():  # queries and keys of a decomposed self-attention
         return "sequence"
-    if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys() and _APART & roles.keys():
+    if is_between_weights and _BATCHED & roles.keys():
         return "heads"
     if is_of_parameter and is_of_product and _CONTRACTED & roles.keys():
         return "head"
@@ -134,52 +136,46 @@ def _name(roles: Mapping[str, int], is_of_parameter: bool, is_of_product: bool) 
             return name
     if is_of_parameter and "embedding" in roles:
         return "hidden"
-    if is_of_parameter and _MADE & roles.keys() and _CONTRACTED & roles.keys():
+    if is_between_weights:
         return "ffn"
     return "features" if is_of_parameter else "rest"
 
 
 def space_axes(axes: Axes) -> dict[str, tuple[int, ...]]:
-    """The axes along each dimension of space, by its name, outermost dimension first; of an image that is cut into blocks, the blocks.
+    """Return the axes along each spatial dimension, by its name, outermost dimension first.
 
-    Sound has one dimension, its length.
+    If a dimension is split into blocks, these are the axes of the blocks. ``length`` (of sound) counts only where it is the only one.
     """
-    inner = {axis for tensors in axes.tensors.values() for tensor in tensors for each in tensor for axis in each[1:]}
-    found = {
-        role: tuple(axis for axis, roles in enumerate(axes.roles) if role in roles and not (axis in inner and _is_inside(axes, axis, role)))
-        for role in (*SPACE, "length")
-    }
-    present = {role: each for role, each in found.items() if each}
-    return {role: each for role, each in present.items() if role in SPACE or len(present) == 1}
+    inner = {axis for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor for axis in dimension[1:]}
+    space = {}
+    for role in (*SPACE, "length"):
+        with_role = [axis for axis, roles in enumerate(axes.roles) if role in roles]
+        space[role] = tuple(axis for axis in with_role if not (axis in inner and _is_inside(axes, axis, role)))
+    present = {role: of_role for role, of_role in space.items() if of_role}
+    return {role: of_role for role, of_role in present.items() if role in SPACE or len(present) == 1}
 
 
 def _is_inside(axes: Axes, axis: int, role: str) -> bool:
-    """Whether an axis stands behind another of its role in one dimension."""
-    return any(
-        role in axes.roles[other]
-        for tensors in axes.tensors.values()
-        for tensor in tensors
-        for each in tensor
-        if axis in each
-        for other in each[: each.index(axis)]
-    )
+    """Whether some dimension holds the axis inside another axis with this role."""
+    dimensions = (dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor if axis in dimension)
+    return any(role in axes.roles[outer] for dimension in dimensions for outer in dimension[: dimension.index(axis)])
 
 
 def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:
-    """The axes of a name: ``"ffn"`` is all of them, ``"ffn[3]"`` one.
+    """Return the axes of a name: all of ``"ffn"``, the one of ``"ffn[3]"``.
 
     Raises:
         ConfigError: there is none.
     """
-    found = tuple(axis for axis, name in enumerate(names) if wanted in (name, name.partition("[")[0]))
-    if not found:
+    matching = tuple(axis for axis, name in enumerate(names) if wanted in (name, name.partition("[")[0]))
+    if not matching:
         known = ", ".join(sorted({name.partition("[")[0] for name in names} - {"rest"}))
         raise ConfigError(f"the model has no axis {wanted!r}", remedy=f"it has {known}")
-    return found
+    return matching
 
 
-def shortened(chosen: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
-    """How a plan says a choice of axes: a name alone where it means all of them."""
+def short_names(chosen: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of axes as a plan writes them: ``ffn`` if all axes of this name are chosen, else ``ffn[3]``."""
     short: list[str] = []
     for axis in chosen:
         base = names[axis].partition("[")[0]

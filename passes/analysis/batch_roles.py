@@ -1,4 +1,4 @@
-"""The roles that values play towards the batch, and the roles of results from the sharding rule of their call.
+"""Roles of values with respect to the batch, and the roles of a call's results by its sharding rule.
 
     input_ids  Rows(0)     position_ids  Same     labels  Rows(0)
         |                       |                    |
@@ -12,7 +12,7 @@ Microbatches cut one loop of a call: the factor of its rule that runs over the b
     the factor is in the results            Rows      (a shard of the batch)
     the results are reduced over it         Total     (a partial sum, or a partial mean)
     operands are totals, the call linear    Total
-    the factor is whole                     rows meet
+    the factor is whole                     rows are mixed
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Mixed:
     """Anything else: microbatches do not give it.
 
     Attributes:
-        node: the operation where the rows met.
+        node: the operation that mixes rows.
     """
 
     node: fx.Node
 
 
 Role: TypeAlias = "Same | Rows | RowNumbers | Total | Mixed"
-"""What one tensor is to the batch."""
+"""How one tensor depends on the rows of the batch."""
 
 Roles: TypeAlias = tuple[Role, ...]
 """One for each result of a call."""
@@ -105,53 +105,54 @@ def roles_by_rule(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Rol
         roles: of its operands.
 
     Returns:
-        None where rows meet, or no rule says what becomes of them.
+        None where rows are mixed, or the operation has no rule.
     """
     loops = loops_of_call(call)
     if loops is None:
         return None
     if any(isinstance(role, RowNumbers) for role in roles) and (views_its_arguments(call.operator) or packet(call.operator) is aten.clone):
-        return _moved_numbers(call, roles, batch)
+        return _row_number_roles(call, roles, batch)
     read = [role if operand.index not in loops.unread else Same() for operand, role in zip(call.operands, roles, strict=True)]
     if any(isinstance(role, Total) for role in read):
-        return _of_totals(call, loops, read, batch)
-    held = {
+        return _total_roles(call, loops, read, batch)
+    of_operands = {  # the batch factor as each operand has it: operands must agree
         _batch_factor(role, dimensions, loops, batch) if isinstance(role, Rows) else None
         for role, dimensions in zip(read, loops.operands, strict=True)
         if not isinstance(role, Same)
     }
-    if not held and not depends_on(batch, (_numbers(call.values), call.results)):
+    if not of_operands and not depends_on(batch, (_without_tensors(call.values), call.results)):
         return (Same(),) * len(call.results)
-    found = held.pop() if held else _made_factor(loops, batch)
-    if held or found is None or not _passes_sizes(call, loops, found[0], batch):
+    batch_factor = of_operands.pop() if of_operands else _factor_of_results(loops, batch)
+    if of_operands or batch_factor is None or not _can_pass_sizes(call, loops, batch_factor[0], batch):
         return None
-    return _of_factor(loops, *found)
+    return _roles_by_factor(loops, *batch_factor)
 
 
 def batch_dimension(shape: Sequence[object], batch: sympy.Symbol) -> int | None:
-    """The one dimension whose size depends on the batch; None when there is none or several."""
-    found = [index for index, size in enumerate(shape) if depends_on(batch, size)]
-    return found[0] if len(found) == 1 else None
+    """Return the one dimension whose size depends on the batch; None if there is none, or several."""
+    dimensions = [index for index, size in enumerate(shape) if depends_on(batch, size)]
+    return dimensions[0] if len(dimensions) == 1 else None
 
 
-def _moved_numbers(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Views move row numbers as they move rows."""
-    moved = [Rows(role.dimension) if isinstance(role, RowNumbers) else role for role in roles]
-    found = roles_by_rule(call, moved, batch) or ()
-    whole = all(isinstance(role, Rows) and shape[role.dimension] == batch for role, shape in zip(found, call.results, strict=False))
-    return tuple(RowNumbers(role.dimension) for role in found if isinstance(role, Rows)) if found and whole else None
+def _row_number_roles(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
+    """Return the roles of views or clones of row numbers: a view moves row numbers as it moves rows."""
+    as_rows = [Rows(role.dimension) if isinstance(role, RowNumbers) else role for role in roles]
+    moved = roles_by_rule(call, as_rows, batch) or ()
+    whole = all(isinstance(role, Rows) and shape[role.dimension] == batch for role, shape in zip(moved, call.results, strict=False))
+    return tuple(RowNumbers(role.dimension) for role in moved if isinstance(role, Rows)) if moved and whole else None
 
 
-def _of_totals(call: Call, loops: Loops, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """What is linear in means gives a mean, in sums a sum: all operands of one linear set, whatever is the same in the others.
+def _total_roles(call: Call, loops: Loops, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
+    """Return the roles of a call on totals: a total of the same kind where the call is linear in them, else None.
 
-    A value that is the same in every microbatch is the mean of itself.
+    The totals must lie in one linear set of operands. For sums, that set must have no other operands; for means it may have values that
+    are the same in every microbatch, since such a value is the mean of itself.
     """
     totals = [role for role in roles if isinstance(role, Total)]
     total = Total(totals[0].kind, any(each.counted for each in totals))
     if len({each.kind for each in totals}) > 1 or any(not isinstance(role, Total | Same) for role in roles):
         return None
-    if depends_on(batch, _numbers(call.values)):
+    if depends_on(batch, _without_tensors(call.values)):
         return None
     for members in loops.linear:
         outside = {index for index, role in enumerate(roles) if isinstance(role, Total)} - members
@@ -165,65 +166,67 @@ _Factor: TypeAlias = "tuple[int, int]"
 
 
 def _batch_factor(role: Rows, dimensions: Sequence[Dimension], loops: Loops, batch: sympy.Symbol) -> _Factor | None:
-    """Find the factor of an operand's rows; None where the factors of the dimension cut through rows."""
+    """Return the factor that runs over an operand's rows; None if no one factor does, or it cuts blocks of the batch apart."""
     dimension = dimensions[role.dimension]
     places = [place for place, factor in enumerate(dimension) if depends_on(batch, loops.factors[factor].size)]
     if len(places) != 1:
         return None
-    factor, outer = dimension[places[0]], _size(loops, dimension[: places[0]])
+    factor, outer = dimension[places[0]], _fixed_size(loops, dimension[: places[0]])
     multiple = sympy.sympify(loops.factors[factor].size) / batch
     if outer is None or role.before % outer or not multiple.is_Integer or int(multiple) % (role.before // outer):
         return None
     return factor, role.before // outer
 
 
-def _made_factor(loops: Loops, batch: sympy.Symbol) -> _Factor | None:
-    """Find the factor of the batch in a result whose operands are the same for every row: each row gets the same value, or draws."""
-    made = {factor for result in loops.results for each in result for factor in each if depends_on(batch, loops.factors[factor].size)}
-    return (made.pop(), 1) if len(made) == 1 else None
+def _factor_of_results(loops: Loops, batch: sympy.Symbol) -> _Factor | None:
+    """Return the factor that runs over the batch in the results alone, as in ``zeros(batch, 3)`` or ``rand(batch)``."""
+    factors = {factor for result in loops.results for dimension in result for factor in dimension}
+    batched = {factor for factor in factors if depends_on(batch, loops.factors[factor].size)}
+    return (batched.pop(), 1) if len(batched) == 1 else None
 
 
-def _size(loops: Loops, factors: Dimension) -> int | None:
+def _fixed_size(loops: Loops, factors: Dimension) -> int | None:
+    """Return the product of factors' sizes; None if it depends on the batch."""
     size = math.prod((loops.factors[factor].size for factor in factors), start=1)
     return size if isinstance(size, int) else None
 
 
-def _passes_sizes(call: Call, loops: Loops, factor: int, batch: sympy.Symbol) -> bool:
-    """Whether a microbatch passes the arguments that a part of this factor must: those that depend on the batch are sizes to the rule."""
-    numbers = {name for name, value in call.values if depends_on(batch, _numbers(value))}
-    if not numbers:
+def _can_pass_sizes(call: Call, loops: Loops, factor: int, batch: sympy.Symbol) -> bool:
+    """Whether the rule can replace every argument that depends on the batch by that of a part of the factor."""
+    batched = {name for name, value in call.values if depends_on(batch, _without_tensors(value))}
+    if not batched:
         return True
     if loops.localize is None:
         return False
     shapes = tuple(operand.shape for operand in call.operands)
     sizes = tuple(each.size for each in loops.factors)
-    return numbers <= set(loops.localize(LocalCall(call.arguments, shapes, call.results, sizes, frozenset({factor}))))
+    return batched <= set(loops.localize(LocalCall(call.arguments, shapes, call.results, sizes, frozenset({factor}))))
 
 
-def _numbers(value: Any) -> Any:
-    """An argument, or all of them, without the tensors."""
+def _without_tensors(value: Any) -> Any:
+    """Return an argument, or a tuple of arguments, with None in place of tensors."""
     if isinstance(value, tuple):
-        return tuple(_numbers(each) for each in value)
+        return tuple(_without_tensors(part) for part in value)
     return None if isinstance(value, Operand) else value
 
 
-def _of_factor(loops: Loops, factor: int, before: int) -> Roles | None:
-    """The roles of the results when the factor is cut into microbatches."""
+def _roles_by_factor(loops: Loops, factor: int, before: int) -> Roles | None:
+    """Return the roles of the results if microbatches cut a factor that holds ``before`` blocks of the batch; None if rows are mixed."""
     if any(factor in (window.factor, window.part) for window in loops.windows):
         return None
     reduction = loops.factors[factor].reduction
-    if reduction in ("sum", "mean") and not loops.added:  # what is added to a sum is added once, and microbatches add it each
+    if reduction in ("sum", "mean") and not loops.added:  # every microbatch would add an added operand once more
         return (Total("sum" if reduction == "sum" else "mean"),) * len(loops.results)
     if reduction is not None:
         return None
-    found = []
+    roles = []
     for result in loops.results:
         places = [place for place, dimension in enumerate(result) if factor in dimension]
         if len(places) != 1:
             return None
         dimension = result[places[0]]
-        outer = _size(loops, dimension[: dimension.index(factor)])
+        outer = _fixed_size(loops, dimension[: dimension.index(factor)])
         if outer is None:
             return None
-        found.append(Rows(places[0], outer * before))
-    return tuple(found)
+        roles.append(Rows(places[0], outer * before))
+    return tuple(roles)

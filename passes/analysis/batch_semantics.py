@@ -1,7 +1,7 @@
-"""Follow the batch through a graph: what becomes of every result when the batch is cut into microbatches.
+"""Follow the batch through a graph: find how each result of the whole batch follows from the results of microbatches.
 
-The sharding rule of a call says it (``passes.analysis.batch_roles``), but for the few operations in ``EXCEPTIONS``, which depend on more
-than which loop the batch is: on the order of elements in memory, on numbers, or on what a microbatch may do that a shard may not.
+The sharding rule of a call decides (``passes.analysis.batch_roles``), except for the operations in ``EXCEPTIONS``: their results also
+depend on the order of elements in memory, or on numbers, or they allow microbatches where they forbid shards.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ COUNTED_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.de
 """Losses whose mean is over the targets that are not ignored."""
 
 MEANS_ADDED = frozenset({aten.add.Tensor, aten.sub.Tensor})
-"""Adds two means over counted targets. ``passes.spmd.mean_to_sum`` follows such a mean through this and the next two, and no further."""
+"""Ops that add two means over counted targets; ``passes.spmd.mean_to_sum`` follows such means through these three sets only."""
 
 MEANS_SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
-"""Multiplies such a mean by a number."""
+"""Ops that multiply such a mean by a number."""
 
 MEANS_KEPT = frozenset({aten.clone.default, aten.to.dtype, aten.alias.default, aten._to_copy.default})  # noqa: SLF001
-"""Gives such a mean again, perhaps in another type."""
+"""Ops that return such a mean unchanged, perhaps in another dtype."""
 
 
 @dataclass(frozen=True)
 class BatchFlow:
-    """What a graph does to the rows of its batch.
+    """The roles of a graph's values with respect to the batch.
 
     Attributes:
-        roles: node -> its role; several for a node that gives unlike tensors.
-        sizes: where sizes and numbers were read.
-        mixing: where rows are mixed outside of the results: statistics of normalisations.
+        roles: node -> its role; one for each result if the node has several results with different roles.
+        sizes: source of sizes and numbers.
+        mixing: normalisations whose statistics mix rows, although their results are rows.
     """
 
     roles: Mapping[fx.Node, Role | Roles]
@@ -62,12 +62,12 @@ class BatchFlow:
 
 
 def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> BatchFlow:
-    """The role of every value of a graph.
+    """Return the role of every value of a graph.
 
     Args:
         sizes: its sizes and numbers.
         batched: input placeholder -> the dimension that holds the batch.
-        countable: nodes that follow from the inputs alone, so that targets among them can be counted over the whole batch.
+        countable: nodes that depend on the inputs alone: targets among them can be counted before the batch is split.
     """
     walk = _Walk(sizes, batched, countable)
     for node in graph.nodes:
@@ -77,12 +77,13 @@ def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], coun
 
 
 def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, str | None]:
-    """What to do with a result over microbatches, the dimension to concatenate over, and why nothing can be done with it."""
+    """Return how to combine a result over microbatches, the dimension if it is "concatenate", and the reason if it is "mixed"."""
     number = flow.sizes.number(node)
     if number is not None:
         if not isinstance(number, sympy.Expr):
             return "same", None, None
-        return ("sum", None, None) if not (number / flow.sizes.batch).free_symbols else ("mixed", None, _why(node))
+        is_multiple_of_batch = not (number / flow.sizes.batch).free_symbols
+        return ("sum", None, None) if is_multiple_of_batch else ("mixed", None, _why_mixed(node))
     role = flow.roles[node]
     if isinstance(role, Rows) and role.before == 1:
         return "concatenate", role.dimension, None
@@ -90,10 +91,10 @@ def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, st
         return "same", None, None
     if isinstance(role, Total):
         return role.kind, None, None
-    return "mixed", None, _why(role.node if isinstance(role, Mixed) else node)
+    return "mixed", None, _why_mixed(role.node if isinstance(role, Mixed) else node)
 
 
-def _why(node: fx.Node) -> str:
+def _why_mixed(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload) and rule_of(node.target) is None:
         return f"no rule says what becomes of the rows of the batch in {place_of(node)}, and register_rule can"
     return f"rows of the batch meet in {place_of(node)}"
@@ -104,7 +105,7 @@ class _Walk:
 
     Attributes:
         roles: of the nodes so far.
-        normalizations: module paths of those that have mixed rows outside of the results.
+        normalizations: module paths of normalisations whose statistics mix rows, in order.
     """
 
     def __init__(self, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> None:
@@ -115,18 +116,20 @@ class _Walk:
         self.normalizations: dict[str, None] = {}
 
     def role(self, node: fx.Node) -> Role | Roles:
+        """Return the role of a node whose operands have theirs; a node that reads a mixed value is mixed by the same operation."""
         if node.op == "placeholder":
             return Rows(self._batched[node.name]) if node.name in self._batched else Same()
         if self._sizes.number(node) is not None:
             return Same()
-        mixed = next((role for source in node.all_input_nodes for role in _each(self.roles[source]) if isinstance(role, Mixed)), None)
-        if mixed is not None:
-            return mixed
+        for source in node.all_input_nodes:
+            mixed = next((role for role in _as_tuple(self.roles[source]) if isinstance(role, Mixed)), None)
+            if mixed is not None:
+                return mixed
         call = self._sizes.call(node) if isinstance(node.target, OpOverload) else None
-        return self._of_python(node) if call is None else self._of_call(node, call)
+        return self._python_role(node) if call is None else self._call_role(node, call)
 
-    def _of_python(self, node: fx.Node) -> Role:
-        """Items of lists, and arithmetic on numbers that values decide."""
+    def _python_role(self, node: fx.Node) -> Role:
+        """Return the role of an item of a list, or of arithmetic on numbers that depend on values of tensors."""
         sources = node.all_input_nodes
         if getattr(node.target, "__name__", "") == "getitem":
             role = self.roles[sources[0]]
@@ -135,32 +138,33 @@ class _Walk:
         same = all(self.roles[source] == Same() for source in sources)
         return Same() if same and not depends_on(self._sizes.batch, tuple(numbers)) else Mixed(node)
 
-    def _of_call(self, node: fx.Node, call: Call) -> Role | Roles:
+    def _call_role(self, node: fx.Node, call: Call) -> Role | Roles:
+        """Return the role of an operator's result, or one for each result if they differ; Mixed if sizes contradict the roles."""
         batch = self._sizes.batch
-        roles = [self._of_operand(operand) for operand in tensor_operands(node)]
+        roles = [self._operand_role(operand) for operand in tensor_operands(node)]
         if all(isinstance(role, Same) for role in roles) and not depends_on(batch, (call.values, call.results)):
             return Same()
         if takes_row_statistics(node):
             self.normalizations[module_path(node)] = None
-        found = result_roles(call, roles, batch)
-        if found is None or not all(_fits(role, shape, batch) for role, shape in zip(found, call.results, strict=True)):
+        results = result_roles(call, roles, batch)
+        if results is None or not all(_fits(role, shape, batch) for role, shape in zip(results, call.results, strict=True)):
             return Mixed(node)
-        if any(isinstance(role, Total) and role.counted for role in found) and not self._is_countable(node):
+        if any(isinstance(role, Total) and role.counted for role in results) and not self._is_countable(node):
             return Mixed(node)
-        return found[0] if len(set(found)) == 1 else found
+        return results[0] if len(set(results)) == 1 else results
 
-    def _of_operand(self, node: fx.Node) -> Role:
+    def _operand_role(self, node: fx.Node) -> Role:
         role = self.roles[node]
         return role if not isinstance(role, tuple) else Mixed(node)
 
     def _is_countable(self, node: fx.Node) -> bool:
-        """Whether the targets of a loss are known before the batch is cut."""
-        given = bound_arguments(node)
-        known = [given["target"], given.get("weight")] if "target" in given else []
-        return all(part.name in self._countable for part in known if isinstance(part, fx.Node))
+        """Whether the targets of a loss, and its class weights, are known before the batch is split."""
+        arguments = bound_arguments(node)
+        counted = [arguments["target"], arguments.get("weight")] if "target" in arguments else []
+        return all(value.name in self._countable for value in counted if isinstance(value, fx.Node))
 
 
-def _each(role: Role | Roles) -> Roles:
+def _as_tuple(role: Role | Roles) -> Roles:
     return role if isinstance(role, tuple) else (role,)
 
 
@@ -174,31 +178,30 @@ def _fits(role: Role, shape: Sequence[Any], batch: sympy.Symbol) -> bool:
     return not depends_on(batch, tuple(shape))
 
 
-# -- calls whose rule does not say it all ------------------------------------------------------------------------------------------
+# -- exceptions to the rules -------------------------------------------------------------------------------------------------------
 
 
 def result_roles(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Return the roles of the results of a call; None where rows meet. See ``roles_by_rule``."""
+    """Return the roles of the results of a call; None where rows are mixed. See ``roles_by_rule``."""
     operator = functional(call.operator) or call.operator
     exception = EXCEPTIONS.get(operator) or EXCEPTIONS.get(packet(operator))
-    found = exception(call, roles, batch) if exception is not None else None
-    found = found or roles_by_rule(call, roles, batch) or _without_elements(call, batch)
-    if found is None or not any(isinstance(role, Total) and role.counted for role in found):
-        return found
-    return found if _is_followed(call, roles) else None
+    results = exception(call, roles, batch) if exception is not None else None
+    results = results or roles_by_rule(call, roles, batch) or _empty_roles(call, batch)
+    has_counted_mean = results is not None and any(isinstance(role, Total) and role.counted for role in results)
+    return None if has_counted_mean and not _keeps_counted_mean(call, roles) else results
 
 
 _Exception: TypeAlias = "Callable[[Call, Sequence[Role], sympy.Symbol], Roles | None]"
-"""The roles of results where the rule alone would not find them; None leaves it to the rule."""
+"""Arguments of ``roles_by_rule`` -> the roles of the results; None to use the rule."""
 
 
 def _with(call: Call, **values: Any) -> Call:
-    """The call with other numbers."""
+    """Return the call with other values of some arguments."""
     return replace(call, values=tuple({**call.arguments, **values}.items()))
 
 
-def _without_elements(call: Call, batch: sympy.Symbol) -> Roles | None:
-    """A result without elements is what its sizes say."""
+def _empty_roles(call: Call, batch: sympy.Symbol) -> Roles | None:
+    """Return the roles of results without elements, by their sizes alone; None if a result has elements."""
     if not all(0 in shape for shape in call.results):
         return None
     places = [batch_dimension(shape, batch) for shape in call.results]
@@ -206,62 +209,70 @@ def _without_elements(call: Call, batch: sympy.Symbol) -> Roles | None:
 
 
 def _reshaped(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """The batch stays where it is in the flattened index.
+    """Return the role of a reshape: the number of blocks of the batch in front of the rows, in the flattened index, stays the same.
 
-    The rule cuts both shapes into common factors, from the left, and knows nothing of blocks of the batch in a dimension: for it, 3 * batch
-    rows may be 3 blocks of rows or rows of 3.
+        (3, batch)    Rows(1)       ->   (3 * batch,)   Rows(0, before=3)
+        (batch, 3)    Rows(0)       ->   (3 * batch,)   Rows(0)
+
+    The rule alone would not tell these two results apart.
     """
-    role, before, after = roles[0], call.operands[0].shape, call.results[0]
-    target = batch_dimension(after, batch)
-    if not isinstance(role, Rows) or target is None or 0 in before:
+    role, old_shape, new_shape = roles[0], call.operands[0].shape, call.results[0]
+    dimension = batch_dimension(new_shape, batch)
+    if not isinstance(role, Rows) or dimension is None or 0 in old_shape:
         return roles_by_rule(call, [role, *[Same()] * (len(roles) - 1)], batch)  # of a second operand, only sizes are read
-    blocks = math.prod(before[: role.dimension], start=role.before)
-    outer = math.prod(after[:target], start=1)
+    blocks = math.prod(old_shape[: role.dimension], start=role.before)
+    outer = math.prod(new_shape[:dimension], start=1)
     if depends_on(batch, (blocks, outer)) or blocks % outer:
         return None
-    inside, multiple = int(blocks // outer), after[target] / batch
-    return (Rows(target, inside),) if multiple.is_Integer and int(multiple) % inside == 0 else None
+    inside, multiple = int(blocks // outer), new_shape[dimension] / batch
+    return (Rows(dimension, inside),) if multiple.is_Integer and int(multiple) % inside == 0 else None
 
 
 def _squeezed(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """The batch stays, whatever its size: only dimensions of one leave. A shard might be of one row, and is not cut there."""
-    shape, given = call.operands[0].shape, call.get("dim")
-    chosen = range(len(shape)) if given is None else given if isinstance(given, tuple) else (given,)
-    ones = tuple(dim for dim in chosen if shape and shape[dim] == 1)
+    """Return the role of a squeeze, which never removes the batch: only dimensions of constant size 1 are removed."""
+    shape, dim = call.operands[0].shape, call.get("dim")
+    all_dims = tuple(range(len(shape)))
+    dims = all_dims if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    ones = tuple(dim for dim in dims if shape and shape[dim] == 1)
     return roles_by_rule(_with(call, dim=ones), roles, batch) if ones else (roles[0],)
 
 
 def _made_like(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Only the sizes of the operand are read; rules tell operands of which neither sizes nor numbers are."""
+    """Return the role of ``zeros_like`` and the like, which read only sizes: row numbers count as rows, totals as constants."""
     role = roles[0]
-    sized = Rows(role.dimension) if isinstance(role, RowNumbers) else Same() if isinstance(role, Total) else role
-    return roles_by_rule(call, [sized], batch)
+    if isinstance(role, RowNumbers):
+        role = Rows(role.dimension)
+    elif isinstance(role, Total):
+        role = Same()
+    return roles_by_rule(call, [role], batch)
 
 
 def _expanded(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Only the sizes of the second operand are read."""
+    """Return the role of ``expand_as``, which reads only the sizes of its second operand."""
     return roles_by_rule(call, [roles[0], Same()], batch)
 
 
 def _row_numbers(call: Call, _roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """``arange(batch)`` counts rows."""
+    """Return RowNumbers for ``arange(batch)``."""
     counts = call["end"] == batch and call.get("start", 0) == 0 and call.get("step", 1) == 1
     return (RowNumbers(0),) if counts else None
 
 
-def _picked(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Row numbers pick each row of the operand for itself: the rows of the operand are those of the numbers."""
-    source, picks = call.operands[0], call["indices"]
-    numbered = [place for place, pick in enumerate(picks) if isinstance(pick, Operand) and isinstance(roles[pick.index], RowNumbers)]
+def _indexed(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
+    """Return the role of ``x[arange(batch), ...]``: row numbers index the rows of ``x``, so they count as the rows."""
+    source, indices = call.operands[0], call["indices"]
+    tensors = {dim: index for dim, index in enumerate(indices) if isinstance(index, Operand)}
+    numbered = [dim for dim, index in tensors.items() if isinstance(roles[index.index], RowNumbers)]
     if len(numbered) != 1 or roles[0] != Rows(numbered[0]) or source.shape[numbered[0]] != batch:
         return None
-    if any(isinstance(pick, Operand) and pick.dtype in (torch.bool, torch.uint8) for pick in picks):
+    if any(index.dtype in (torch.bool, torch.uint8) for index in tensors.values()):
         return None
-    return roles_by_rule(call, [Same(), *(Rows(each.dimension) if isinstance(each, RowNumbers) else each for each in roles[1:])], batch)
+    as_rows = (Rows(role.dimension) if isinstance(role, RowNumbers) else role for role in roles[1:])
+    return roles_by_rule(call, [Same(), *as_rows], batch)
 
 
 def _scaled(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """A sum over the batch divided by its size is a mean, and a mean times its size a sum."""
+    """Return the role of a sum over the batch divided by its size, a mean, or of a mean times the size, a sum."""
     number, divides = call["other"], "div" in call.operator.name()
     if isinstance(number, Operand) or not isinstance(roles[0], Total) or not depends_on(batch, number) or call.get("rounding_mode"):
         return None
@@ -272,7 +283,7 @@ def _scaled(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | N
 
 
 def _shifted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """A mean over rows plus a number is the mean of the sums; for rules, which know nothing of weights, it is not linear."""
+    """Return the role of a mean over rows plus a number, which is a mean again: as if the number were 0, since then the rule is linear."""
     numbers = [name for name in ("other", "self", "value") if not isinstance(call.get(name), Operand | None)]
     if list(roles) != [Total("mean")] or not numbers or depends_on(batch, call[numbers[0]]):
         return None
@@ -280,15 +291,15 @@ def _shifted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | 
 
 
 def _counted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """A mean over class targets divides by those that are not ignored, weighted by class: no mean of parts, but a sum that is divided."""
+    """Return the role of a mean loss over class targets: it divides by the weighted count of targets that are not ignored."""
     if call["reduction"] != MEAN or call.operand("target").known_dtype.is_floating_point:
         return None
     summed = roles_by_rule(_with(call, reduction=SUM), roles, batch)
     return (Total("mean", counted=True),) if summed == (Total("sum"),) else None
 
 
-def _is_followed(call: Call, roles: Sequence[Role]) -> bool:
-    """Whether a mean over counted targets stays one that can be counted over the whole batch."""
+def _keeps_counted_mean(call: Call, roles: Sequence[Role]) -> bool:
+    """Whether a call computes a mean over counted targets, or adds, scales or copies such means (``passes.spmd.mean_to_sum``)."""
     if not any(isinstance(role, Total) for role in roles):
         return call.operator in COUNTED_LOSSES
     if call.operator in MEANS_ADDED:
@@ -297,12 +308,12 @@ def _is_followed(call: Call, roles: Sequence[Role]) -> bool:
 
 
 def _normalised(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Statistics over the batch are taken over each microbatch, which is said to the user; see ``RowMixing``."""
+    """Return the role of a normalisation over the batch: rows; its statistics are those of each microbatch (see ``RowMixing``)."""
     flag = "training" if "training" in call.arguments else "use_input_stats"
     if not call[flag] or (flag == "use_input_stats" and call["running_mean"] is None):
         return None
-    found = roles_by_rule(_with(call, **{flag: False}), roles, batch)
-    return found if found and isinstance(found[0], Rows) and found[0].dimension == 0 else None
+    results = roles_by_rule(_with(call, **{flag: False}), roles, batch)
+    return results if results and isinstance(results[0], Rows) and results[0].dimension == 0 else None
 
 
 EXCEPTIONS: Mapping[Any, _Exception] = {
@@ -315,8 +326,8 @@ EXCEPTIONS: Mapping[Any, _Exception] = {
     aten.arange: _row_numbers,
     aten.batch_norm: _normalised,
     aten.expand_as: _expanded,
-    aten.index: _picked,
+    aten.index: _indexed,
     aten.instance_norm: _normalised,
     aten.squeeze: _squeezed,
 }
-"""Operator, or one of its overloads -> what there is to know beside its rule."""
+"""Operator, or one of its overloads -> its roles where the rule does not decide."""

@@ -1,6 +1,6 @@
 """Sizes and numbers of a graph as expressions in the batch size.
 
-A graph with an open batch has them; of a graph with a fixed batch they are fitted to two traces with different batch sizes:
+A graph with a symbolic batch has them; for a graph with a fixed batch they are fitted to two traces with different batch sizes:
 
     batch 4: view(x, [8, 6])      batch 6: view(x, [12, 6])      fitted: view(x, [2 * batch, 6])
 """
@@ -26,7 +26,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def depends_on(batch: sympy.Symbol, value: Any) -> bool:
-    """Whether a number, a size of a tensor, or one in a list depends on the batch size."""
+    """Whether a number, a size of an operand, or any of those in a (nested) tuple depends on the batch size."""
     if isinstance(value, Operand):
         return depends_on(batch, value.shape)
     if isinstance(value, tuple):
@@ -36,7 +36,7 @@ def depends_on(batch: sympy.Symbol, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpenSizes:
-    """Of a graph with an open batch size.
+    """Sizes of a graph with a symbolic batch size.
 
     Attributes:
         batch: its symbol.
@@ -45,11 +45,11 @@ class OpenSizes:
     batch: sympy.Symbol
 
     def call(self, node: fx.Node) -> Call | None:
-        """What a node calls, as sharding rules see it; None when a value in front of it is no tensor and no number of known meaning."""
+        """Return a node's call as sharding rules see it; None if an argument is neither a tensor nor a known number."""
         return call_of(node)
 
     def number(self, node: fx.Node) -> Any:
-        """The number that a node gives, if it follows from the batch size; else None."""
+        """Return the number that a node computes, if it is constant or depends on the batch size alone; else None."""
         value = node.meta.get("val")
         if not isinstance(value, _SYMBOLIC):
             return value if isinstance(value, int | float) else None
@@ -61,12 +61,12 @@ class OpenSizes:
 
 @dataclass(frozen=True)
 class FittedSizes:
-    """Of a graph with a fixed batch size, compared with a second trace.
+    """Sizes of a graph with a fixed batch size, fitted to it and a second trace with another batch size.
 
     Attributes:
-        pairs: node -> the node of the second trace that does the same.
+        pairs: node -> the same node of the second trace.
         sizes: the two batch sizes.
-        batch: a symbol to write them with.
+        batch: the symbol of the batch size in fitted expressions.
     """
 
     pairs: Mapping[fx.Node, fx.Node]
@@ -74,6 +74,7 @@ class FittedSizes:
     batch: sympy.Symbol
 
     def call(self, node: fx.Node) -> Call | None:
+        """See ``OpenSizes.call``."""
         own, other = call_of(node), call_of(self.pairs[node])
         if own is None or other is None or len(own.outputs) != len(other.outputs):
             return None
@@ -81,11 +82,12 @@ class FittedSizes:
         return dataclasses.replace(own, values=values, outputs=outputs)
 
     def number(self, node: fx.Node) -> Any:
-        own, other = (each.meta.get("val") for each in (node, self.pairs[node]))
+        """See ``OpenSizes.number``."""
+        own, other = node.meta.get("val"), self.pairs[node].meta.get("val")
         return self._fit(own, other) if isinstance(own, int | float) and isinstance(other, int | float) else None
 
     def _fit(self, own: Any, other: Any) -> Any:
-        """One expression for both numbers: constant, a multiple of the batch size, or a constant divided by it."""
+        """Return one expression for the values in both traces: a constant, a multiple of the batch size, or a constant divided by it."""
         if isinstance(own, TensorSpec):
             return dataclasses.replace(own, shape=self._fit(own.shape, other.shape))
         if isinstance(own, tuple):
@@ -97,15 +99,15 @@ class FittedSizes:
             return sympy.nsimplify(own) / first * self.batch
         if own * first == other * second:
             return sympy.nsimplify(own) * first / self.batch
-        return self.batch ** sympy.Symbol("unknown", positive=True)  # neither a multiple of the batch nor a part of one
+        return self.batch ** sympy.Symbol("unknown", positive=True)  # depends on the batch in no known way
 
 
 Sizes: TypeAlias = OpenSizes | FittedSizes
-"""Where the sizes and numbers of a graph are read."""
+"""Source of the sizes and numbers of a graph."""
 
 
 def pair_nodes(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Node -> the node of another trace of the same model at the same place; None when the two do different things."""
+    """Return node -> the same node of another trace of the model; None if the traces differ in more than numbers."""
     nodes, others = list(graph.nodes), list(other.nodes)
     if len(nodes) != len(others):
         return None

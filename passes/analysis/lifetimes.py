@@ -1,4 +1,4 @@
-"""What is held at each place of an order: a value from the place that makes it to the last that reads it.
+"""Liveness of values in an order of calls: a value is held from the place that computes it to the last that reads it.
 
 place      0    1    2    3
 image      ==============
@@ -19,27 +19,27 @@ Key = TypeVar("Key")
 
 
 class Lifetime(NamedTuple):
-    """The first and the last place that touch a value."""
+    """The first and the last place that compute or read a value, both inclusive."""
 
     first: int
     last: int
 
 
 def lifetimes(touched: Iterable[Iterable[Key]]) -> dict[Key, Lifetime]:
-    """The lifetime of everything that an order touches, makers and readers alike.
+    """Return the lifetime of each value.
 
     Args:
-        touched: for each place, what it makes and reads.
+        touched: for each place, the values that it computes or reads.
     """
-    found: dict[Key, Lifetime] = {}
+    lives: dict[Key, Lifetime] = {}
     for place, keys in enumerate(touched):
         for key in keys:
-            found[key] = Lifetime(found[key].first if key in found else place, place)
-    return found
+            lives[key] = Lifetime(lives[key].first if key in lives else place, place)
+    return lives
 
 
 def held_at(n_places: int, held: Iterable[tuple[Lifetime, int]]) -> Sequence[int]:
-    """How much is held at each place: the sum of the sizes of what lives there.
+    """Return for each place the sum of the sizes of the values that live there.
 
     Args:
         held: (lifetime, size) of each value.

@@ -1,12 +1,12 @@
-"""Take two neighbouring axes as one where each alone is too short for a mesh dimension.
+"""Merge two neighbouring axes into one where each alone is too short to shard over a mesh dimension.
 
     grouped-query attention, 2 heads of keys and values with 2 queries each, over 4 ranks
 
         q weight [(heads group head), hidden]     ->   [(heads*group head), hidden]      cut into 4
         k weight [(heads head), hidden]                                                  whole on every rank
 
-Where the two stand side by side in one dimension they become one axis; where one stands alone it stays what it is, uncut. So queries are
-cut and each rank takes the keys and values that it needs.
+Where a dimension holds both, they become one axis; where it holds one of them, that axis stays and is not sharded. So queries are sharded,
+and each rank takes the keys and values that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["find_axes_to_cut", "merge_short_axes"]
 
 
 def find_axes_to_cut(graph: ModelGraph, mesh: Mesh) -> Axes:
-    """The axes of a model as a mesh can cut them."""
+    """Return the axes of a model, with short ones merged so that the mesh can shard them."""
     axes = find_axes(graph.graph)
     for name, count in mesh.cutting.dimensions:
         if name not in ROWS:
@@ -32,52 +32,55 @@ def find_axes_to_cut(graph: ModelGraph, mesh: Mesh) -> Axes:
 
 
 def merge_short_axes(graph: ModelGraph, axes: Axes, count: int) -> Axes:
-    """Merge neighbours in dimensions of parameters that are shorter than ``count`` each and not together.
+    """Merge neighbouring axes of parameters that are each shorter than ``count``, and together are not.
 
-    Only those that make up a dimension of their own somewhere: heads of queries do, the three of a fused q, k and v with its heads do not.
+    Only if the two alone make up a dimension somewhere: (group, head) of queries do, (q/k/v, head) of a fused projection do not.
     """
-    alone = {dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor if len(dimension) == 2}
+    dimensions = (dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor)
+    two_axis_dimensions = {dimension for dimension in dimensions if len(dimension) == 2}
     pairs: dict[tuple[int, int], None] = {}
     for name in graph.parameters:
         for dimension in axes.of(name) if name in axes.tensors else ():
-            neighbours = (pair for pair in itertools.pairwise(dimension) if pair in alone)
-            pairs.update(dict.fromkeys(pair for pair in neighbours if _is_short(axes, *pair, count)))
+            for pair in itertools.pairwise(dimension):
+                if pair in two_axis_dimensions and _should_merge(axes, *pair, count):
+                    pairs[pair] = None
     for pair in pairs:
-        axes = _merged(axes, pair)
+        axes = _merge(axes, pair)
     return axes
 
 
-def _is_short(axes: Axes, outer: int, inner: int, count: int) -> bool:
-    """Whether two neighbours are too short alone. The inside of a head is never cut: attention needs it whole."""
-    one, other = axes.sizes[outer], axes.sizes[inner]
-    if "head" in axes.roles[inner]:
+def _should_merge(axes: Axes, outer: int, inner: int, count: int) -> bool:
+    """Whether ``count`` ranks can shard two neighbours together only. The inside of a head is never sharded: attention needs it whole."""
+    size, inner_size = axes.sizes[outer], axes.sizes[inner]
+    if "head" in axes.roles[inner] or not isinstance(size, int) or not isinstance(inner_size, int):
         return False
-    return isinstance(one, int) and isinstance(other, int) and 1 < one < count and 1 < other < count <= one * other
+    return 1 < size < count and 1 < inner_size < count <= size * inner_size
 
 
-def _merged(axes: Axes, pair: tuple[int, int]) -> Axes:
+def _merge(axes: Axes, pair: tuple[int, int]) -> Axes:
+    """Replace an outer and an inner axis by a new one, wherever they are neighbours."""
     new = len(axes.sizes)
     outer, inner = (axes.sizes[axis] for axis in pair)
     assert isinstance(outer, int)
     assert isinstance(inner, int)
     roles = Counter(axes.roles[pair[0]]) + Counter(axes.roles[pair[1]])
 
-    def dimension(each: tuple[int, ...]) -> tuple[int, ...]:
-        found: list[int] = []
-        for axis in each:
-            if found and (found[-1], axis) == pair:
-                found[-1] = new
-            else:
-                found.append(axis)
-        return tuple(found)
+    def merged(dimensions: TensorAxes) -> TensorAxes:
+        return tuple(merged_dimension(dimension) for dimension in dimensions)
 
-    def tensor(each: TensorAxes) -> TensorAxes:
-        return tuple(dimension(axes_of_dimension) for axes_of_dimension in each)
+    def merged_dimension(dimension: tuple[int, ...]) -> tuple[int, ...]:
+        result: list[int] = []
+        for axis in dimension:
+            if result and (result[-1], axis) == pair:
+                result[-1] = new
+            else:
+                result.append(axis)
+        return tuple(result)
 
     return replace(
         axes,
         sizes=(*axes.sizes, outer * inner),
-        tensors={name: tuple(tensor(each) for each in tensors) for name, tensors in axes.tensors.items()},
-        factors={name: tuple(dimension(each) for each in factors) for name, factors in axes.factors.items()},
+        tensors={name: tuple(map(merged, tensors)) for name, tensors in axes.tensors.items()},
+        factors={name: merged(factors) for name, factors in axes.factors.items()},
         roles=(*axes.roles, roles),
     )

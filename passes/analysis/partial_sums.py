@@ -16,29 +16,30 @@ __all__ = ["summed_together"]
 
 
 def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
-    """Return the values that add several partial sums, and those that reach such an addition through linear calls only."""
-    sums: set[fx.Node] = set()
+    """Return the names of values that add several partial sums, and of those that reach such an addition through linear calls only."""
+    partial_sums: set[fx.Node] = set()
     for node in graph.nodes:
-        read_alone = {each for each in node.all_input_nodes if each in sums and len(each.users) == 1}
-        if _contracts(node, axes) or any(operands <= read_alone for operands in _linear_in(node, axes)):
-            sums.add(node)
+        with_one_reader = {operand for operand in node.all_input_nodes if operand in partial_sums and len(operand.users) == 1}
+        if _contracts(node, axes) or any(operands <= with_one_reader for operands in _linear_in(node, axes)):
+            partial_sums.add(node)
     together: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if _added(node, sums, axes):
+        if _summands(node, partial_sums, axes):
             together.add(node)
         elif len(node.users) == 1:
             (reader,) = node.users
-            if node in _added(reader, sums, axes) or (reader in together and {node} in _linear_in(reader, axes)):
+            if node in _summands(reader, partial_sums, axes) or (reader in together and {node} in _linear_in(reader, axes)):
                 together.add(node)
     return frozenset(node.name for node in together)
 
 
-def _added(node: fx.Node, sums: set[fx.Node], axes: Axes) -> set[fx.Node]:
-    """The operands that a call adds up, where several of them are partial sums."""
-    return {each for operands in _linear_in(node, axes) if len(operands & sums) > 1 for each in operands}
+def _summands(node: fx.Node, partial_sums: set[fx.Node], axes: Axes) -> set[fx.Node]:
+    """Return the operands that a call adds, if several of them are partial sums; else nothing."""
+    return {summand for operands in _linear_in(node, axes) if len(operands & partial_sums) > 1 for summand in operands}
 
 
 def _contracts(node: fx.Node, axes: Axes) -> bool:
+    """Whether a call multiplies operands and sums the products, as a matrix product does."""
     loops = axes.loops.get(node.name)
     return loops is not None and len(axes.operands[node.name]) > 1 and any(factor.reduction == "sum" for factor in loops.factors)
 

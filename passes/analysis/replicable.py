@@ -63,9 +63,9 @@ def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
     Which stages compute such nodes depends on the sharding of the batch, since nodes with collectives belong to one stage. A rank that
     stores all of these buffers and constants can run the programs of every such sharding.
     """
-    replicable, held = replicable_nodes(graph), graph.buffers.keys() | graph.constants.keys()
-    read = (node.all_input_nodes for node in graph.graph.nodes if node.name in replicable)
-    return frozenset(source.name for sources in read for source in sources if source.name in held)
+    replicable, stored = replicable_nodes(graph), graph.buffers.keys() | graph.constants.keys()
+    operands = (node.all_input_nodes for node in graph.graph.nodes if node.name in replicable)
+    return frozenset(operand.name for sources in operands for operand in sources if operand.name in stored)
 
 
 def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient: AbstractSet[str]) -> bool:

@@ -21,26 +21,26 @@ _BATCH_NORMS = (aten.batch_norm, aten.native_batch_norm, aten.cudnn_batch_norm, 
 
 
 def takes_row_statistics(node: fx.Node) -> bool:
-    """Whether a call mixes rows in its statistics: batch normalisation in training, or running statistics of instances."""
-    found = packet(node.target)
-    if found in _BATCH_NORMS:
+    """Whether a call computes statistics over rows: batch norm in training, or instance norm that updates running statistics."""
+    operator = packet(node.target)
+    if operator in _BATCH_NORMS:
         return bool(bound_arguments(node)["training"])
-    if found is not aten.instance_norm:
+    if operator is not aten.instance_norm:
         return False
-    bound = bound_arguments(node)
-    return bool(bound["use_input_stats"]) and bound["running_mean"] is not None
+    arguments = bound_arguments(node)
+    return bool(arguments["use_input_stats"]) and arguments["running_mean"] is not None
 
 
 def values_per_channel(graph: ModelGraph, rows: int) -> Iterator[tuple[str, int]]:
-    """Yield for each batch normalisation in training its module path and how many values of a channel it normalises.
+    """Yield (module path, number of values that share statistics) of each batch normalisation in training.
 
     Args:
-        rows: of the batch that statistics are taken of.
+        rows: rows of the batch that a statistic covers, such as those of a microbatch.
     """
     for node in graph.computing_nodes():
         if packet(node.target) in _BATCH_NORMS and takes_row_statistics(node):
-            sizes = [size_of(size) for index, size in enumerate(bound_arguments(node)["input"].meta["val"].shape) if index != 1]
-            count = sympy.Integer(1) * math.prod(sizes)
+            shape = bound_arguments(node)["input"].meta["val"].shape
+            count = sympy.Integer(1) * math.prod(size_of(size) for index, size in enumerate(shape) if index != 1)
             count = count * rows / graph.batch_size if graph.batch is None else count.subs(graph.batch, rows)
             if not count.free_symbols:
                 yield module_path(node), int(count)

@@ -1,8 +1,8 @@
-"""Sizes of one rank's parts: how long an axis is where a layout cuts it.
+"""Sizes of one rank's shards.
 
-An axis of 10 over 4 ranks is 3, 3, 2, 2 long, as ``torch.tensor_split`` cuts; cut over two mesh dimensions, the inner one cuts what the
-outer one left. The batch is cut into equal parts alone, so that one graph serves every batch size: sizes are expressions in a rank's own
-rows, of which there are ``1 / n_row_parts`` of the whole.
+Shards of an axis of 10 over 4 ranks have sizes 3, 3, 2, 2, as of ``torch.tensor_split``; over two mesh dimensions, the inner one divides
+the shards of the outer one. The batch is divided into equal parts only, so that one graph serves every batch size: sizes are expressions
+in the number of a rank's own rows, ``1 / n_row_parts`` of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["Extents"]
 
 @dataclass(frozen=True)
 class Extents:
-    """Sizes at one coordinate.
+    """Sizes of the shards of one rank.
 
     Attributes:
-        sizes: of each axis, in the whole batch.
+        sizes: of each axis, unsharded.
         mesh: names and sizes of the mesh dimensions, outermost first.
-        coordinate: the rank's place along each.
-        batch: the symbol of the batch, which stands for the rank's own rows in every size given back; None for a fixed batch.
-        n_row_parts: into how many parts the batch is cut.
+        coordinate: the rank's position along each.
+        batch: the symbol of the batch; in all returned sizes it stands for the rank's own rows. None for a fixed batch.
+        n_row_parts: number of parts of the batch.
     """
 
     sizes: tuple[Size, ...]
@@ -42,17 +42,17 @@ class Extents:
     n_row_parts: int
 
     def whole(self, size: Size) -> Size:
-        """A size in the whole batch, said in the rank's own rows."""
+        """Return a size of the whole model as an expression in the rank's own rows: ``batch`` becomes ``n_row_parts * batch``."""
         if isinstance(size, int) or self.batch is None:
             return size
-        return _multiplied(size, self.batch, self.n_row_parts)
+        return _in_own_rows(size, self.batch, self.n_row_parts)
 
     def parts(self, axis: int, index: int, layout: Sequence[object]) -> tuple[Size, ...]:
-        """The sizes of an axis along one mesh dimension, where the outer mesh dimensions of a layout have cut it already."""
+        """Return the sizes of an axis's shards over mesh dimension ``index``, within the shard of ``layout``'s outer mesh dimensions."""
         return self._split(self.axis(axis, layout[:index]), index)
 
     def axis(self, axis: int, layout: Sequence[object]) -> Size:
-        """The size of an axis where a layout, over all mesh dimensions or the outer ones, cuts it."""
+        """Return the size of the rank's shard of an axis under a layout of all mesh dimensions, or of the outermost ones alone."""
         size = self.whole(self.sizes[axis])
         for index, place in enumerate(layout):
             if _cuts(place, axis):
@@ -60,7 +60,7 @@ class Extents:
         return size
 
     def interval(self, axis: int, layout: Sequence[object]) -> tuple[int, int]:
-        """Where, in an axis of fixed size, the part at the coordinate starts and ends."""
+        """Return where the rank's shard of an axis of fixed size starts and ends."""
         start, size = 0, int(self.sizes[axis])
         for index, place in enumerate(layout):
             if _cuts(place, axis):
@@ -70,18 +70,19 @@ class Extents:
         return start, start + size
 
     def dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
-        """The size of one dimension of a tensor."""
+        """Return the rank's size of one dimension of a tensor, which holds the given axes."""
         return product(self.axis(axis, shards_of(layout, dimension)) for axis in axes)
 
     def shape(self, axes: TensorAxes, layout: Layout) -> tuple[Size, ...]:
-        """The shape of a tensor."""
-        return tuple(self.dimension(each, dimension, layout) for dimension, each in enumerate(axes))
+        """Return the shape of the rank's shard of a tensor."""
+        return tuple(self.dimension(of_dimension, dimension, layout) for dimension, of_dimension in enumerate(axes))
 
     def _split(self, size: Size, index: int) -> tuple[Size, ...]:
+        """Return the sizes of the shards of a size over a mesh dimension."""
         name, count = self.mesh[index]
         if isinstance(size, int):
             return microbatch_sizes(size, count)
-        part = _divided(size, count)
+        part = _equal_part(size, count)
         if part is None:
             raise ConfigError(
                 f"a dimension of size {size} cannot be cut into {count} parts over {name!r}: it depends on the batch size",
@@ -91,27 +92,28 @@ class Extents:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes."""
-    found = list(sizes)
-    numbers = [size for size in found if isinstance(size, int)]
-    return math.prod(numbers) if len(numbers) == len(found) else _plain(sympy.Mul(*found))
+    """Return the product of sizes."""
+    factors = list(sizes)
+    numbers = [size for size in factors if isinstance(size, int)]
+    return math.prod(numbers) if len(numbers) == len(factors) else _simplified(sympy.Mul(*factors))
 
 
 @functools.lru_cache(maxsize=65536)
-def _multiplied(size: sympy.Expr, batch: sympy.Symbol, count: int) -> Size:
-    """A size with so many times the batch; the same few are asked for, call after call."""
-    return _plain(size.subs(batch, count * batch))
+def _in_own_rows(size: sympy.Expr, batch: sympy.Symbol, n_row_parts: int) -> Size:
+    """Substitute ``n_row_parts * batch`` for ``batch``."""
+    return _simplified(size.subs(batch, n_row_parts * batch))
 
 
 @functools.lru_cache(maxsize=65536)
-def _divided(size: sympy.Expr, count: int) -> Size | None:
-    """An equal part of a size; None where it is not whole for every batch."""
+def _equal_part(size: sympy.Expr, count: int) -> Size | None:
+    """Return ``size / count`` if it is a whole number for every batch size, else None."""
     part = sympy.cancel(size / count)
-    return _plain(part) if all(number.is_integer for number in sympy.Poly(part).coeffs()) else None
+    return _simplified(part) if all(number.is_integer for number in sympy.Poly(part).coeffs()) else None
 
 
 @functools.lru_cache(maxsize=65536)
-def _plain(size: sympy.Expr) -> Size:
+def _simplified(size: sympy.Expr) -> Size:
+    """Cancel common factors; return an int if the result is constant."""
     size = sympy.cancel(size)
     return int(size) if size.is_Integer else size
 

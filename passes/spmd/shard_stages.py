@@ -1,10 +1,10 @@
 """Shard a model by a plan: once for all stages, or once for each shape of per-stage submeshes.
 
 plan                                    of_places
-pipeline 2 x tensor 2                   one cut over tensor 2, for both stages
-pipeline 2 x tensor 2 + 1               a cut over tensor 2, for stage 0; the whole model, for stage 1
+pipeline 2 x tensor 2                   one model sharded over tensor 2, for both stages
+pipeline 2 x tensor 2 + 1               a model sharded over tensor 2, for stage 0; an unsharded one, for stage 1
 
-Each cut is of the whole model; a stage is taken from the cut for its submesh.
+Each ``CutModel`` is of the whole model; a stage is taken from the one for its submesh.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["StagedCut", "cut_by_plan"]
 
 @dataclass(frozen=True)
 class StagedCut:
-    """A model cut for the stages of a plan.
+    """A model sharded for the stages of a plan.
 
     Attributes:
         mesh: of all ranks.
-        of_places: for each place along the pipeline, the cut that its stages are taken from; equal ones are one object.
+        of_places: for each pipeline position, the sharded model that its stages are taken from; equal ones are one object.
     """
 
     mesh: Mesh
@@ -40,7 +40,7 @@ class StagedCut:
 
     @property
     def widest(self) -> CutModel:
-        """The cut over all ranks of ``mesh.cutting``."""
+        """The model sharded over the largest submesh, all ranks of ``mesh.cutting``."""
         return max(self.of_places, key=lambda cut: cut.cut.mesh.size)
 
     @property
@@ -52,16 +52,16 @@ class StagedCut:
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
         """Return for each pipeline (``passes.ir.mesh.pipelines``) the sharded graphs of its ranks, by pipeline position."""
         return tuple(
-            tuple(cut.parts[self._number(place, rank)] for place, (cut, rank) in enumerate(zip(self.of_places, ranks, strict=True)))
+            tuple(self.of_places[place].parts[self._rank_in_submesh(place, rank)] for place, rank in enumerate(ranks))
             for ranks in pipelines(self.mesh)
         )
 
     def blocks(self, place: int, rank: int) -> Mapping[str, Block]:
         """Return the block of each parameter, buffer and constant that a rank at a pipeline position stores."""
-        return self.of_places[place].blocks[self._number(place, rank)]
+        return self.of_places[place].blocks[self._rank_in_submesh(place, rank)]
 
-    def _number(self, place: int, rank: int) -> int:
-        """Return the number of a rank within the submesh of its stage."""
+    def _rank_in_submesh(self, place: int, rank: int) -> int:
+        """Return the rank within the submesh of its pipeline position."""
         return self.mesh.cutting_at(place).rank(self.mesh.coordinate(rank))
 
 
@@ -71,15 +71,15 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
     Args:
         results: whether ranks return whole results or those of their own rows.
         rows: False replicates the batch, if the mesh does not divide it.
-        like: another cut by the same plan, whose stored layouts of parameters, buffers and constants are used; None: chosen anew.
+        like: the result for another graph of the same plan, whose layouts of parameters, buffers and constants are used; None: choose them.
     """
     mesh = plan.grid
     axes = find_axes_to_cut(graph, mesh)
-    names, cuts = axis_names(graph, axes), dict[Mesh, CutModel]()
+    names, models = axis_names(graph, axes), dict[Mesh, CutModel]()
     wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
-    n_places = len(pipelines(mesh)[0])
-    for place, over in ((place, mesh.cutting_at(place)) for place in range(n_places)):
-        if over in cuts:
+    submeshes = [mesh.cutting_at(place) for place in range(len(pipelines(mesh)[0]))]
+    for place, over in enumerate(submeshes):
+        if over in models:
             continue
         assigned: dict[str, tuple[int, ...]] = dict.fromkeys(over.names, ())
         for name, dimension in plan.axes:
@@ -88,6 +88,6 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
         cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
         stored = tuple(name for name in over.names if name in STORED)
         cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped)
-        held = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
-        cuts[over] = cut_axes(graph, axes, cut, results, held)
-    return StagedCut(mesh, tuple(cuts[mesh.cutting_at(place)] for place in range(n_places)))
+        stored_layouts = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
+        models[over] = cut_axes(graph, axes, cut, results, stored_layouts)
+    return StagedCut(mesh, tuple(models[over] for over in submeshes))

@@ -1,6 +1,7 @@
-"""Which part of a parameter a rank holds: a block of it, in runs where the cut axis is not the outermost of its dimension.
+"""Shards of stored tensors: the block of a parameter that a rank stores.
 
-weight[(3 heads head), hidden] cut by heads over two ranks: rank 0 holds, of each of q, k and v, the first half of the heads
+A block is not contiguous if the sharded axis is not the outermost of its dimension. In weight[(3 heads head), hidden], sharded by heads
+over two ranks, rank 0 stores the first half of the heads of each of q, k and v:
 
     q q k k v v      rank 0:  q . k . v .
                      rank 1:  . q . k . v
@@ -8,6 +9,7 @@ weight[(3 heads head), hidden] cut by heads over two ranks: rank 0 holds, of eac
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -27,8 +29,8 @@ class Block:
 
     Attributes:
         shape: of the whole tensor.
-        unfolded: its shape with every dimension written as its axes.
-        intervals: for each of these the first index and the one behind the last.
+        unfolded: its shape with every dimension unfolded into its axes, (3, heads, head, hidden) in the example.
+        intervals: for each of these axes the interval (start, stop) of the block.
         part: the shape of the block.
     """
 
@@ -42,7 +44,7 @@ class Block:
         return self.part == self.shape
 
     def take(self, whole: Tensor) -> Tensor:
-        """The block of a tensor; new memory unless it is the whole."""
+        """Return the block of a tensor as a copy; the tensor itself if the block is the whole."""
         if self.is_whole:
             return whole
         if whole.is_meta:
@@ -50,15 +52,15 @@ class Block:
         return whole.reshape(self.unfolded)[self._index()].reshape(self.part).clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write the block into a tensor."""
+        """Copy ``part``, which has the shape of the block, into the block of a tensor."""
         self.within(whole).copy_(self.unfold(part))
 
     def within(self, whole: Tensor) -> Tensor:
-        """The block as a view of a tensor, every dimension written as its axes."""
+        """Return the block as a view of a tensor, every dimension unfolded into its axes."""
         return whole.view(self.unfolded)[self._index()]
 
     def unfold(self, part: Tensor) -> Tensor:
-        """A tensor of the block's shape, every dimension written as its axes, as ``within`` gives it."""
+        """Return a tensor of the block's shape with every dimension unfolded into its axes, like the view of ``within``."""
         return part.reshape([stop - start for start, stop in self.intervals])
 
     def _index(self) -> tuple[slice, ...]:
@@ -66,19 +68,21 @@ class Block:
 
 
 def whole_block(shape: tuple[int, ...]) -> Block:
-    """All of a tensor."""
+    """Return the block that is all of a tensor."""
     return Block(shape, shape, tuple((0, size) for size in shape), shape)
 
 
 def block_of(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
-    """The block that lies at a coordinate."""
-    unfolded: list[int] = []
-    intervals: list[tuple[int, int]] = []
-    part: list[int] = []
-    for dimension, each in enumerate(axes):
-        found = [extents.interval(axis, shards_of(layout, dimension)) for axis in each]
-        unfolded += [int(extents.sizes[axis]) for axis in each]
-        intervals += found
-        part.append(math.prod(stop - start for start, stop in found))
-    shape = tuple(math.prod(int(extents.sizes[axis]) for axis in each) for each in axes)
-    return Block(shape, tuple(unfolded), tuple(intervals), tuple(part))
+    """Return the block that a rank stores of a tensor with a layout.
+
+    Args:
+        extents: of the rank.
+    """
+    sizes = [[int(extents.sizes[axis]) for axis in of_dimension] for of_dimension in axes]
+    intervals = [[extents.interval(axis, shards_of(layout, dim)) for axis in of_dimension] for dim, of_dimension in enumerate(axes)]
+    return Block(
+        shape=tuple(math.prod(of_dimension) for of_dimension in sizes),
+        unfolded=tuple(itertools.chain(*sizes)),
+        intervals=tuple(itertools.chain(*intervals)),
+        part=tuple(math.prod(stop - start for start, stop in of_dimension) for of_dimension in intervals),
+    )

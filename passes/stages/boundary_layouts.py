@@ -7,8 +7,8 @@ Before (stage 1 begins with ``linear_1``):          After:
                                                         linear_1 = aten.linear(relu_crossing, ...)
 
 So a value has one name and one size for all stages, whatever their submeshes shard. Replicable nodes (``passes.analysis.replicable``),
-which every stage computes for itself, are computed whole too, so that all stages send the same values. A stage's reshards of a value stay
-in it: the next stage starts from the value itself (``passes.spmd.reshard``).
+which every stage computes for itself, are replicated too. Reshards of a value that one stage makes are not visible to the next, which
+starts from the value itself (``passes.spmd.reshard``).
 """
 
 from __future__ import annotations
@@ -53,26 +53,25 @@ def mark_boundaries(graph: ModelGraph, first_nodes: Sequence[str]) -> ModelGraph
     """
     stages, replicable, last = stage_of_nodes(graph, first_nodes), replicable_nodes(graph), len(first_nodes) - 1
     target, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    within: dict[fx.Node, fx.Node] = {}
-    stage = 0
+    stage, tensors_of_stage = 0, list[fx.Node]()
     for node in graph.graph.nodes:
-        here = stages.get(node.name, stage)
-        if here > stage or node.op == "output":
-            _add_aliases(target, [each for each in within if is_read_later(each, stages, stage, output=last)], copies)
-            within.clear()
-            stage = here
+        stage_of_node = stages.get(node.name, stage)
+        if stage_of_node > stage or node.op == "output":
+            _add_aliases(target, [value for value in tensors_of_stage if is_read_later(value, stages, stage, output=last)], copies)
+            tensors_of_stage.clear()
+            stage = stage_of_node
         copies[node] = target.node_copy(node, copies.__getitem__)
         if node.name in replicable:
             copies[node].meta[_WHOLE] = True
         elif node.name in stages:
             copies[node].meta[_STAGE] = stage
         if isinstance(node.meta.get("val"), Tensor) and node.name in stages:
-            within[node] = copies[node]
+            tensors_of_stage.append(node)
     return rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
 
 
 def _add_aliases(target: fx.Graph, crossing: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
-    """Append an alias of each value to a stage; nodes that are copied later read the alias."""
+    """Append an alias of each value that crosses to a later stage, and replace the value by it in ``copies``: later nodes read it."""
     for node in crossing:
         alias = target.create_node("call_function", torch.ops.aten.alias.default, (copies[node],), name=f"{node.name}_crossing")
         alias.meta = {**copies[node].meta, _WHOLE: True}

@@ -10,8 +10,7 @@ After:
     stage 1   (weight_1, batch, add)    -> relu, position, add_1, linear_1     -> (linear_1,)
 
 A replicable node (see ``passes.analysis.replicable``) is computed again in every stage that reads it. Everything else that a later stage
-reads is an output of its stage and an input of the reader, however far apart the two are. What the model returns is collected by the
-last stage's rank.
+reads is an output of its stage and an input of the reader, however far apart the two are.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class StageGraph:
         values: values of earlier stages that it reads.
         outputs: values that later stages read or the model returns.
         has_batch: whether the size of the microbatch is an argument.
-        device: that its graph creates tensors on.
+        device: on which its graph creates tensors.
     """
 
     index: int
@@ -68,21 +67,22 @@ class StageGraph:
 
     @property
     def bound(self) -> tuple[str, ...]:
-        """What stays with the stage from step to step."""
+        """Placeholders that stay the same from step to step."""
         return self.parameters + self.buffers + self.constants
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What each microbatch brings."""
+        """Placeholders that differ from microbatch to microbatch."""
         return (("batch",) if self.has_batch else ()) + self.model_inputs + self.values
 
 
 def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, int]:
-    """The stage of every computing node that is not replicable.
+    """Return the stage of every computing node that is not replicable.
 
     Args:
-        graph: a model, or a part of one (``passes.spmd.localize``): there a stage begins with what was written for its first node.
-        first_nodes: for each stage, the name of its first node, in graph order; the first stage starts with the graph whatever it says.
+        graph: a model, or a rank's graph of it (``passes.spmd.localize``): there a stage begins with the first node that was emitted for
+            its first node (``written_for``).
+        first_nodes: for each stage, the name of its first node, in graph order; that of stage 0 is ignored.
 
     Raises:
         ConfigError: a name is no computing node, or the names are out of order.
@@ -91,7 +91,7 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     nodes = graph.computing_nodes()
     position = {node.name: index for index, node in enumerate(nodes)}
     for index, node in reversed(list(enumerate(nodes))):
-        if "written_for" in node.meta:  # what was written for a size may have the name of a call of the model
+        if "written_for" in node.meta:  # the earliest node wins, also over a node that has the name itself
             position[node.meta["written_for"]] = index
     starts = []
     for name in first_nodes[1:]:
@@ -119,8 +119,9 @@ def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequenc
     stages = stage_of_nodes(graph, first_nodes)
     last = len(first_nodes) - 1
     memory = aliasing(graph.graph)
-    anew = _laid_out_anew(graph, stages) if draws(graph.graph) else frozenset()
-    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index], anew) for index in range(len(first_nodes)))
+    with_new_strides = _values_with_new_strides(graph, stages) if draws(graph.graph) else frozenset()
+    indices = range(len(first_nodes))
+    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index], with_new_strides) for index in indices)
 
 
 def _stage_graph(
@@ -130,8 +131,9 @@ def _stage_graph(
     index: int,
     is_last: bool,
     device: torch.device,
-    anew: Collection[str],
+    with_new_strides: Collection[str],
 ) -> StageGraph:
+    """Return stage ``index`` of the model; ``stages`` is that of ``stage_of_nodes``."""
     outputs = _outputs(graph, stages, index, is_last)
     needed = _needed_nodes(graph, stages, index, outputs)
     names = {node.name for node in needed}
@@ -155,19 +157,20 @@ def _stage_graph(
         has_batch="batch" in placeholders,
         device=device,
     )
-    module = _copy(graph, memory, stage, needed, device, anew)
+    module = _copy(graph, memory, stage, needed, with_new_strides)
     return replace(stage, module=module)
 
 
 def _outputs(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: bool) -> tuple[str, ...]:
+    """Return the values of a stage that later stages read or the model returns; the last stage also returns replicable results."""
     returned = {output.node for output in graph.outputs if output.node is not None}
     outputs = []
     for node in graph.graph.nodes:
         if node.name in stages:
-            leaves = stages[node.name] == index and (node.name in returned or is_read_later(node, stages, index, output=index))
+            is_output = stages[node.name] == index and (node.name in returned or is_read_later(node, stages, index, output=index))
         else:
-            leaves = is_last and node.name in returned
-        outputs += [node.name] if leaves else []
+            is_output = is_last and node.name in returned
+        outputs += [node.name] if is_output else []
     return tuple(outputs)
 
 
@@ -175,7 +178,7 @@ def is_read_later(node: fx.Node, stages: Mapping[str, int], stage: int, *, outpu
     """Return whether a stage after ``stage`` reads a value, directly or through replicable nodes (which are computed where they are read).
 
     Args:
-        output: the stage that what the model returns is read by.
+        output: the stage that counts as the reader of the model's results.
     """
     for user in node.users:
         reader = output if user.op == "output" else stages.get(user.name)
@@ -185,6 +188,7 @@ def is_read_later(node: fx.Node, stages: Mapping[str, int], stage: int, *, outpu
 
 
 def _needed_nodes(graph: ModelGraph, stages: Mapping[str, int], index: int, outputs: Sequence[str]) -> list[fx.Node]:
+    """Return the nodes that a stage computes: its own, and the replicable ones that these or its outputs depend on."""
     needed = {node for node in graph.graph.nodes if stages.get(node.name) == index}
     replicable = [node for node in graph.computing_nodes() if node.name not in stages]
     wanted = {argument for node in needed for argument in node.all_input_nodes}
@@ -197,8 +201,9 @@ def _needed_nodes(graph: ModelGraph, stages: Mapping[str, int], index: int, outp
 
 
 def _copy(
-    graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], device: torch.device, anew: Collection[str]
+    graph: ModelGraph, memory: Aliasing, stage: StageGraph, needed: Sequence[fx.Node], with_new_strides: Collection[str]
 ) -> fx.GraphModule:
+    """Copy the needed nodes into a graph with the placeholders and outputs of a stage."""
     nodes = {node.name: node for node in graph.graph.nodes}
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -208,10 +213,10 @@ def _copy(
         copies[nodes[name]] = placeholder
     for node in needed:
         copies[node] = target.node_copy(node, lambda argument: copies[argument])
-        _place(copies[node], device)
+        _set_device(copies[node], stage.device)
         if not memory.written(node):
             _allow_any_layout(node, copies[node], stage)
-    draw_in_rows(target, anew)
+    draw_in_rows(target, with_new_strides)
     target.output(tuple(copies[nodes[name]] for name in stage.outputs))
     target.lint()
     verify_writes(target, "cutting stages", owns_memory=True)
@@ -221,7 +226,7 @@ def _copy(
 
 
 def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
-    """Let a view be a copy where need be: what comes from another rank is dense, whatever it was in the model."""
+    """Replace ``view`` by ``reshape``: values from other stages are dense, and need not have the strides that a view relies on."""
     if copy.target is aten.view.default:
         copy.target = aten.reshape.default
     elif copy.target is aten.as_strided.default and stage.values:
@@ -231,26 +236,27 @@ def _allow_any_layout(node: fx.Node, copy: fx.Node, stage: StageGraph) -> None:
         )
 
 
-def _laid_out_anew(graph: ModelGraph, stages: Mapping[str, int]) -> frozenset[str]:
-    """The values that follow from inputs, or values of other stages, which are dense whatever strides they have in the model."""
+def _values_with_new_strides(graph: ModelGraph, stages: Mapping[str, int]) -> frozenset[str]:
+    """Return the values that depend on non-contiguous inputs, or on non-contiguous values of other stages: a stage gets these dense."""
 
-    def begins(node: fx.Node) -> bool:
+    def reads_dense_copy(node: fx.Node) -> bool:
         if node.op == "placeholder":
             return not _is_contiguous(node)
-        own = stages.get(node.name)
-        crossing = [source for source in node.all_input_nodes if source.op != "placeholder" and stages.get(source.name) != own]
+        own_stage = stages.get(node.name)
+        crossing = [source for source in node.all_input_nodes if source.op != "placeholder" and stages.get(source.name) != own_stage]
         return not all(map(_is_contiguous, crossing))
 
-    return frozenset(node.name for node in laid_out_anew(graph.graph, begins))
+    return frozenset(node.name for node in laid_out_anew(graph.graph, reads_dense_copy))
 
 
 def _is_contiguous(node: fx.Node) -> bool:
+    """Whether a value is contiguous; True for what is no strided tensor."""
     value = node.meta.get("val")
     return not isinstance(value, Tensor) or value.layout != torch.strided or value.is_contiguous()
 
 
-def _place(node: fx.Node, device: torch.device) -> None:
-    """Let a node that names a device name the stage's own."""
+def _set_device(node: fx.Node, device: torch.device) -> None:
+    """Replace the device among a node's arguments, if there is one."""
     node.args = tuple(device if isinstance(argument, torch.device) else argument for argument in node.args)
     if isinstance(node.kwargs.get("device"), torch.device):
         node.kwargs = {**node.kwargs, "device": device}

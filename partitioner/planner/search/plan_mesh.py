@@ -27,7 +27,7 @@ from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import with_paid_halos
-from passes.analysis.axis_names import axes_named, batch_axes, shortened
+from passes.analysis.axis_names import axes_named, batch_axes, short_names
 from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.provenance import module_path
@@ -170,7 +170,7 @@ def _notes(cut: MeshCut) -> Iterator[str]:
 
 def _sizes_by_name(chosen: Sequence[int], cut: MeshCut, sizes: Mapping[int, int]) -> Iterator[tuple[str, str]]:
     """Axes by name, with the sizes that they have."""
-    for name in dict.fromkeys(name.partition("[")[0] for name in shortened(chosen, cut.names)):
+    for name in dict.fromkeys(name.partition("[")[0] for name in short_names(chosen, cut.names)):
         found = sorted({sizes[axis] for axis in axes_named(name, cut.names) if axis in chosen})
         yield name, ", ".join(map(str, found))
 

@@ -21,7 +21,7 @@ from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_c
 from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, Switched, may_switch
 from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
-from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, shortened, space_axes
+from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, short_names, space_axes
 from passes.analysis.merge_axes import find_axes_to_cut, merge_short_axes
 from passes.graph.repeated_subgraphs import Folded, fold_repeats
 from passes.ir.comm.halo_strategy import HaloSegment
@@ -428,7 +428,7 @@ class MeshCut:
         """
         of, cutting = self.part.of, self.part.cutting
         axes, names, assigned = self.axes, self.names, self.assigned
-        by_folded = {name: shortened(each, names) for name, each in assigned.items()}
+        by_folded = {name: short_names(each, names) for name, each in assigned.items()}
         if all("[" not in axis or self._is_numbered_alike(axis) for each in by_folded.values() for axis in each):
             return tuple((axis, name) for name in cutting.names for axis in by_folded[name])
         if of.unfolding is not None:
@@ -441,7 +441,7 @@ class MeshCut:
                 name: tuple(dict.fromkeys(found for axis in each for found in counterparts.get(axis, ())))
                 for name, each in assigned.items()
             }
-        return tuple((axis, name) for name in cutting.names for axis in shortened(assigned[name], names))
+        return tuple((axis, name) for name in cutting.names for axis in short_names(assigned[name], names))
 
     def _is_numbered_alike(self, axis: str) -> bool:
         """Whether an axis has the same number in the whole model: none of its name is left out there, with the copies of a block."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import Axes, find_axes
-from passes.analysis.axis_names import axes_named, axis_names, batch_axes, shortened
+from passes.analysis.axis_names import axes_named, axis_names, batch_axes, short_names
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
@@ -267,8 +267,8 @@ def test_a_name_means_all_of_its_kind_and_a_number_one() -> None:
     both = axes_named("vocab", names)
     assert {axes.sizes[axis] for axis in both} == {19, 11}
     assert axes_named("vocab[0]", names) == both[:1]
-    assert shortened(both, names) == ("vocab",)
-    assert shortened(both[:1], names) == ("vocab[0]",)
+    assert short_names(both, names) == ("vocab",)
+    assert short_names(both[:1], names) == ("vocab[0]",)
     with pytest.raises(ConfigError, match=r"no axis 'experts'.*\n.*ffn.*heads"):
         axes_named("experts", names)
 
