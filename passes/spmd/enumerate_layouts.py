@@ -139,7 +139,6 @@ def layout_choices(
     """Work out every call for every choice that it depends on.
 
     Args:
-        axes: of the graph.
         dimension: name and size of the mesh dimension.
         groups: axes that are cut together or not at all, dearest first.
         fixed: axes that are cut in any case, dearer than those.

@@ -53,7 +53,7 @@ aten = torch.ops.aten
 
 
 def localize(graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, *, local_statistics: bool = False) -> ModelGraph:
-    """The graph of a rank.
+    """Return the graph of a rank.
 
     Args:
         extents: the sizes of its parts. The graph's batch is the rank's own rows.
@@ -209,10 +209,10 @@ class _Localizer:
         return given
 
     def _windowed(self, node: fx.Node, by_place: Sequence[fx.Node], slides: Sequence[Slide], piece: Slide | None = None) -> fx.Node:
-        """The same operation on what windows read.
+        """Emit the operation itself on this rank's operands, with local sizes among its arguments.
 
         Args:
-            piece: of the steps of this rank, those that are computed here; None: all.
+            piece: the steps to compute, if not all of this rank's.
         """
         loops, arguments = self.axes.loops[node.name], bound_arguments(node)
         given = self._given(arguments, by_place)
@@ -229,7 +229,7 @@ class _Localizer:
     def _in_pieces(
         self, node: fx.Node, operands: Sequence[fx.Node], by_place: Sequence[fx.Node], slides: Sequence[Slide], interior: Interior
     ) -> fx.Node:
-        """The interior while the halo is on its way, then both borders."""
+        """Emit a call in pieces: the interior during the halo exchange, then both borders, and their concatenation."""
         slide, others = interior.slide, [each for each in slides if each is not interior.slide]
         place, dimension = slide.window.operand, slide.window.dimension
         by_place = self.halos.fetched(node, operands, by_place, others)
@@ -249,7 +249,7 @@ class _Localizer:
         )
 
     def _own_results(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
-        """Without the results that other ranks make."""
+        """Slice a result to this rank's own steps, if the window computes more than these."""
         if slide.window.reach.skip == 0:
             return copy
         (dimension,) = [index for index, factors in enumerate(loops.results[0]) if slide.window.factor in factors]
@@ -289,7 +289,7 @@ class _Localizer:
         return product(self.extents.whole(self.extents.sizes[axis]) for axis in axes[axes.index(cut.axis) + 1 :])
 
     def _weighted(self, node: fx.Node, loops: Loops, copy: fx.Node) -> fx.Node:
-        """A mean over a part counts as much as the part is of the whole."""
+        """Scale a mean over a shard by the shard's fraction of the axis, so that the sum over ranks is the mean of the whole."""
         share = sympy.Integer(1)
         for index, cut in enumerate(self.layouts.cuts[node.name]):
             if cut is not None and loops.factors[cut.factor].reduction == "mean":

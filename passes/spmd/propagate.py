@@ -41,7 +41,6 @@ from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved", "rests_at"]
 
-
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension the first element and the one behind the last."""
 
@@ -75,7 +74,7 @@ class Layouts:
 
 
 def rests_at(placement: Placement) -> Placement:
-    """A value that somebody used as Varying is still there as Replicate."""
+    """Return the placement in which a value stays after a read: Replicate after a read as Varying, which leaves it as it is."""
     return Replicate() if isinstance(placement, Varying) else placement
 
 
@@ -90,10 +89,9 @@ def assign_layouts(
     stored: Mapping[str, Layout] | None = None,
     value_bytes: ValueBytes | None = None,
 ) -> Layouts:
-    """Walk the graph.
+    """Return the layout of every value of a graph.
 
     Args:
-        axes: of the graph.
         mesh: the mesh dimensions that cut axes.
         assigned: mesh dimension -> the axes that it cuts, dearest first.
         rows: mesh dimensions over which inputs and results with a batch lie by rows; every other result is returned whole.
@@ -317,7 +315,7 @@ class LayoutWalk:
         return not isinstance(need, Varying) and not (isinstance(need, Shard) and name in self.graph.updates)
 
     def _fits(self, axis: int, index: int) -> bool:
-        """Whether every rank gets a part; a size that depends on the batch is cut where the batch is."""
+        """Whether the axis is long enough for a shard on every rank; one of symbolic size is sharded over row dimensions only."""
         size = self.axes.sizes[axis]
         # Several mesh dimensions may cut one axis, each within the parts of the outer ones.
         dimensions = enumerate(zip(self.mesh, self.assigned, strict=True))
@@ -385,7 +383,7 @@ class LayoutWalk:
         return together, beside_space, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
 
     def _use(self, node: fx.Node, layout: Layout) -> None:
-        """Note that somebody reads a value so; a partial sum that is read otherwise is reduced, for all readers."""
+        """Record a read of a value in a layout; a partial sum that is read in another layout is reduced, for all readers."""
         if node.name in self.held:
             self.uses[node.name].append(layout)
         lies = self.lies[node.name, 0]
@@ -415,7 +413,7 @@ class LayoutWalk:
         return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying)
 
     def _stored(self, name: str, uses: Sequence[Layout]) -> Layout:
-        """Where a parameter is held: cut if any use is; the rest gathers. A buffer that is written is held whole."""
+        """Return the stored layout: sharded if any use is (other uses gather it), replicated for a buffer that is written."""
         if name in self.graph.updates:
             return (_WHOLE,) * len(self.mesh)
         layout: list[Placement] = []
@@ -474,7 +472,7 @@ class CallAlong:
         return True
 
     def having(self, factor: int) -> list[int]:
-        """The operands that have the loop, or over which it slides."""
+        """Return the positions of operands that have the loop, or over which its window slides."""
         assert self.loops is not None
         return [*self.loops.running[factor], *self.slid.get(factor, {})]
 
@@ -483,7 +481,7 @@ class CallAlong:
         return Partial() if self.lying[place] == Partial() else Varying()
 
     def need(self, cut: Cut | None, place: int) -> Placement:
-        """How an operand is read; one whose numbers do not matter, as it lies."""
+        """Return the placement in which operand ``place`` is read if the call is sharded by ``cut``; None: the call is replicated."""
         if self.loops is not None and place in self.loops.unread:
             return self.lying[place] or Replicate()
         if cut is None or self.loops is None:
@@ -503,7 +501,7 @@ class CallAlong:
         return Varying()
 
     def gives(self, cut: Cut | None, place: int) -> Placement:
-        """How a result lies."""
+        """Return the placement of result ``place`` if the call is sharded by ``cut``; None: it is replicated."""
         if cut is None or self.loops is None:
             return Replicate()
         for dimension, factors in enumerate(self.loops.results[place]):

@@ -40,7 +40,6 @@ aten = torch.ops.aten
 
 Emit = Callable[..., fx.Node]
 
-
 CHANGE = "change_of_layout"
 """The key of a ``Change`` in ``meta["custom"]``, which tracing hands on from call to call, and from a forward to its backward."""
 
@@ -71,7 +70,7 @@ class _Value:
         self._original = layout, node
 
     def alone(self) -> _Value:
-        """The same, in no layout but its own."""
+        """Return the same value without its copies in other layouts."""
         layout, node = self._original
         return _Value(self.name, node, self.place, layout, self.axes)
 
@@ -142,7 +141,7 @@ class Resharder:
         return layout
 
     def _cut(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
-        """What is whole is cut, or marked as varying, the outermost first."""
+        """Shard what is replicated, or mark it as varying, over the outermost mesh dimension first."""
         for index, wanted in enumerate(need):
             if layout[index] != wanted:
                 layout = self._change(value, layout, index, wanted, like)
@@ -164,7 +163,7 @@ class Resharder:
         changed = (*layout[:index], to, *layout[index + 1 :])
         if changed not in value.copies:
             written = self._write(value, layout, index, to, like)
-            _tell(written, value.copies[layout], Change(value.name, layout, changed))
+            _annotate(written, value.copies[layout], Change(value.name, layout, changed))
             value.copies[changed] = written
         return changed
 
@@ -212,7 +211,7 @@ class Resharder:
         return self.reshaped(moved, shape, shard.dimension, (merged,), name, like)
 
     def _written(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:
-        """The sizes of all parts, and of one."""
+        """Emit the sizes of all parts; return them, and that of part ``place``."""
         written = [self._write_size(size) for size in sizes]
         return written, written[place]
 
@@ -248,8 +247,8 @@ class Resharder:
         return self._emit(exchange, (value.copies[layout], to.dimension, have.dimension, over, count, *sizes), {}, name, like)
 
 
-def _tell(written: fx.Node, source: fx.Node, change: Change) -> None:
-    """Let the calls between two copies of a value say what they change, to whoever traces and reads them."""
+def _annotate(written: fx.Node, source: fx.Node, change: Change) -> None:
+    """Annotate the calls that lead from one copy of a value to another with the change of layout."""
     while written is not source:
         written.meta["custom"] = {CHANGE: change}
         written = written.all_input_nodes[0]

@@ -60,8 +60,6 @@ class CutModel:
     """A sharded model.
 
     Attributes:
-        graph: the model.
-        axes: of its graph.
         cut: the axes that are sharded.
         layouts: of every value.
         blocks: for each rank, for each parameter, buffer and constant, the block that it stores.
@@ -97,7 +95,6 @@ def cut_axes(
     """Shard a model; its graphs are written later, by ``CutModel.parts``.
 
     Args:
-        axes: of the graph.
         results: whether ranks return whole results or those of their own rows.
         stored: layouts of parameters, buffers and constants that ranks have stored already; None: as the calls prefer.
     """

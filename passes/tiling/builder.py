@@ -36,11 +36,9 @@ class TileWriter:
 
     Args:
         graph: the old one.
-        axes: of it.
         n_dimensions: of the grid.
 
     Attributes:
-        target: the graph.
         whole: node of the old graph -> the node that has its whole value.
         tile: which tile of which sweep is being written; empty: none.
     """

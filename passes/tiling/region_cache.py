@@ -46,8 +46,7 @@ class Templates:
     """All templates of a streamed stage.
 
     Args:
-        stage: which.
-        recompute: what is kept of what is computed whole.
+        recompute: recomputation of regions that are computed whole.
     """
 
     def __init__(self, stage: StageGraph, recompute: Recompute) -> None:

@@ -42,7 +42,6 @@ from passes.tiling.steps import TEMPLATES
 
 __all__ = ["grid_over", "stream", "streamed"]
 
-
 aten = torch.ops.aten
 
 
@@ -50,8 +49,6 @@ def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelG
     """Return the tiled graph.
 
     Args:
-        axes: of the graph.
-        grid: of tiles.
         budget: bytes up to which values are computed whole; inputs, and values that cannot be tiled, may be larger.
     """
     return _Streamer(graph, axes, grid, what_to_keep(graph, axes, grid, budget)).run()

@@ -34,7 +34,6 @@ from passes.spmd.decompose.builder import InsideWriter
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
 
-
 aten = torch.ops.aten
 
 

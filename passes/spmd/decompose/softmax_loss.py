@@ -23,7 +23,6 @@ from passes.spmd.decompose.builder import InsideWriter
 
 __all__ = ["causal_attention", "cross_entropy", "embedding", "log_softmax", "softmax"]
 
-
 aten = torch.ops.aten
 
 

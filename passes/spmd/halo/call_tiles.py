@@ -56,8 +56,6 @@ class TileCall:
     """One call.
 
     Attributes:
-        node: what is called.
-        loops: of the call.
         kind: see ``Kind``.
         spans: of its result.
         factors: for each grid dimension the loop that is cut.

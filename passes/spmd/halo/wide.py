@@ -58,7 +58,6 @@ class TileRegions:
     """The calls of a graph that ranks may compute beyond their own parts, in connected regions.
 
     Attributes:
-        axes: of the graph.
         layouts: how its values lie, each rank with its own part.
         grid: of the tiles.
         indices: the mesh dimension of each dimension of the grid.
