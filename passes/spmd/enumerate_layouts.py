@@ -119,7 +119,7 @@ class LayoutChoices:
 
 @dataclass(frozen=True)
 class _State:
-    """A value in the course of the walk: how its tensors lie for the next reader, how it was given, how it was read."""
+    """A value during the walk: the placements of its tensors for the next reader, as computed, and as read so far."""
 
     lies: tuple[Placement | None, ...]
     gives: tuple[Placement, ...]
@@ -205,7 +205,7 @@ class _Choices:
     def _outcome(
         self, node: fx.Node, operands: Sequence[fx.Node], scope: Sequence[int], choice: Sequence[int], before: Mapping[str, _State]
     ) -> tuple[CallLayout, dict[str, _State]]:
-        """A node under one choice: its layout, and the values that it touches behind it."""
+        """Return the layout of a node under one choice of cut groups, and the states after it of the values that it reads or gives."""
         walk = self._walk
         walk.assigned[0] = dict(self._fixed)
         for group, chosen in zip(scope, choice, strict=True):
@@ -227,7 +227,7 @@ class _Choices:
     def _read_by(
         self, operands: Sequence[fx.Node], needs: Sequence[Placement], before: Mapping[str, _State]
     ) -> tuple[dict[str, _State], list[tuple[str, Placement, Placement]]]:
-        """What was read, behind a call, and what had to change for it."""
+        """Return the states of a call's operands after it, and the changes of layout that it needs first."""
         after = dict(before)
         changes: list[tuple[str, Placement, Placement]] = []
         for operand, need in zip(operands, needs, strict=False):

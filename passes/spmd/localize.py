@@ -115,7 +115,7 @@ class _Localizer:
             self.resharder.register(node, 0, copy, layout, self.axes.of(node.name))
 
     def _whole_batch(self) -> None:
-        """Sizes of the graph count the whole batch; the placeholder counts the rank's rows."""
+        """Emit the size of the whole batch, which sizes of the graph refer to: the placeholder is the number of the rank's rows."""
         if self.batch is None or self.extents.n_row_parts == 1 or self.has_whole_batch:
             return
         self.has_whole_batch = True
@@ -128,14 +128,10 @@ class _Localizer:
     def _inputs(self) -> tuple[Any, ...]:
         if self.graph.batch is not None or self.extents.n_row_parts == 1:
             return self.graph.inputs
-        shapes = {
-            node.name: node.meta["val"].shape
-            for node in self.target.nodes
-            if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)
-        }
-        return tuple(
-            replace(leaf, shape=tuple(shapes[leaf.placeholder])) if leaf.placeholder is not None else leaf for leaf in self.graph.inputs
-        )
+        placeholders = [node for node in self.target.nodes if node.op == "placeholder"]
+        shapes = {node.name: tuple(node.meta["val"].shape) for node in placeholders if isinstance(node.meta.get("val"), Tensor)}
+        inputs = self.graph.inputs
+        return tuple(leaf if leaf.placeholder is None else replace(leaf, shape=shapes[leaf.placeholder]) for leaf in inputs)
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 
@@ -258,11 +254,15 @@ class _Localizer:
         )
 
     def _written(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
-        """An operation whose part is not the same operation, written as smaller ones."""
+        """Emit the decomposition of a windowed call whose part is not the same operation."""
         return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, node.name, space_of(loops, slides)))
 
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
-        """An operation that reduces over what is cut, written as smaller ones."""
+        """Emit the decomposition of a call that reduces over a sharded axis.
+
+        Args:
+            indices: the mesh dimensions that shard it.
+        """
         cuts: list[InsideCut] = []
         layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
         for index in indices:
@@ -284,7 +284,7 @@ class _Localizer:
         return inside.on_part(InsideWriter(emit, given, node.name, self._size_node, tuple(cuts), factors, own))
 
     def _inner(self, node: fx.Node, cut: Cut) -> Size:
-        """The size of what a factor holds inside the axis that is cut."""
+        """Return the product of the sizes of a factor's axes inside the sharded one."""
         axes = self.axes.factors[node.name][cut.factor]
         return product(self.extents.whole(self.extents.sizes[axis]) for axis in axes[axes.index(cut.axis) + 1 :])
 

@@ -57,7 +57,7 @@ def counted_means(graph: ModelGraph) -> list[fx.Node]:
 
 
 def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
-    """The means that a result is a linear combination of; None when it is something else."""
+    """Return the means of which a result is a linear combination; None if it is no such combination."""
     if node.target in MEANS_ADDED:
         parts = [_means(part, graph) if isinstance(part, fx.Node) else None for part in node.args[:2]]
         return None if any(part is None for part in parts) else [mean for part in parts if part is not None for mean in part]
@@ -69,7 +69,7 @@ def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
 
 
 def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
-    """Whether what a mean divides by follows from the inputs alone."""
+    """Whether the divisor of a mean depends on the inputs alone, so that it can be computed before the batch is split."""
     if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != MEAN:
         return False
     if not _counts_targets(node):
@@ -110,7 +110,7 @@ def _total_placeholder(graph: ModelGraph, target: fx.Graph, mean: fx.Node) -> fx
 
 
 def _part(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node) -> fx.Node:
-    """What one microbatch adds to a mean over the batch."""
+    """Emit the term of one microbatch in a mean over the batch: its sum divided by the total of the batch."""
     part = copies[node]
     if _counts_targets(node):
         weight, _, ignore_index = _loss_arguments(node)

@@ -55,8 +55,7 @@ class GradientWriter:
     The first gradient of a value may alias memory that others read: the first sum allocates, later ones add in place.
 
     Args:
-        target: the graph.
-        size: writes a size.
+        size: emits a size.
         device: of the tensors that it allocates.
 
     Attributes:

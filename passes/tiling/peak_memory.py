@@ -1,4 +1,4 @@
-"""How much memory a streamed graph holds, by the boxes of tiles: no graph is written."""
+"""Predict the peak memory of a tiled graph from the boxes of its tiles, without writing the graph."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class StreamSize:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What makes one value, or gathers its statistics.
+    """One call or sweep that computes a whole value, or its statistics.
 
     Attributes:
         made: the value.
-        reads: which whole values are read.
-        tile: bytes that one tile holds at most on its way.
-        recomputed: bytes of all that one tile computes: its backward has them all.
-        calls: how many there are.
+        reads: the whole values that are read.
+        tile: peak bytes of one tile.
+        recomputed: bytes of all values of one tile: its backward holds them all.
+        calls: number of calls.
     """
 
     made: fx.Node
@@ -51,7 +51,7 @@ class _Sweep:
 
 
 def stream_size(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> StreamSize:
-    """How much memory a budget would take: of a training step where the model trains, else of a forward."""
+    """Return the peak memory for a budget: of a training step if the model trains, else of a forward."""
     measure = _Measure(graph, axes, grid, what_to_keep(graph, axes, grid, budget))
     sweeps = list(measure.sweeps())
     return StreamSize(measure.step_peak(sweeps) if graph.training else measure.forward_peak(sweeps), sum(sweep.calls for sweep in sweeps))
@@ -67,14 +67,14 @@ class _Measure:
         self._given = frozenset(self._whole)
 
     def forward_peak(self, sweeps: Sequence[_Sweep]) -> int:
-        """A whole value is forgotten behind its last reader."""
+        """Return the peak of a forward, which frees a whole value after its last reader."""
         returned = returned_values(self._graph.graph.output_node())
         lives = lifetimes([*((sweep.made, *sweep.reads) for sweep in sweeps), returned])
         held = held_at(len(sweeps) + 1, ((life, self._kept_bytes(node)) for node, life in lives.items()))
         return max((size + sweep.tile for size, sweep in zip(held, sweeps, strict=False)), default=0)
 
     def step_peak(self, sweeps: Sequence[_Sweep]) -> int:
-        """Of a forward that keeps every whole value, and a backward that forgets them one by one.
+        """Return the peak of a forward that saves every whole value, and a backward that frees them one by one.
 
         made     first read    last read              in the backward, from the right to the left:
          |           |             |
@@ -95,7 +95,7 @@ class _Measure:
         return self._bytes(node, None) if node in self._whole and node not in self._given else 0
 
     def sweeps(self) -> Iterator[_Sweep]:
-        """In order."""
+        """Yield the sweeps in the order of the graph."""
         keeping = self._keeping
         for node in self._graph.computing_nodes():
             if node in keeping.whole:
@@ -125,7 +125,7 @@ class _Measure:
         return _Sweep(made, frozenset(reads), self._chain(boxes), recomputed, len(boxes) * len(tiles))
 
     def _chain(self, boxes: Mapping[fx.Node, Box]) -> int:
-        """The most that one tile holds at once; of what a call reads there may be a piece."""
+        """Return the peak bytes of one tile, with the pieces that a call slices from its operands."""
         lives = lifetimes((node, *self._axes.operands[node.name]) for node in boxes)
         held = held_at(len(boxes), ((life, self._bytes(node, boxes[node])) for node, life in lives.items() if node in boxes))
         return max((size + self._pieces(node, box) for (node, box), size in zip(boxes.items(), held, strict=True)), default=0)

@@ -65,11 +65,7 @@ class Templates:
         return self._kinds.get(node.name, 2) if node.op == "placeholder" else 2
 
     def requiring(self, region: TiledRegion, differentiable: Collection[fx.Node]) -> tuple[bool, ...]:
-        """Which outputs autograd would track.
-
-        Args:
-            differentiable: values that it tracks.
-        """
+        """Return for each output of a region whether it requires a gradient if the ``differentiable`` inputs do."""
         form = self._form(region, differentiable, ())
         if form not in self._known:
             inputs = self.inputs(region)
@@ -84,8 +80,8 @@ class Templates:
                     given.append(value)
                 results = fx.Interpreter(module).run(*given)
             self._known[form] = tuple(isinstance(result, Tensor) and result.requires_grad for result in results)
-        found: tuple[bool, ...] = self._known[form]
-        return found
+        requiring: tuple[bool, ...] = self._known[form]
+        return requiring
 
     def template(self, region: TiledRegion, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Template:
         """The region's training graphs, under the names of the first region like it.
@@ -120,6 +116,7 @@ class Templates:
 
 
 def _described(value: Any) -> Hashable:
+    """Return the properties of an input by which regions with equal calls may differ."""
     if isinstance(value, Tensor):
         return tuple(size_of(size) for size in value.shape), value.dtype, value.device
     return size_of(value) if isinstance(value, torch.SymInt) else str(value)

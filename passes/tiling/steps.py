@@ -50,13 +50,13 @@ class Put:
 
     @property
     def tile(self) -> fx.Node | None:
-        """What is written."""
+        """The tile that is written; None if the node only allocates or slices the memory."""
         tile = self.node.args[1] if self.node.target is aten.copy_.default else None
         return tile if isinstance(tile, fx.Node) else None
 
     @property
     def place(self) -> tuple[fx.Node, list[tuple[int, int, int]]]:
-        """Where it is written: the whole value, and the slices that lead there, dimension, first element and the one behind the last."""
+        """The whole value that is written, and the slices that lead to the written part as (dimension, start, stop)."""
         return slices_of(self.node.all_input_nodes[0], lambda node: node.target is aten.slice.Tensor)
 
 
@@ -83,7 +83,7 @@ Step: TypeAlias = Piece | Put | Size | TiledRegion
 
 
 def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.Node, list[tuple[int, int, int]]]:
-    """The whole value that a node is sliced from, and the slices that lead there: dimension, first element and the one behind the last."""
+    """Return the whole value that a node is sliced from, and the slices that lead to it as (dimension, start, stop)."""
     slices: list[tuple[int, int, int]] = []
     while is_slice(node):
         _, dimension, start, stop = node.args
@@ -125,6 +125,7 @@ def steps_of(graph: fx.Graph) -> list[Step]:
 
 
 def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
+    """Whether a node of a tile slices a value from outside of the tile, or slices such a slice again."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4:  # with a step, it is a slice of the model
         return False
     source = node.args[0]

@@ -103,16 +103,9 @@ def _mean_square(write: InsideWriter, x: fx.Node, dims: Sequence[int], count: ob
 
 
 def _normalized(
-    write: InsideWriter,
-    x: fx.Node,
-    mean: fx.Node,
-    variance: fx.Node,
-    count: object,
-    *,
-    weighted: bool = True,
-    centred: bool = True,
+    write: InsideWriter, x: fx.Node, mean: fx.Node, variance: fx.Node, count: object, *, weighted: bool = True, centred: bool = True
 ) -> fx.Node:
-    """This rank's part, normalised."""
+    """Emit ``normalize`` of this rank's part; ``weighted``: with weight and bias; ``centred``: whether the mean is a statistic."""
     parameters = (write["weight"], write["bias"]) if weighted else (None, None)
     eps = write["eps"] if write["eps"] is not None else torch.finfo(x.meta["val"].dtype).eps
     return write.call(normalize, x, mean, variance, *parameters, eps, count, [cut.over for cut in write.cuts], centred)

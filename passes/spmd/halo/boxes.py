@@ -55,9 +55,9 @@ class TileGrid:
     axes: tuple[frozenset[int], ...]
 
     def spans(self, axes: Axes, tensor: TensorAxes) -> tuple[Span | None, ...] | None:
-        """For each grid dimension where it cuts a tensor; None for a tensor that holds an axis of space where no interval is one of it.
+        """Return for each grid dimension the tensor dimension that it cuts; None for a tensor whose tiles are not boxes.
 
-        None, too, where two grid dimensions cut the same dimension of the tensor: tiles are intervals of each by itself.
+        Tiles are no boxes if a spatial axis is not the outermost of its dimension, or two grid dimensions cut the same dimension.
         """
         found: list[Span | None] = []
         for count, cut in zip(self.counts, self.axes, strict=True):
@@ -77,7 +77,7 @@ class TileGrid:
         return tuple(found) if len(set(dimensions)) == len(dimensions) else None
 
     def owned(self, spans: Sequence[Span | None], tile: Sequence[int]) -> Box:
-        """What a tile owns of a value."""
+        """Return the box of a value that the tile at a grid coordinate owns."""
         return tuple(None if span is None else self.part(span, index, tile) for index, span in enumerate(spans))
 
     def part(self, span: Span, index: int, tile: Sequence[int]) -> Interval:

@@ -1,4 +1,4 @@
-"""What is kept whole where a graph is streamed, and what tiles need of the rest."""
+"""Choose the values that a tiled graph keeps whole, and find the boxes that tiles need of all other values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["CheckpointSelection", "demand", "tiles_of", "what_to_keep"]
 
 @dataclass(frozen=True)
 class CheckpointSelection:
-    """What is kept.
+    """The values that a tiled graph keeps whole.
 
     Attributes:
-        calls: how tiles see the calls that they may compute.
-        whole: calls that are computed at once, as they are.
-        swept: calls whose values a sweep makes whole.
-        statistics: normalisations whose statistics a sweep gathers.
+        calls: all calls that tiles may compute.
+        whole: calls that are computed whole, as in the model.
+        swept: calls whose values are computed whole tile by tile, in a sweep.
+        statistics: normalisations whose statistics are computed in a sweep.
     """
 
     calls: Mapping[fx.Node, TileCall]
@@ -54,7 +54,7 @@ class _Keeper:
         return CheckpointSelection(self._calls, frozenset(self._whole), frozenset(self._swept), frozenset(self._statistics))
 
     def _keep(self, node: fx.Node) -> None:
-        """What somebody needs whole."""
+        """Keep a value whole: computed by a sweep, if it is not whole already."""
         if not self._is_kept(node):
             self._kept.add(node)
             self._swept.add(node)
@@ -84,7 +84,7 @@ class _Keeper:
 
 
 def what_to_keep(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> CheckpointSelection:
-    """Keep whole what is no larger than a budget of bytes, and what somebody needs whole."""
+    """Keep whole the values of at most ``budget`` bytes, and those that a call or the output reads whole."""
     return _Keeper(graph, axes, grid, budget).plan()
 
 
@@ -100,13 +100,13 @@ def demand(
     order: Mapping[fx.Node, int],
     whole: Collection[fx.Node] = frozenset(),
 ) -> dict[fx.Node, Box]:
-    """What parts of some values need of the values that they are made from, in the order in which these are computed.
+    """Return the boxes of all values that some boxes are computed from, these included, in the order of the graph.
 
     Args:
-        targets: the parts that are wanted.
-        calls: what is computed by parts; what these read of others is not asked for.
+        targets: the wanted boxes.
+        calls: calls that are computed in boxes; operands that are not among them are left out.
         order: place of every node in the graph.
-        whole: of the calls, those whose values are whole by now.
+        whole: calls whose values are whole already; they are left out, too.
     """
     boxes: dict[fx.Node, Box] = dict(targets)
     waiting = set(targets)

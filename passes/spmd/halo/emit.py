@@ -58,7 +58,7 @@ class HaloWriter:
         return tuple(shape)
 
     def part(self, node: fx.Node, place: int, operand: fx.Node, need: Layout) -> fx.Node:
-        """What a call reads: all that this rank has of an operand, where that is enough; else its own part, in the layout needed."""
+        """Return operand ``place`` of a call: with the overlap that this rank has if that is enough, else its own part in the layout."""
         holding, _ = held_for(node.name, place, self._axes, self._layouts, self._extents)
         if holding == "computed":
             return self._wide[operand]
@@ -66,7 +66,7 @@ class HaloWriter:
         return self._moved(operand, part, fetch_of(operand.name, self._layouts, self._extents), node) if holding == "fetched" else part
 
     def own_part(self, value: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
-        """A value in the layout that a reader needs, without what this rank has computed of the parts of others."""
+        """Return a value in the layout that a reader needs, without the overlap that this rank has computed."""
         if value in self._wide and not self._resharder.knows(value):
             slides = own_part_of(value.name, self._layouts, self._extents)
             part = self._moved(value, self._wide[value], slides, reader)
@@ -91,7 +91,7 @@ class HaloWriter:
         return found
 
     def _fetch(self, value: fx.Node, source: fx.Node, slide: Slide, layout: Layout, reader: fx.Node) -> fx.Node:
-        """What a window reads along one mesh dimension.
+        """Return a value with the halo of one mesh dimension.
 
         Args:
             value: of the whole graph.
@@ -114,7 +114,7 @@ class HaloWriter:
         return self._fetched[key]
 
     def _around(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
-        """What a dimension holds, on this rank, outside and inside the part of it that a window slides over; None: it has no parts."""
+        """Return the sizes outside and inside the factor of a dimension that a window slides over; None if it slides over all of it."""
         window = slide.window
         if window.part is None:
             return None
@@ -123,7 +123,7 @@ class HaloWriter:
         return (1, rest) if factors[0] == window.part else (rest, 1)
 
     def _read(self, value: fx.Node, source: fx.Node, dimension: int, slide: Slide, layout: Layout, name: str, reader: fx.Node) -> fx.Node:
-        """Taken from what a rank has, or exchanged."""
+        """Emit the slices (``take_runs``) of elements that ranks read, or their exchange if some belong to other ranks."""
         sizes = (slide.own, slide.size, slide.window.reach.fill)
         if slide.is_local:
             return self._emit(collectives.take_runs, (source, dimension, slide.over, slide.local_wanted, *sizes), {}, name, reader)

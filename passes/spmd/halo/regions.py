@@ -131,9 +131,9 @@ def slides_of(name: str, axes: Axes, layouts: Layouts, extents: Extents) -> tupl
 
 
 def held_for(name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[Holding, tuple[Intervals | None, ...]]:
-    """What a call reads an operand from, and which intervals ranks have of that; None where they have their own part.
+    """Return the form in which a call reads an operand, and the intervals of it that ranks have; None where these are their own parts.
 
-    With the overlap that ranks have, if the call reads the operand as it lies, and no more of it than each rank has.
+    It is the form with overlap if the call reads the operand in its layout, and no more of it than each rank has.
     """
     operand = axes.operands[name][place].name
     if layouts.needs[name][place] == layouts.results[operand][0]:
@@ -160,22 +160,23 @@ def _is_enough(held: Sequence[Intervals | None], name: str, place: int, axes: Ax
 
 
 def _holds(own: tuple[int, int], runs: Runs) -> bool:
+    """Whether an interval contains all elements of runs; padding (step 0) is no element."""
     ends = [end for run in runs if run.step for end in (run.start, run.start + run.step * (run.count - 1))]
     return all(own[0] <= end < own[1] for end in ends)
 
 
 def own_part_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
-    """What leaves, of a value of which ranks have computed more than their own part, each with its own."""
+    """Return the slides that slice a value computed with overlap to each rank's own part."""
     return _between(name, layouts.wide[name], layouts, extents, to_own=True)
 
 
 def fetch_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
-    """What brings, of a value of which each rank has its own part, what several calls read beyond that."""
+    """Return the slides that fetch the halo of a value that several calls share."""
     return _between(name, layouts.fetched[name], layouts, extents, to_own=False)
 
 
 def _between(name: str, overlapping: Sequence[Intervals | None], layouts: Layouts, extents: Extents, *, to_own: bool) -> tuple[Slide, ...]:
-    """From intervals that overlap to every rank's own part, or back."""
+    """Return slides from overlapping intervals to own parts (``to_own``), or from own parts to overlapping intervals."""
     found = []
     for index, intervals in enumerate(overlapping):
         place = layouts.results[name][0][index]
@@ -232,9 +233,10 @@ def _parts(extents: Extents, axis: int, index: int) -> list[int]:
 
 
 def _inner(extents: Extents, axes: Sequence[int]) -> int:
-    """How much the outermost axis of a dimension holds of it in each of its steps."""
+    """Return how many elements of a dimension one step of its outermost axis spans."""
     return math.prod(int(extents.sizes[axis]) for axis in axes[1:])
 
 
 def _intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return adjacent intervals of the given sizes: (3, 2) gives (0, 3), (3, 5)."""
     return tuple((sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(len(sizes)))
