@@ -258,11 +258,7 @@ class _Localizer:
         return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, node.name, space_of(loops, slides)))
 
     def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
-        """Emit the decomposition of a call that reduces over a sharded axis.
-
-        Args:
-            indices: the mesh dimensions that shard it.
-        """
+        """Emit the decomposition of a call that reduces over an axis which the mesh dimensions ``indices`` shard."""
         cuts: list[InsideCut] = []
         layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
         for index in indices:

@@ -59,7 +59,7 @@ class TileWriter:
             self._batch = copy
 
     def copy(self, node: fx.Node) -> None:
-        """A call as it is."""
+        """Copy a call unchanged, on whole values."""
         of = self.whole.__getitem__
         assert callable(node.target)
         self.whole[node] = self.emit(node.target, fx.map_arg(node.args, of), node.name, node, **fx.map_arg(node.kwargs, of))
@@ -77,7 +77,7 @@ class TileWriter:
     # -- pieces --------------------------------------------------------------------------------------------------------------------
 
     def part(self, node: fx.Node, held: Held, reads: Sequence[Read | None], box: Box) -> fx.Node:
-        """A box of a value."""
+        """Return a box of a value, sliced from the whole value or from the tile in ``held``."""
         source, has = self._source(node, held)
         for read, own, need in zip(reads, has, box, strict=True):
             if read is not None and need is not None:
@@ -96,7 +96,7 @@ class TileWriter:
         return self.emit(aten.slice.Tensor, (source, span.dimension, need[0] - start, need[1] - start), f"{source.name}_piece", like)
 
     def _runs(self, source: fx.Node, dimension: int, runs: Runs, start: int, fill: float, like: fx.Node) -> fx.Node:
-        """Runs of a dimension whose first element is number ``start``."""
+        """Emit the index runs of a dimension, padding included; the first element of ``source`` has index ``start``."""
         inner = [run for run in runs if run.step]
         if len(inner) == 1 and inner[0].step == 1:
             piece = self._run(source, dimension, inner[0], start, like)
@@ -150,12 +150,12 @@ class TileWriter:
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 
     def call(self, call: TileCall, box: Box, held: Held, label: str, *, first: bool = True) -> fx.Node:
-        """A part of a call.
+        """Emit a call for a box of its result.
 
         Args:
             box: of the result; of the operand, for a reduction.
             held: the tiles that it may read.
-            first: whether operands that are added are added here.
+            first: whether to add operands such as a bias of a reduction, which only the first tile may add.
         """
         node, loops = call.node, call.loops
         name = f"{node.name}_{label}"
@@ -182,7 +182,7 @@ class TileWriter:
         return result
 
     def _operands(self, call: TileCall, box: Box, held: Held, *, first: bool) -> tuple[list[fx.Node], dict[int, int]]:
-        """What the call reads; and, by dimension of the operand that windows slide over, which element is the first."""
+        """Return the operands of a call, sliced and padded; and for each dimension under a window the index of its first element."""
         found, starts = [], {}
         needs = call.needs(box)
         for place, operand in enumerate(self._axes.operands[call.node.name]):

@@ -105,7 +105,7 @@ class InsideWriter(PartWriter):
         return part
 
     def vary(self, whole: fx.Node) -> fx.Node:
-        """A whole value on its way into work that is cut."""
+        """Emit ``vary`` of a replicated value that sharded work reads: its gradient is summed over ranks."""
         for cut in self.cuts:
             whole = self.emit(collectives.vary, (whole, cut.over), {}, f"{self.name}_vary_{cut.over}")
         return whole
@@ -120,11 +120,11 @@ class InsideWriter(PartWriter):
         return index
 
     def own_size(self) -> Any:
-        """How long this rank's part is of what is cut."""
+        """Return the size of this rank's shard of the reduced factor."""
         return self.write_size(self.cuts[-1].own)
 
     def local_index(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Indices into the axis that is cut -> those into this rank's part (0 elsewhere), and whether each is in it."""
+        """Emit indices into this rank's shard for indices into the whole axis (0 for other shards), and whether each is in this shard."""
         local = self.from_own_start(index)
         inside = self.call(aten.logical_and.default, self.call(aten.ge.Scalar, local, 0), self.call(aten.lt.Scalar, local, self.own_size()))
         return self.call(aten.mul.Tensor, local, inside), inside

@@ -1,7 +1,7 @@
-"""Operations whose windows are not alike everywhere, on a part: averages that count what they hold, interpolation by any factor.
+"""Decompose pooling and interpolation whose windows differ from step to step: averages that exclude padding, resizing by any factor.
 
-Each step of a part knows its number in the whole, and computes from it what it reads and by which weight: the formulas of the operation,
-for the steps from ``start`` to ``stop`` and elements counted from ``first``.
+The decomposition computes the elements and weights of each step from its index in the whole, by the formulas of the operation, for the
+steps from ``start`` to ``stop`` and with elements counted from ``first``.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ class WindowWriter(PartWriter):
         return found
 
     def steps(self, along: Along, dtype: torch.dtype) -> fx.Node:
-        """The numbers of the part's steps."""
+        """Emit the indices of the part's steps in the whole."""
         return self.call(aten.arange.start, along.start, along.stop, dtype=dtype, device=self.x.meta["val"].device)
 
     def taken(self, x: fx.Node, along: Along, index: fx.Node) -> fx.Node:
-        """Elements by their numbers in the whole."""
+        """Select elements by their indices in the whole."""
         size = int(x.meta["val"].shape[along.dim])
         local = self.call(aten.sub.Scalar, index, along.first) if along.first else index
         return self.call(aten.index_select.default, x, along.dim, self.call(aten.clamp.default, local, 0, size - 1))
 
     def upright(self, vector: fx.Node, along: Along) -> fx.Node:
-        """One number for each step, in the place of the dimension."""
+        """Reshape a vector with one number for each step, so that it broadcasts along the dimension."""
         return self.call(aten.reshape.default, vector, [-1, *[1] * (-along.dim - 1)])
 
 
 def write_windows(node: fx.Node, write: WindowWriter) -> fx.Node:
-    """The part of a call whose windows are not alike everywhere."""
+    """Emit the decomposition of a call whose windows differ from step to step."""
     writer = _WRITERS.get(packet(node.target))
     if writer is None:
         raise PartitionError(
@@ -112,7 +112,7 @@ def _average(write: WindowWriter) -> fx.Node:
 
 
 def _padded(write: WindowWriter, x: fx.Node, along: Along) -> fx.Node:
-    """A dimension that is not cut, as all steps read it."""
+    """Pad a dimension that is not cut."""
     runs = along.reach.reads(0, along.steps)
     before = runs[0].count if runs[0].step == 0 else 0
     whole = int(x.meta["val"].shape[along.dim])
@@ -121,7 +121,7 @@ def _padded(write: WindowWriter, x: fx.Node, along: Along) -> fx.Node:
 
 
 def _counts(write: WindowWriter, along: Along, kernel: int, stride: int, padding: int) -> fx.Node:
-    """How many elements each window counts."""
+    """Emit the divisor of each window: how many elements it has, with or without padding."""
     size = along.reach.size
     steps = write.steps(along, write.x.meta["val"].dtype)
     first = write.call(aten.sub.Scalar, write.call(aten.mul.Scalar, steps, stride), padding)
@@ -219,7 +219,7 @@ def _far(write: WindowWriter, distance: fx.Node) -> fx.Node:
 
 
 def _centres(write: WindowWriter, along: Along, scale: float) -> fx.Node:
-    """Where each step stands among the elements."""
+    """Emit the position of each step in the elements' coordinates, a fractional index."""
     dtype = torch.float64 if write.x.meta["val"].dtype == torch.float64 else torch.float32
     steps = write.steps(along, dtype)
     if write.arguments.get("align_corners"):
@@ -229,7 +229,7 @@ def _centres(write: WindowWriter, along: Along, scale: float) -> fx.Node:
 
 
 def _scales(write: WindowWriter) -> list[float]:
-    """How many elements a step is, in each dimension."""
+    """Return the ratio of elements to steps of each dimension."""
     found = []
     for along, scale in zip(write.space, scales_of(write.arguments, len(write.space)), strict=True):
         size, steps = along.reach.size, along.steps
