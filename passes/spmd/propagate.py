@@ -274,7 +274,7 @@ class LayoutWalk:
         return found
 
     def _passes_sum(self, call: CallAlong) -> bool:
-        """Whether parts of sums go through the call: it is linear in them, and nothing grows."""
+        """Whether the call can run on partial sums: it is linear in them, and its result is no larger."""
         parts = {place for place, placement in enumerate(call.lying) if placement == Partial()}
         value = call.node.meta["val"]
         if not parts or call.loops is None or parts not in [set(linear) for linear in call.loops.linear] or not isinstance(value, Tensor):
@@ -304,7 +304,7 @@ class LayoutWalk:
                     continue
                 needs = [call.need(cut, place) for place in range(len(call.operands))]
                 writes = {operand.name: need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written}
-                if self._starts_here(call, cut) and all(self._can_write(name, need) for name, need in writes.items()):
+                if self._is_worthwhile(call, cut) and all(self._can_write(name, need) for name, need in writes.items()):
                     allowed.append((cut, needs))
         if len(allowed) > 1:
             return min(allowed, key=lambda each: self._price(call, each[0], each[1], index))[0]
@@ -339,10 +339,11 @@ class LayoutWalk:
         is_read = all(cut.axis in axes for axes, factors in pairs if cut.factor in factors)
         return is_read and all(each.count(cut.axis) < 2 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
 
-    def _starts_here(self, call: CallAlong, cut: Cut) -> bool:
-        """Whether cutting is worth it: an operand lies cut already or is held and may, or the call contracts, or it reads nothing.
+    def _is_worthwhile(self, call: CallAlong, cut: Cut) -> bool:
+        """Whether sharding saves work or memory without a gather: an operand is sharded already, or can be for free.
 
-        What has no gradient is cut for nothing, along an axis of activations: words, positions, inputs.
+        Free are parameters, and, along an axis of activations, values without a gradient (words, positions, inputs). A call that contracts,
+        or has no operands, is always worth it.
         """
         assert call.loops is not None
         having = call.having(cut.factor)
@@ -370,7 +371,7 @@ class LayoutWalk:
         """
         assert call.loops is not None
         by_rows, beside_space = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES and cut.axis not in self.space
-        together = by_rows and call.comes_together(cut) and cut.axis not in self.beside_rows[index]
+        together = by_rows and call.gathers_or_sums(cut) and cut.axis not in self.beside_rows[index]
         reads = list(zip(call.operands, call.lying, needs, strict=True))
         is_read = any(operand.name in self.graph.parameters and isinstance(need, Shard) for operand, _, need in reads)
         of_parameter = is_read if by_rows else cut.axis in self.of_parameters
@@ -477,7 +478,7 @@ class CallAlong:
         return [*self.loops.running[factor], *self.slid.get(factor, {})]
 
     def need_of_sum(self, place: int) -> Placement:
-        """How an operand is read by a call that parts of sums go through."""
+        """Return the placement in which a call on partial sums reads operand ``place``."""
         return Partial() if self.lying[place] == Partial() else Varying()
 
     def need(self, cut: Cut | None, place: int) -> Placement:
@@ -513,8 +514,8 @@ class CallAlong:
             return Partial() if inside is not None and inside.gives == "sum" else Replicate()
         return Partial(factor.reduction) if factor.reduction in ("max", "min") else Partial()
 
-    def comes_together(self, cut: Cut) -> bool:
-        """Whether a cut needs the whole of what lies in parts, or gives parts of a sum."""
+    def gathers_or_sums(self, cut: Cut) -> bool:
+        """Whether a cut gathers a sharded operand, or gives a partial sum."""
         needs = (self.need(cut, place) for place in range(len(self.operands)))
         gathers = any(isinstance(lies, Shard) and not isinstance(need, Shard) for lies, need in zip(self.lying, needs, strict=True))
         return gathers or isinstance(self.gives(cut, 0), Partial)
