@@ -25,14 +25,14 @@ def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0)
 
 
 def _slowest(staged: StagedModel) -> tuple[int, float]:
-    """The stage that takes longest, of replicas each its part, and its seconds a microbatch."""
+    """Return the slowest stage, its time divided by its replicas, and its undivided seconds for one microbatch."""
     seconds = [times.forward + times.backward_input + times.backward_weight + times.send + times.send_gradient for times in staged.times]
     slowest = max(range(len(seconds)), key=lambda stage: seconds[stage] / len(staged.schedule.stage_ranks[stage]))
     return slowest, seconds[slowest]
 
 
 def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
-    """What the slowest stage spends most of its time on."""
+    """Say on what the slowest stage spends most of its time."""
     slowest, seconds = _slowest(staged)
     times, run, rows = staged.times[slowest], staged.runs[slowest], problems.rows(staged.candidate)
     kind = problems.kinds(staged.candidate)[slowest]
@@ -44,7 +44,7 @@ def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
 
 
 def contender(words: str, solution: Solution) -> Contender:
-    """A solution as plans list those that were worked out."""
+    """Return a solution as an entry of a plan's list of alternatives."""
     staged = solution.staged
     if solution.sums > staged.makespan:
         spent = "the sum of gradients over replicas"
@@ -56,14 +56,14 @@ def contender(words: str, solution: Solution) -> Contender:
 def searched_words(
     n_plans: int, n_meshes: int, n_all_meshes: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
 ) -> str:
-    """What a search did, and what it proved.
+    """Say how many plans a search tried, and what it proved.
 
     Args:
-        n_meshes: on how many meshes plans were worked out.
-        n_all_meshes: how many meshes there are; 1: the mesh was given.
-        interrupted: whether somebody ended it.
-        n_choices: of axes, that were priced as whole plans on a mesh that was given.
-        faster: in words, a plan with other axes that takes less time, and was not taken because the mode means something else.
+        n_meshes: number of meshes with a solved plan.
+        n_all_meshes: number of candidate meshes; 1: the user named the mesh.
+        interrupted: whether the user ended the search.
+        n_choices: number of choices of axes that were priced as whole plans on a mesh that the user named.
+        faster: in words, a faster plan with other axes that does not fit the requested mode.
 
     >>> searched_words(12, 4, 11, 0.0)
     '12 plans on 4 of 11 meshes were worked out; it is proved that no other is faster, by the same prices'
@@ -88,7 +88,7 @@ def searched_words(
 
 
 def compared(words: str, seconds: float, chosen: float) -> str:
-    """Another choice beside the chosen one."""
+    """Compare another choice with the chosen one, in words."""
     change = 100 * (seconds / chosen - 1) if chosen else 0.0
     if abs(change) < 0.05:
         return f"{words}: as fast"
@@ -97,7 +97,7 @@ def compared(words: str, seconds: float, chosen: float) -> str:
 
 
 def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = False) -> str:
-    """A choice of everything for reading.
+    """Describe a mesh, a candidate and a recomputation policy in words.
 
     >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full")
     'data 2 x tensor 4, recompute full'
@@ -115,7 +115,7 @@ def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = 
 
 
 def words_of(plan: Plan) -> str:
-    """The choices of a plan for reading, as ``plan_words`` has them."""
+    """Describe the choices of a plan in words, as ``plan_words`` does."""
     places = next((size for name, size in plan.mesh if name in STAGES), 1)
     with_sequence = any(axis.startswith("sequence") and dimension == "tensor" for axis, dimension in plan.axes)
     with_weights = any(dimension == "data" and not axis.startswith((BATCH, "experts")) for axis, dimension in plan.axes)
@@ -126,7 +126,7 @@ def words_of(plan: Plan) -> str:
 
 
 def candidate_words(candidate: Candidate) -> str:
-    """A candidate for reading.
+    """Describe a candidate in words.
 
     >>> candidate_words(Candidate("ZBV", 2, 8))
     'ZBV, 8 microbatches, 2 stages on each device'

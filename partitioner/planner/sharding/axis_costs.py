@@ -1,10 +1,10 @@
-"""The choice of axes for a mesh dimension as numbers: what every call and every parameter costs, for each choice that it depends on.
+"""Cost tables for choosing the axes that a mesh dimension shards: one table for each call and each parameter.
 
-    a call          what its share of the work is worth, and what changes of layout move that are made for it
-    a parameter     what changes of layout move, or the sum of its gradient; the bytes that a rank holds of it
+    a call          its work on one rank, and the reshards of its operands
+    a parameter     its reshards, or the sum of its gradient; the bytes that a rank stores of it
 
-At a known pace everything is in seconds. Where a cut was asked for, whatever it gains, it is in bytes: work that every rank does whole is
-worth what is sent in its time, at least some messages; tables that every rank holds whole are worth a few.
+With a known clock rate, costs are seconds (``_TimeCosts``). If the user asked for sharding whatever it gains, costs are bytes sent
+(``_ByteCosts``): replicated work costs the bytes that links could send in its time, at least some messages; a replicated weight, a few.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _T = TypeVar("_T")
 
 
 class AxisPrices(Protocol):
-    """What choices of axes are priced by, in one unit."""
+    """The costs of one choice of axes, all in one unit: seconds or bytes."""
 
     message: float
-    """A message that moves next to nothing."""
+    """Cost of a message of next to no bytes."""
 
-    def work(self, name: str, found: CallLayout) -> float:
-        """Of a call under an outcome: what a rank computes, and what it reads of neighbours."""
+    def work(self, name: str, layout: CallLayout) -> float:
+        """Return the cost of a call under a layout: one rank's compute, and its halos."""
 
     def whole(self, name: str) -> float:
-        """Of a parameter that is not cut."""
+        """Return the cost of replicating a parameter."""
 
     def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
-        """Of a change of layout of so many bytes, the whole value, forward and backward."""
+        """Return the cost of a reshard, forward and backward; ``size``: bytes of the whole value."""
 
 
 def axis_terms(
@@ -61,17 +61,18 @@ def axis_terms(
     kept: Collection[str] = (),
     prices: AxisPrices | None = None,
 ) -> list[Term]:
-    """The tables.
+    """Return the cost tables, with an entry for each combination of sharded and unsharded axis groups.
 
     Args:
+        choices: the possible layouts of each call and each parameter.
         count: ranks of the mesh dimension.
-        copies: how often something is there: a block that stands for others counts for them.
-        pace: of the ranks; None: unknown, and a cut was asked for.
-        fixed: axes that are cut whatever it costs.
-        kept: parameters that ranks hold cut by those: they must stay so.
-        prices: None: by the pace.
+        copies: node name -> how many repeats of a folded block the node stands for.
+        pace: clock rate of the ranks; None: unknown, and the user asked for sharding.
+        fixed: axes that are sharded whatever it costs.
+        kept: parameters sharded by fixed axes, which must stay so.
+        prices: None: derived from the clock rate.
     """
-    price = prices or _by_pace(graph, axes, count, copies, pace)
+    price = prices or _default_prices(graph, axes, count, copies, pace)
     nodes = {node.name: node for node in graph.graph.nodes}
     terms = []
 
@@ -80,148 +81,149 @@ def axis_terms(
 
     for name, calls in choices.calls.items():
 
-        def costing(found: CallLayout, name: str = name) -> float:
-            return copies(name) * _call(price, size_of, axes, name, found)
+        def call_cost(layout: CallLayout, name: str = name) -> float:
+            return copies(name) * _call_cost(price, size_of, axes, name, layout)
 
-        terms.append(_term(calls, costing, lambda _found: 0.0))
+        terms.append(_term(calls, call_cost, lambda _layout: 0.0))
     for name, outcomes in choices.held.items():
         size = size_of(name) if isinstance(nodes[name].meta.get("val"), Tensor) else 0.0
 
-        def moving(found: HeldLayout, name: str = name, size: float = size) -> float:
-            if name in kept and not (isinstance(found.stored, Shard) and found.stored.axis in fixed):
+        def parameter_cost(layout: HeldLayout, name: str = name, size: float = size) -> float:
+            if name in kept and not (isinstance(layout.stored, Shard) and layout.stored.axis in fixed):
                 return math.inf
-            whole = price.whole(name) if not isinstance(found.stored, Shard) else 0.0
-            return copies(name) * (whole + sum(price.change(name, have, need, size) for have, need in found.changes))
+            whole = price.whole(name) if not isinstance(layout.stored, Shard) else 0.0
+            return copies(name) * (whole + sum(price.change(name, have, need, size) for have, need in layout.changes))
 
-        def holding(found: HeldLayout, name: str = name, size: float = size) -> float:
-            return copies(name) * size / (count if isinstance(found.stored, Shard) else 1)
+        def stored_bytes(layout: HeldLayout, name: str = name, size: float = size) -> float:
+            return copies(name) * size / (count if isinstance(layout.stored, Shard) else 1)
 
-        terms.append(_term(outcomes, moving, holding))
+        terms.append(_term(outcomes, parameter_cost, stored_bytes))
     return [term for term in terms if term.scope or term.bytes.any() or term.seconds.any()]
 
 
-def _term(outcomes: Outcomes[_T], seconds: Callable[[_T], float], held: Callable[[_T], float]) -> Term:
+def _term(outcomes: Outcomes[_T], cost_of: Callable[[_T], float], bytes_of: Callable[[_T], float]) -> Term:
+    """Tabulate cost and stored bytes: a dimension of length 2 (unsharded, sharded) for each axis group of the scope."""
     shape = (2,) * len(outcomes.scope)
-    times, sizes = np.zeros(shape), np.zeros(shape)
-    for choice, found in outcomes.found.items():
-        times[choice], sizes[choice] = seconds(found), held(found)
-    return Term(outcomes.scope, times, sizes)
+    costs, sizes = np.zeros(shape), np.zeros(shape)
+    for choice, layout in outcomes.found.items():
+        costs[choice], sizes[choice] = cost_of(layout), bytes_of(layout)
+    return Term(outcomes.scope, costs, sizes)
 
 
-def _call(price: AxisPrices, size_of: Callable[[str], float], axes: Axes, name: str, found: CallLayout) -> float:
-    """What one outcome of a call costs."""
-    cost = price.work(name, found)
-    for operand, have, need in found.changes:
+def _call_cost(price: AxisPrices, size_of: Callable[[str], float], axes: Axes, name: str, layout: CallLayout) -> float:
+    """Return the cost of a call under a layout: its work, reshards of operands, and messages inside a decomposed reduction."""
+    cost = price.work(name, layout)
+    for operand, have, need in layout.changes:
         cost += price.change(operand, have, need, size_of(operand))
-    if found.cut is not None and axes.loops[name].factors[found.cut.factor].reduction == "whole":
+    if layout.cut is not None and axes.loops[name].factors[layout.cut.factor].reduction == "whole":
         cost += MESSAGES_INSIDE * price.message
     return cost
 
 
-def _by_pace(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None) -> AxisPrices:
+def _default_prices(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None) -> AxisPrices:
     if pace is not None and not pace.asked:
-        return _Paced(graph, axes, count, pace)
-    return _Asked(graph, axes, count, copies, pace)
+        return _TimeCosts(graph, axes, count, pace)
+    return _ByteCosts(graph, axes, count, copies, pace)
 
 
-class _Paced:
-    """Seconds, at a known pace."""
+class _TimeCosts:
+    """Costs in seconds, at a known clock rate."""
 
     def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: ClockRate) -> None:
         self.message, self._count, self._pace = pace.latency, count, pace
-        self._runs, self._flowing = contractions_of(axes, graph.batch_size), _floating(graph)
+        self._multiply_adds, self._differentiable = contractions_of(axes, graph.batch_size), _differentiable_values(graph)
         self._values = {node.name: node.meta.get("val") for node in graph.graph.nodes}
         self._passes = 3 if graph.training else 1
 
-    def work(self, name: str, found: CallLayout) -> float:
-        """The arithmetic of a call."""
-        arithmetic = 2 * self._runs.get(name, 0.0) / self._pace.flops
-        return self._passes * arithmetic / (1 if found.cut is None else self._count)
+    def work(self, name: str, layout: CallLayout) -> float:
+        """Return the seconds of a contraction's arithmetic on one rank, in the forward and in training the two backward passes."""
+        arithmetic = 2 * self._multiply_adds.get(name, 0.0) / self._pace.flops
+        return self._passes * arithmetic / (1 if layout.cut is None else self._count)
 
     def whole(self, _name: str) -> float:
-        """Of a parameter that is not cut."""
-        return 0.0
+        return 0.0  # replicating a parameter takes no time
 
     def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
-        """Of a change of layout, forward and backward."""
-        times, messages = _moved(have, need, self._count, flows=value in self._flowing)
+        """Return the seconds of a reshard, forward and backward: bandwidth, latency, and copies to and from buffers."""
+        times, messages = _traffic(have, need, self._count, has_gradient=value in self._differentiable)
         copies = messages if self._is_copied(value, have, need) else 0
         return times * size / self._pace.bandwidth + messages * self.message + copies * size * self._pace.copying
 
     def _is_copied(self, value: str, have: Placement, need: Placement) -> bool:
-        """Whether what is sent is a copy: what is summed on all ranks is, and parts that are no runs of memory, even of a single row."""
-        cut = next((each for each in (need, have) if isinstance(each, Shard)), None)
-        if cut is None:
+        """Return whether messages are copied: those of an all_reduce, and shards that are not contiguous, even of a single row."""
+        shard = next((placement for placement in (need, have) if isinstance(placement, Shard)), None)
+        if shard is None:
             return True
-        return any(isinstance(size, int) and size > 1 for size in self._values[value].shape[: cut.dimension])
+        return any(isinstance(size, int) and size > 1 for size in self._values[value].shape[: shard.dimension])
 
 
-class _Asked:
-    """Bytes, where a cut was asked for: work and parameters that are whole are worth messages."""
+class _ByteCosts:
+    """Costs in bytes, if the user asked for sharding: replicated work and parameters cost as much as some messages."""
 
     message = 2.0**20
-    """What a message costs whatever it moves, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
+    """Cost of a message of any size, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
 
     def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None = None) -> None:
-        self._count, self._flowing = count, _floating(graph)
+        self._count, self._differentiable = count, _differentiable_values(graph)
         nodes = {node.name: node for node in graph.graph.nodes}
-        runs = {name: each * copies(name) for name, each in contractions_of(axes, 1 if pace is None else graph.batch_size).items()}
-        bytes_per_run = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
-        calls = sum(copies(name) for name in runs)
-        worth = max(calls * WORTH * self.message, sum(runs.values()) * bytes_per_run)
+        multiply_adds = contractions_of(axes, 1 if pace is None else graph.batch_size)
+        work = {name: number * copies(name) for name, number in multiply_adds.items()}
+        bytes_per_multiply_add = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
+        calls = sum(copies(name) for name in work)
+        total = max(calls * WORTH * self.message, sum(work.values()) * bytes_per_multiply_add)
         sizes = {name: float(nodes[name].meta["val"].numel()) * copies(name) for name in graph.parameters}
-        self._work = {name: worth * each / copies(name) / max(sum(runs.values()), 1.0) for name, each in runs.items()}
+        self._work = {name: total * number / copies(name) / max(sum(work.values()), 1.0) for name, number in work.items()}
         messages = calls * self.message
-        # What contracts is worth its work; besides, tables are worth their size. Vectors are not: to cut them cuts what is between calls.
-        tables = {name for name in sizes if nodes[name].meta["val"].dim() > 1}
-        self._held = {name: messages * sizes[name] / copies(name) / max(sum(sizes.values()), 1.0) for name in tables}
+        # Matrices cost their size besides the work of their contractions. Vectors do not: sharding them shards only elementwise calls.
+        matrices = {name for name in sizes if nodes[name].meta["val"].dim() > 1}
+        self._replicated = {name: messages * sizes[name] / copies(name) / max(sum(sizes.values()), 1.0) for name in matrices}
 
-    def work(self, name: str, found: CallLayout) -> float:
-        """Of a call that every rank computes whole."""
-        return self._work.get(name, 0.0) if found.cut is None else 0.0
+    def work(self, name: str, layout: CallLayout) -> float:
+        """Return the cost of a contraction that every rank computes whole; 0 for a sharded one."""
+        return self._work.get(name, 0.0) if layout.cut is None else 0.0
 
     def whole(self, name: str) -> float:
-        """Of a parameter that is not cut."""
-        return self._held.get(name, 0.0)
+        """Return the cost of replicating a parameter."""
+        return self._replicated.get(name, 0.0)
 
     def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
-        """Of a change of layout, forward and backward."""
-        times, messages = _moved(have, need, self._count, flows=value in self._flowing)
+        """Return the bytes of a reshard, forward and backward, and those that its messages cost."""
+        times, messages = _traffic(have, need, self._count, has_gradient=value in self._differentiable)
         return times * size + messages * self.message
 
 
-def _floating(graph: ModelGraph) -> frozenset[str]:
-    """The values that may have a gradient: masks, indices and sizes have none."""
+def _differentiable_values(graph: ModelGraph) -> frozenset[str]:
+    """Return the values that may have a gradient: masks, indices and sizes have none."""
     return frozenset(node.name for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor) and is_differentiable(node))
 
 
-def _moved(have: Placement, need: Placement, count: int, *, flows: bool) -> tuple[float, int]:
-    """How often a change of layout moves the value, and its gradient where one flows, and in how many messages.
+def _traffic(have: Placement, need: Placement, count: int, *, has_gradient: bool) -> tuple[float, int]:
+    """Return the traffic of a reshard, forward and backward, as a multiple of the value's bytes, and its number of messages.
 
-    Between two parts of a value a rank keeps what is in both.
+    An all_to_all between two shardings moves less among more ranks: a rank keeps the elements that both of its shards contain.
     """
     forward, backward = collectives_between(have, need)
-    moved = [_MOVED[each] for each in (forward, backward if flows else None) if each is not None]
-    return sum(moved) * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), len(moved)
+    sent = [_MOVED[collective] for collective in (forward, backward if has_gradient else None) if collective is not None]
+    return sum(sent) * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), len(sent)
 
 
 def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
-    """Count the multiply-adds of each call that sums products, for a batch of so many rows.
+    """Count the multiply-adds of each contraction, for a batch of ``rows`` samples: call name -> number.
 
-    A loop over flattened rows has a formula for its size: ``128 * batch`` where sequences of 128 were flattened into the batch.
+    The size of a loop over flattened rows is a formula: ``128 * batch`` if sequences of 128 were flattened into the batch.
     """
-    found, numbers = {}, Numbers(rows)
+    multiply_adds, numbers = {}, Numbers(rows)
     for name, loops in axes.loops.items():
-        if len(loops.operands) > 1 and any(each.reduction == "sum" for each in loops.factors):
-            found[name] = math.prod(float(numbers[factor.size]) for factor in loops.factors)
-    return found
+        if len(loops.operands) > 1 and any(factor.reduction == "sum" for factor in loops.factors):
+            multiply_adds[name] = math.prod(float(numbers[factor.size]) for factor in loops.factors)
+    return multiply_adds
 
 
 WORTH = 10
-"""How many messages it is worth to cut one contraction: a hundredth of a model of a hundred contractions, ten."""
+"""Messages that sharding a contraction of average size may cost, if the user asked for sharding."""
 
 MESSAGES_INSIDE = 4
-"""How many small messages an operation that reduces inside sends, forward and backward."""
+"""Small messages of a decomposed reduction (softmax, layer norm), forward and backward."""
 
 _MOVED: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 0.5}
-"""How often a collective moves the value, in a message; all_to_all, for two ranks."""
+"""Traffic of each collective as a multiple of the value's bytes; that of all_to_all, for two ranks."""

@@ -85,9 +85,9 @@ def choose_halos(
     assert part.axes is not None
     regions = TileRegions.of(part.of.graph, part.axes, part.layouts, assigned)
     prices = _Prices(part, part.axes, part.layouts, regions, links, device, cost_model, rows)
-    runs = [run for region in regions.regions for run in _Region(region, prices, asked).runs()]
+    segments = [segment for region in regions.regions for segment in _Region(region, prices, asked).segments()]
     order = {node.name: place for node, place in regions.order.items()}
-    return tuple(sorted(runs, key=lambda run: order[run.first]))
+    return tuple(sorted(segments, key=lambda segment: order[segment.first]))
 
 
 class _Region:
@@ -100,27 +100,27 @@ class _Region:
 
     def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, HaloStrategy]) -> None:
         self._calls, self._prices = calls, prices
-        self._ways = [asked.get(call.node.name) for call in calls]
-        needing = [place for place, call in enumerate(calls) if place and prices.exchange([call]).messages]
-        self._starts = [0, *needing, len(calls)]
+        self._asked = [asked.get(call.node.name) for call in calls]
+        with_halo = [place for place, call in enumerate(calls) if place and prices.exchange([call]).messages]
+        self._starts = [0, *with_halo, len(calls)]  # places where a segment may start or end
 
-    def runs(self) -> Iterator[HaloSegment]:
+    def segments(self) -> Iterator[HaloSegment]:
         """Yield the segments with their strategies; none if no call of the region needs a halo. Neighbours that exchange are merged."""
         if not self._prices.exchange(self._calls).messages:
             return
-        found: list[tuple[HaloStrategy, list[TileCall]]] = []
-        for start, stop in self._segments():
+        merged: list[tuple[HaloStrategy, list[TileCall]]] = []
+        for start, stop in self._shortest_path():
             strategy, calls = self._strategy(start, stop), self._calls[start:stop]
-            if strategy != "recompute" and found and found[-1][0] == strategy:
-                found[-1][1].extend(calls)
+            if strategy != "recompute" and merged and merged[-1][0] == strategy:
+                merged[-1][1].extend(calls)
             else:
-                found.append((strategy, list(calls)))
-        for strategy, calls in found:
-            yield from self._run(calls, strategy)
+                merged.append((strategy, list(calls)))
+        for strategy, calls in merged:
+            yield from self._segment(calls, strategy)
 
     def _strategy(self, start: int, stop: int) -> HaloStrategy:
-        """Of a segment."""
-        calls, asked = self._calls[start:stop], self._ways[start]
+        """Return the strategy of the segment ``calls[start:stop]``; recomputation if that has an overlap to recompute."""
+        calls, asked = self._calls[start:stop], self._asked[start]
         if self._prices.regions.overlaps(calls).computed:
             return "recompute"
         if asked in ("exchange", "overlap"):
@@ -128,21 +128,19 @@ class _Region:
         return "overlap" if self._prices.overlapped(calls).seconds < self._prices.exchange(calls).seconds else "exchange"
 
     def _price(self, start: int, stop: int) -> Price:
-        """Of a segment."""
-        calls = self._calls[start:stop]
-        return {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}[
-            self._strategy(start, stop)
-        ](calls)
+        """Return the cost of the segment ``calls[start:stop]`` under its strategy."""
+        prices = {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}
+        return prices[self._strategy(start, stop)](self._calls[start:stop])
 
-    def _segments(self) -> list[tuple[int, int]]:
-        """Return the segments of the shortest path."""
+    def _shortest_path(self) -> list[tuple[int, int]]:
+        """Return the segments of the cheapest division, as pairs (start, stop) of places in ``calls``."""
         starts = self._starts
         best, before = [0.0] + [math.inf] * (len(starts) - 1), [0] * len(starts)
         for first, start in enumerate(starts[:-1]):
             for last in range(first + 1, len(starts)):
-                if self._must_part(first, last):
+                if self._must_divide(first, last):
                     break
-                if not self._may_part(last):
+                if not self._may_divide(last):
                     continue
                 price = self._price(start, starts[last])
                 if best[first] + price.seconds < best[last] * (1 - _ROUNDING):
@@ -155,32 +153,25 @@ class _Region:
         places = [starts[number] for number in reversed(path)]
         return list(itertools.pairwise(places))
 
-    def _must_part(self, first: int, last: int) -> bool:
-        """Return whether a segment contains a call, after its first, for which the user fixed an exchange."""
-        return any(self._ways[self._starts[number]] in ("exchange", "overlap") for number in range(first + 1, last))
+    def _must_divide(self, first: int, last: int) -> bool:
+        """Return whether the user fixed an exchange for a call inside the segment from start number ``first`` to ``last``."""
+        return any(self._asked[self._starts[number]] in ("exchange", "overlap") for number in range(first + 1, last))
 
-    def _may_part(self, number: int) -> bool:
-        """Return whether a segment may end there: calls for which the user fixed recomputation stay together."""
+    def _may_divide(self, number: int) -> bool:
+        """Return whether a segment may end at a start: calls for which the user fixed recomputation stay together."""
         place = self._starts[number]
-        return place == len(self._calls) or not self._ways[place] == self._ways[place - 1] == "recompute"
+        return place == len(self._calls) or not self._asked[place] == self._asked[place - 1] == "recompute"
 
-    def _run(self, calls: Sequence[TileCall], strategy: HaloStrategy) -> Iterator[HaloSegment]:
+    def _segment(self, calls: Sequence[TileCall], strategy: HaloStrategy) -> Iterator[HaloSegment]:
+        """Yield the segment of these calls; none for exchanges that no wide halo could replace with fewer."""
         if not calls:
             return
         exchange, once = self._prices.exchange(calls), self._prices.once(calls)
         if strategy != "exchange" or once.messages < exchange.messages:
             paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
-            yield HaloSegment(
-                calls[0].node.name,
-                calls[-1].node.name,
-                tuple(dict.fromkeys((paths[0], paths[-1]))),
-                strategy,
-                exchange.messages,
-                exchange.seconds,
-                self._prices.overlapped(calls).seconds,
-                once.messages,
-                once.seconds,
-            )
+            first, last, ends = calls[0].node.name, calls[-1].node.name, tuple(dict.fromkeys((paths[0], paths[-1])))
+            overlapped = self._prices.overlapped(calls).seconds
+            yield HaloSegment(first, last, ends, strategy, exchange.messages, exchange.seconds, overlapped, once.messages, once.seconds)
 
 
 class _Prices:
@@ -206,43 +197,43 @@ class _Prices:
 
     def exchange(self, calls: Sequence[TileCall]) -> Price:
         """Return the cost of a halo exchange before every call that needs one."""
-        return self._sent(calls, Overlaps({}, {}))
+        return self._messages(calls, Overlaps({}, {}))
 
     def overlapped(self, calls: Sequence[TileCall]) -> Price:
         """Return the cost of the same exchanges if every call computes its interior meanwhile."""
-        found: dict[object, None] = {}
+        exchanged: set[object] = set()
         sending = computing = 0.0
         for call in calls:
-            waits, pieces = self._meanwhile(call.node, found)
+            waits, pieces = self._overlapped_seconds(call.node, exchanged)
             sending, computing = sending + waits, computing + pieces
-        return Price(len(found), sending, computing)
+        return Price(len(exchanged), sending, computing)
 
-    def _meanwhile(self, node: fx.Node, found: dict[object, None]) -> tuple[float, float]:
+    def _overlapped_seconds(self, node: fx.Node, exchanged: set[object]) -> tuple[float, float]:
         """Return the seconds that a call waits after its interior is computed, and those that it takes longer in pieces.
 
         Args:
-            found: what was exchanged for calls in front of it.
+            exchanged: keys of the halos that earlier calls exchanged; those of this call are added.
         """
         assert self._part.sizes is not None
         slides = slides_of(node.name, self._axes, self._layouts, self._part.sizes.extents)
         interior = interior_of(self._axes.loops[node.name], slides)
         waits = pieces = 0.0
         for key, exchange in self._halos(node, self._layouts):
-            if key in found:
+            if key in exchanged:
                 continue
-            found[key] = None
+            exchanged.add(key)
             forward, backward = exchange.seconds(self._numbers[exchange.size] * self._share, self._links[exchange.dimension])
             if interior is not None and exchange.dimension == interior.slide.over:
-                of_forward, of_inputs, of_weights = self._seconds(node)
-                share, halves = interior.share, of_inputs + of_weights
-                forward = max(0.0, forward - share * of_forward)
-                backward = max(0.0, backward - share * halves)
-                pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(halves))
+                forward_seconds, input_seconds, weight_seconds = self._seconds(node)
+                share, backward_seconds = interior.share, input_seconds + weight_seconds
+                forward = max(0.0, forward - share * forward_seconds)
+                backward = max(0.0, backward - share * backward_seconds)
+                pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(backward_seconds))
             waits += forward + backward
         return waits, pieces
 
     def _in_pieces(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
-        """Return the seconds of computing in three pieces: more launches, concatenated results, added gradients of overlapping reads."""
+        """Return the extra seconds in three pieces: launches, concatenated results, summed gradients of operand ``place``."""
         cost, sizes = self._part.cost.nodes[node.name], self._part.cost.bytes
         result, operand = (self._numbers[sizes[name]] * self._share for name in (node.name, self._axes.operands[node.name][place].name))
         works = [Work(0, 2 * result, 1 + 2 * cost.forward.launches)]
@@ -253,24 +244,26 @@ class _Prices:
     def once(self, calls: Sequence[TileCall]) -> Price:
         """Return the cost of one wide halo before the segment, with the overlap of its calls recomputed."""
         overlaps = self.regions.overlaps(calls)
-        again = (self._again(call.node, overlaps.computed[call.node.name]) for call in calls if call.node.name in overlaps.computed)
-        return replace(self._sent(calls, overlaps), computing=sum(again))
+        widened = [call.node for call in calls if call.node.name in overlaps.computed]
+        computing = sum(self._recomputed_seconds(node, overlaps.computed[node.name]) for node in widened)
+        return replace(self._messages(calls, overlaps), computing=computing)
 
-    def _sent(self, calls: Sequence[TileCall], overlaps: Overlaps) -> Price:
+    def _messages(self, calls: Sequence[TileCall], overlaps: Overlaps) -> Price:
+        """Return the cost of the messages alone; a halo that several calls read is sent once."""
         layouts = replace(self._layouts, wide=overlaps.computed, fetched=overlaps.fetched)
-        found: dict[object, Exchange] = {}
+        exchanges: dict[object, Exchange] = {}
         for call in calls:
             for key, exchange in self._halos(call.node, layouts):
-                found.setdefault(key, exchange)
-        seconds = (each.seconds(self._numbers[each.size] * self._share, self._links[each.dimension]) for each in found.values())
-        return Price(len(found), sum(forward + backward for forward, backward in seconds))
+                exchanges.setdefault(key, exchange)
+        seconds = (each.seconds(self._numbers[each.size] * self._share, self._links[each.dimension]) for each in exchanges.values())
+        return Price(len(exchanges), sum(forward + backward for forward, backward in seconds))
 
     def _halos(self, node: fx.Node, layouts: Layouts) -> Iterator[tuple[object, Exchange]]:
         assert self._part.sizes is not None
         return find_halos(node, self._axes, layouts, self._part.sizes, self._part.cost.gradients)
 
-    def _again(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
-        """Return the seconds that a call takes longer with its overlap."""
+    def _recomputed_seconds(self, node: fx.Node, wide: Sequence[Intervals | None]) -> float:
+        """Return the seconds that a call takes longer with its overlap; ``wide``: by dimension, the interval of each rank, or None."""
         times = 1.0
         for index, intervals in enumerate(wide):
             if intervals is not None:
@@ -278,14 +271,14 @@ class _Prices:
                 times *= max(stop - start for start, stop in intervals) / own
         if (node, times) not in self._known:
             pairs = zip(self._seconds(node, times), self._seconds(node), strict=True)
-            self._known[node, times] = sum(more - less for more, less in pairs)
+            self._known[node, times] = sum(widened - own for widened, own in pairs)
         return self._known[node, times]
 
     def _seconds(self, node: fx.Node, times: float = 1.0) -> tuple[float, float, float]:
-        """Return the seconds of a multiple of the work of a call."""
+        """Return the seconds of forward, input gradient and weight gradient, for ``times`` the work of a call."""
         cost = self._part.cost.nodes[node.name]
         return call_seconds(cost, self._device, self._cost_model, self._numbers, self._share * times, measured=False)
 
 
 _ROUNDING = 1e-9
-"""Relative: of segments that cost the same, the shorter ones."""
+"""Relative difference below which costs count as equal; the shorter segment then wins."""

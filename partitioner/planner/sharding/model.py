@@ -1,4 +1,4 @@
-"""A model that meshes can cut: its axes, which of them each mesh dimension cuts, and the part of a rank; each found once for all meshes."""
+"""A model with its axes, the axes that each mesh dimension shards, and one rank's shard; each is computed once for all meshes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DATA = "data"
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """What is cut, and in which graph: ``in_numbers``, for the batch size alone that is planned for."""
+    """The sharded axes and their graph; ``in_numbers``: whether that graph has a fixed batch size instead of a symbolic one."""
 
     of: PartGraph
     graph: ModelGraph
@@ -55,21 +55,14 @@ class _Chosen:
 
 
 class CuttableModel:
-    """A model and what was found out about it.
+    """A model with caches of its axes, shardings and shards.
 
     Args:
-        pace: of the ranks that cut axes of parameters; None: see ``AxisProblem``.
-        hardware: that tiles are for, with what prices it; None: tiles cut space alone.
+        pace: clock rate of the ranks that shard axes of parameters; None: see ``AxisProblem``.
+        hardware: the cluster and cost model that tiles are priced for; None: tiles shard only space.
     """
 
-    def __init__(
-        self,
-        graph: ModelGraph,
-        request: PlanRequest,
-        *,
-        pace: ClockRate | None = None,
-        hardware: Hardware | None = None,
-    ) -> None:
+    def __init__(self, graph: ModelGraph, request: PlanRequest, *, pace: ClockRate | None = None, hardware: Hardware | None = None) -> None:
         self._request, self._pace, self._hardware = request, pace, hardware
         self._whole = graph
         self._folded = fold_repeats(graph)
@@ -105,27 +98,27 @@ class CuttableModel:
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether anything compares the elements of a sequence."""
+        """Whether the model has attention over a sequence."""
         return any("queries" in roles or "keys" in roles for roles in find_axes(self._folded.graph.graph).roles)
 
     @cached_property
     def has_space(self) -> bool:
-        """Whether windows slide over anything that tiles could cut."""
+        """Whether windows (convolutions, pooling) slide over an axis that tiles could shard."""
         axes = find_axes(self._folded.graph.graph)
         space = {axis for each in space_axes(axes).values() for axis in each}
         return any(not space.isdisjoint(each) for each in axes.slid_over.values())
 
     @cached_property
     def whole(self) -> ModelPart:
-        """The model for a mesh that cuts no axes."""
+        """The shard of a mesh that shards no axes: the whole model."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph))
 
     def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
-        """The model under the dimensions of a mesh that cut axes; raises ConfigError where they cannot.
+        """Return the model sharded by a mesh; raise ConfigError if a dimension has no axis to shard.
 
         Args:
-            beside: whether the tensor dimension cuts the sequence, too, that of the replicas large weights, or tiles more than space.
-            limit: bytes of parameters that all ranks of a pipeline may hold together; axes are chosen so that they fit, if they can.
+            beside: whether the tensor dimension also shards the sequence, the data dimension large weights, or tiles other axes than space.
+            limit: bytes of parameters that one pipeline may store; axes are chosen so that they fit, if possible.
             halos: segments of calls with a halo strategy of their own; all others exchange each halo and wait.
         """
         chosen = self._choose(cutting, beside, limit)
@@ -138,15 +131,15 @@ class CuttableModel:
         return self._cuts[key]
 
     def axes_cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
-        """The names of the axes that each mesh dimension cuts; as ``cut`` has it, without the part of a rank."""
+        """Return the names of the axes that each mesh dimension shards, as ``cut`` does, but without computing the shard."""
         chosen = self._choose(cutting, beside, limit)
         return {name: tuple(chosen.names[axis] for axis in each) for name, each in chosen.assigned.items()}
 
     def cut_among_few(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> ModelPart:
-        """The part of a rank of two that cut the axes that all ranks of a mesh would; of all, where several dimensions cut axes.
+        """Return one rank's shard, for bounds: on two ranks instead of all if a single mesh dimension shards axes.
 
-        Among two a value that is exchanged whole is as large as among any number of ranks, so that the part is found once for all numbers.
-        Beside another dimension it is a part itself, smaller the more ranks that one has.
+        The size of an exchanged value that is not sharded is the same for any number of ranks, so one shard serves all numbers. With
+        several dimensions the value is itself sharded over the others, and its size depends on their lengths.
         """
         chosen = self._choose(cutting, beside, limit)
         few = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
@@ -157,14 +150,14 @@ class CuttableModel:
         return self._among_few[key]
 
     def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
-        """Which axes are cut; found once for all that asks."""
+        """Return the axes to shard, cached."""
         asked = (cutting, beside, limit)
         if asked not in self._chosen:
             self._chosen[asked] = self._choice(*asked)
         return self._chosen[asked]
 
     def _choice(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
-        """Those axes that are asked for, and those that cost least."""
+        """Choose the axes to shard: those that constraints name, and the cheapest others."""
         in_tiles = any(name in TILES for name in cutting.names)
         switched = self._beside_space(cutting) if beside and in_tiles else None
         in_numbers = switched is not None and switched.in_numbers
@@ -214,11 +207,11 @@ class CuttableModel:
 
     @property
     def _is_free(self) -> bool:
-        """Whether nobody asked for the mesh."""
+        """Whether the planner chose the mesh, not the user."""
         return self._pace is not None and not self._pace.asked
 
     def _beside_space(self, cutting: Mesh) -> Switched:
-        """What tiles cut, the batch among it where a graph of one size could be cut by it, and is."""
+        """Choose the axes of tile dimensions. If a graph with a fixed batch size allows it, tiles may also shard the batch."""
         assert self._hardware is not None
         found: Switched | None = None
         for in_numbers in (True, False)[not self._could_cut_batch(cutting) :]:
@@ -235,13 +228,13 @@ class CuttableModel:
         return found
 
     def _could_cut_batch(self, cutting: Mesh) -> bool:
-        """Whether the batch could be cut as any other axis is: into parts of unlike sizes, by a graph for one batch size."""
+        """Return whether the batch could be sharded unevenly, as any other axis, in a graph with a fixed batch size."""
         rows = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
         alone = self._request.mode in ("model", "auto") and self._request.n_microbatches in (None, 1)
         return self._whole.batch is not None and alone and self._whole.batch_size % rows == 0
 
     def _gains_beside_rows(self, cutting: Mesh) -> bool:
-        """Whether replicas would cut anything besides the batch."""
+        """Return whether the data dimension would shard any axis besides the batch."""
         of = self._prepared(cutting)
         axes, _ = self._find_axes(of.graph, cutting)
         graph = _with_divisible_batch(of.graph, cutting)
@@ -260,7 +253,7 @@ class CuttableModel:
         return self._problems[key].solve(count, limit) or AxisChoice(batch)
 
     def _part(self, of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, beside: bool) -> ModelPart:
-        """The part of a rank. Said in its own rows it is the same however many replicas there are, unless these exchange activations."""
+        """Return one rank's shard. In terms of its samples it is equal for all numbers of replicas, unless they exchange activations."""
         alone = all(set(cut.assigned[name]) <= batch_axes(of.graph, axes) and name not in cut.stored for name in cut.rows)
         if not cut.rows or not alone or of.graph.batch is None:
             return cut_part(of, batch_size, axes, cut)
@@ -274,10 +267,10 @@ class CuttableModel:
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
 
     def _prepared(self, mesh: Mesh, *, in_numbers: bool = False) -> PartGraph:
-        """The graph as it is cut; of tiles the whole one, since runs that fetch a halo once may go from block to block.
+        """Return the graph to shard; for tiles unfolded, since a halo segment may span several blocks.
 
         Args:
-            in_numbers: for the batch size alone that is planned for.
+            in_numbers: whether the graph has a fixed batch size instead of a symbolic one.
         """
         by_rows, in_tiles = _kind(mesh)
         key = (by_rows, in_tiles, in_numbers)
@@ -312,7 +305,7 @@ class CuttableModel:
         fixed: Mapping[str, tuple[int, ...]],
         limit: float,
     ) -> AxisChoice:
-        """The axes that one mesh dimension cuts: those that the user fixed, and those that follow from what it is."""
+        """Return the axes that one mesh dimension shards: those that the user fixed, and those that its kind implies."""
         elsewhere = {axis for other, each in fixed.items() if other != dimension for axis in each}
         if dimension in ROWS:
             found = tuple(sorted(batch_axes(graph, axes)))
@@ -352,19 +345,19 @@ class CuttableModel:
 
 
 def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The sequence axes that a tensor dimension could cut besides: long enough, and cut by nothing yet."""
+    """Return the sequence axes that a tensor dimension could also shard: long enough, and not sharded yet."""
     taken = {axis for each in assigned.values() for axis in each}
     along = [axis for axis, name in enumerate(names) if name.startswith("sequence[") and axis not in taken]
     return tuple(axis for axis in along if fits(axes, axis, cutting.length(TENSOR)))
 
 
 def _longer(axes: Axes, count: int) -> frozenset[int]:
-    """The axes that so many ranks could cut."""
+    """Return the axes that are long enough for ``count`` ranks."""
     return frozenset(axis for axis in range(len(axes.sizes)) if fits(axes, axis, count))
 
 
 def _kind(mesh: Mesh) -> tuple[bool, bool]:
-    """Whether rows are cut, and whether space is."""
+    """Return whether a mesh shards the batch, and whether it shards space."""
     return any(name in ROWS for name in mesh.names), any(name in (TILE, *TILES) for name in mesh.names)
 
 
@@ -381,7 +374,7 @@ def _check_groups_of_rows(graph: ModelGraph, axes: Axes, batch: tuple[int, ...],
 
 
 def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
-    """The graph with a batch that the mesh divides, to plan for: an open batch is rounded up, a fixed one must fit."""
+    """Return the graph with a batch size that the mesh divides: a symbolic batch is rounded up, a fixed one must be divisible."""
     parts = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
     rows = graph.batch_size
     if rows % parts == 0:
@@ -455,12 +448,12 @@ class MeshCut:
 
 
 def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[int, None]]:
-    """Axis of a folded graph -> the axes of the whole one that it stands for."""
-    found: dict[int, dict[int, None]] = {}
+    """Return axis of the folded graph -> the axes of the whole one that it stands for, as an ordered set."""
+    counterparts: dict[int, dict[int, None]] = {}
     for node, tensors in folded.tensors.items():
-        for counterparts in (whole.tensors[name] for name in of.copies(node)):
-            for mine, theirs in zip(tensors, counterparts, strict=True):
-                for one, other in zip(mine, theirs, strict=True):
-                    for axis, counterpart in zip(one, other, strict=False):
-                        found.setdefault(axis, {})[counterpart] = None
-    return found
+        for copied_tensors in (whole.tensors[name] for name in of.copies(node)):
+            for tensor, copied_tensor in zip(tensors, copied_tensors, strict=True):
+                for dimension, copied_dimension in zip(tensor, copied_tensor, strict=True):
+                    for axis, counterpart in zip(dimension, copied_dimension, strict=False):
+                        counterparts.setdefault(axis, {})[counterpart] = None
+    return counterparts

@@ -51,17 +51,17 @@ __all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "part_graph", "unfo
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """One rank's part of a model, over all stages.
+    """One rank's shard of a model, over all stages. ``layouts``, ``axes`` and ``sizes`` are None if no axis is sharded.
 
     Attributes:
-        of: the graph that it is a part of.
-        batch_size: rows that one rank has.
-        cutting: the mesh dimensions that cut axes.
+        of: the graph that it is a shard of.
+        batch_size: samples of one rank.
+        cutting: the mesh dimensions that shard axes.
         sums: the gradients that are summed once a step.
-        layouts: how every value lies; None where nothing is cut.
-        axes: of the graph; None where nothing is cut.
-        sizes: of the part; None where nothing is cut.
-        known_prices: by kinds of devices, optimizer and policy: worked out once for all links and batches.
+        layouts: the layout of every value.
+        axes: of the graph.
+        sizes: of the local tensors.
+        known_prices: cache by kinds of devices, optimizer and policy, shared by all links and batch sizes.
     """
 
     of: PartGraph
@@ -76,17 +76,17 @@ class ModelPart:
 
     @cached_property
     def graph(self) -> ModelGraph:
-        """The whole model's graph, with the batch that one rank has of it."""
+        """The whole model's graph, with one rank's batch size."""
         return dataclasses.replace(self.of.whole, batch_size=self.batch_size)
 
     @property
     def points(self) -> CutPoints:
-        """Where stages may be cut."""
+        """The units of the whole model, between which stages may be cut."""
         return self.of.all_points
 
     @property
     def n_row_parts(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of shards of the batch."""
         return math.prod(self.cutting.length(name) for name in self.cutting.names if name in ROWS)
 
     def prices(
@@ -100,24 +100,26 @@ class ModelPart:
         n_stages: int = 1,
         adding: bool = True,
     ) -> UnitCosts:
-        """The prices of its units, on links for each mesh dimension.
+        """Return the costs of the shard's units.
 
         Args:
-            n_stages: how many the units are cut into: what is small travels with others of its stage.
-            adding: whether microbatches add their gradients to those of earlier ones.
+            kinds: the distinct devices to price for.
+            links: mesh dimension -> the links along it.
+            n_stages: number of stages: small collectives of a stage are coalesced.
+            adding: whether gradients accumulate over microbatches.
         """
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
-            of_part = (self.of.graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
-            self.known_prices[key] = UnitPricing(*of_part, self.of.known_seconds, self._summed_at_once, is_cut=self.layouts is not None)
-        read = (self.of.users, self.held_bytes)
-        costs = self.known_prices[key].on(self.batch_size, exchanges, *read, adding=adding, n_stages=n_stages)
+            known = (self.of.graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
+            self.known_prices[key] = UnitPricing(*known, self.of.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
+        parameters = (self.of.users, self.held_bytes)
+        costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, adding=adding, n_stages=n_stages)
         return costs if self.of.unfolding is None else repeat(costs, self.of.unfolding)
 
     @cached_property
     def held_bytes(self) -> dict[str, int]:
-        """Parameter -> bytes that a rank holds of it."""
+        """Parameter -> bytes of one rank's shard."""
         return {copy: int(self.cost.bytes[name]) for name in self.of.graph.parameters for copy in self.of.copies(name)}
 
     @cached_property
@@ -130,7 +132,7 @@ class ModelPart:
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
-        """Return each distinct collective, compared without its reader, and how often the whole model runs it."""
+        """Each distinct collective, compared without its reader, and how often the whole model runs it."""
         counts = Counter[Exchange]()
         for exchange in self.exchanges:
             counts[dataclasses.replace(exchange, reader="")] += len(self.of.copies(exchange.reader))
@@ -138,40 +140,40 @@ class ModelPart:
 
     @cached_property
     def bytes_summed(self) -> dict[str, float]:
-        """Mesh dimension -> bytes of the gradients that are summed over it, of all stages together."""
+        """Mesh dimension -> bytes of the gradients of all stages that are summed over it."""
         totals: dict[str, float] = {}
         for each in self.sums:
             totals[each.dimension] = totals.get(each.dimension, 0.0) + each.size
         return totals
 
     @property
-    def _summed_at_once(self) -> tuple[float, float]:
-        """Return the bytes of gradients that are in memory twice, in a bucket and in its reduced copy: at the step's end, and before."""
+    def _bucket_bytes(self) -> tuple[float, float]:
+        """The bytes of gradients that are in memory twice, in a bucket and in its reduced copy: at the step's end, and before."""
         sizes = [each.size for each in self.sums]
         most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
         return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
     def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
-        """How long it takes to sum the gradients of a stage over each mesh dimension, if nothing hides it.
+        """Return the seconds of summing a stage's gradients over each mesh dimension, without overlap.
 
         Args:
-            by_dimension: bytes, and how many buckets they fill (``StageSums``).
+            by_dimension: mesh dimension -> (bytes, number of buckets) (``StageSums``).
         """
         largest = float(shares_of_bucket(np.array([each.size for each in self.sums])).max(initial=0.0))
         return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
 
 
 def whole_part(of: PartGraph) -> ModelPart:
-    """The whole model, for a mesh that cuts no axes."""
+    """Return the whole model as the shard of a mesh that shards no axes."""
     cost = graph_cost(of.graph, differentiate=of.graph.training, reading=of.reading)
     return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
 
 
 def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
-    """The part of a rank under a cut.
+    """Return one rank's shard of a graph.
 
     Args:
-        batch_size: rows of the whole batch.
+        batch_size: samples of the whole batch.
         axes: of the folded graph.
     """
     layouts = layouts_of_cut(of.graph, axes, cut)
@@ -188,24 +190,26 @@ def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelP
 
 
 def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str, halos: Sequence[HaloSegment] = ()) -> AxisCut:
-    """The cut of a mesh, from the axes that each of its dimensions cuts, and segments of calls with a halo strategy of their own."""
+    """Return the sharding of a mesh: ``assigned`` lists the axes of each mesh dimension, ``halos`` the segments with a halo strategy."""
     rows = tuple(name for name in cutting.names if name in ROWS)
     stored = tuple(name for name in cutting.names if name in STORED)
     wide, overlapped = ends_of(halos, "recompute"), ends_of(halos, "overlap")
     return AxisCut(cutting, assigned, rows, stored, batchnorm == "local", wide, overlapped)
 
 
-# -- the graph that parts of a model are cut from ----------------------------------------------------------------------------------
+# -- the graph that is sharded -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class PartGraph:
-    """A graph that parts are cut from.
+    """The graph that is sharded: the model's, or one with repeated blocks folded into one.
 
     Attributes:
         graph: of the model, repeated blocks folded.
-        unfolding: how the units repeat; None where nothing is folded.
-        known_seconds: of operations, by kind of device and microbatch size: worked out once for all parts, meshes and policies.
+        points: its units.
+        whole: the graph of the whole model.
+        unfolding: how the units repeat; None if nothing is folded.
+        known_seconds: cache of operations' seconds by kind of device and microbatch size, shared by all shards, meshes and policies.
     """
 
     graph: ModelGraph
@@ -222,25 +226,25 @@ class PartGraph:
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
         """Placeholder -> the units of the whole model that read it, in order."""
-        unit_of, found = self.points.unit_of, dict[str, tuple[int, ...]]()
+        unit_of, users = self.points.unit_of, dict[str, tuple[int, ...]]()
         for node in (node for node in self.graph.graph.nodes if node.op == "placeholder"):
             units = tuple(sorted({unit_of[user.name] for user in node.users if user.name in unit_of}))
-            found.update(dict.fromkeys(self.copies(node.name), ()))
+            users.update(dict.fromkeys(self.copies(node.name), ()))
             if units:
-                found.update(zip(self.copies(node.name), self.places(units), strict=False))
-        return found
+                users.update(zip(self.copies(node.name), self.places(units), strict=False))
+        return users
 
     def places(self, units: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-        """The units that something with these units has in the whole model: one for each copy that there is of it."""
+        """Translate units of the folded graph into units of the whole model: one tuple for each repeat of the block."""
         return (units,) if self.unfolding is None else self.unfolding.places(units)
 
     @cached_property
     def reading(self) -> Reading:
-        """Return the facts about the graph that the costs of all its shards share."""
+        """The facts about the graph that the costs of all its shards share."""
         return read_graph(self.graph, differentiate=self.graph.training)
 
     def copies(self, name: str) -> tuple[str, ...]:
-        """The nodes that a node of the folded graph stands for."""
+        """Return the nodes of the whole model that a node of the folded graph stands for."""
         return (name,) if self.unfolding is None else self.unfolding.copies.get(name, (name,))
 
 
@@ -250,31 +254,31 @@ def unfolded(graph: ModelGraph) -> PartGraph:
 
 
 def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph]) -> PartGraph:
-    """A graph to cut parts from, written anew by ``prepare``; unfolded where the copies do not begin with units of their own."""
+    """Return the graph to shard, rewritten by ``prepare``: the folded one, or the whole if repeats do not start at unit boundaries."""
     if folded.n_copies > 1:
         graph = prepare(folded.graph)
-        points = _thinned(graph, folded)
-        unfolding = expansion_of(points, _with_written(folded, graph), folded.following)
+        points = _cheapest_cut_points(graph, folded)
+        unfolding = expansion_of(points, _copies_of_rewritten(folded, graph), folded.following)
         if unfolding is not None:
             return PartGraph(graph, points, whole, unfolding)
     graph = prepare(whole)
     return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
 
 
-def _with_written(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
-    """The copies of each node of the block, and of each that was written in the place of one: it bears that name in front."""
+def _copies_of_rewritten(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
+    """Return the copies of each node of the rewritten graph: ``dropout_mask``, from ``dropout``, has ``dropout_1_mask``, ..."""
     known = {node.name for node in folded.graph.graph.nodes}
-    found = dict(folded.copies)
+    copies = dict(folded.copies)
     for name in (node.name for node in graph.graph.nodes if node.name not in known):
-        parts = name.split("_")
-        fronts = ("_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
-        source = next((front for front in fronts if front in known), None)
+        words = name.split("_")
+        prefixes = ("_".join(words[:count]) for count in range(len(words) - 1, 0, -1))
+        source = next((prefix for prefix in prefixes if prefix in known), None)
         if source in folded.copies:
-            found[name] = tuple(f"{copy}{name.removeprefix(source)}" for copy in folded.copies[source])
-    return found
+            copies[name] = tuple(f"{copy}{name.removeprefix(source)}" for copy in folded.copies[source])
+    return copies
 
 
-def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
+def _cheapest_cut_points(graph: ModelGraph, folded: Folded) -> CutPoints:
     """Return the units of a folded graph; if there are many, only those at which the fewest bytes cross a boundary inside a copy."""
     names = frozenset(node.name for node in folded.graph.graph.nodes)
     points = find_cut_points(graph, names)
@@ -291,4 +295,4 @@ def _thinned(graph: ModelGraph, folded: Folded) -> CutPoints:
 
 
 _PLENTY = 60
-"""Units from which on cuts are considered only where least crosses."""
+"""Number of units from which stages are cut only where the fewest bytes cross."""

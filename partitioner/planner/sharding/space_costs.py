@@ -1,10 +1,10 @@
-"""What it costs to cut space, or another axis instead: seconds of every call under an outcome, with the halos of its windows.
+"""Costs of sharding space or another axis: seconds of every call under each layout, with the halos of its windows.
 
-    cut by height     its share of the work, halos of its windows, kernels as short as tiles are thin
-    cut by batch      its share of the work; where height is cut before it, what is exchanged for that
-    not cut           all of the work, on every rank
+    sharded by height     1 / n of the work, the halos of its windows; kernels on thin tiles are less efficient
+    sharded by batch      1 / n of the work, and the reshard of operands that are sharded by height
+    replicated            all of the work, on every rank
 
-Prices are those of whole plans (``cost_models``), call by call: the same work, the same collectives on the same links.
+Costs are those of whole plans (``cost_models``), call by call: the same work, the same collectives on the same links.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ __all__ = ["Ranks", "SpacePrices"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who computes along a mesh dimension.
+    """The ranks along a mesh dimension.
 
     Attributes:
-        share: what other mesh dimensions and microbatches leave of every value, and of all work.
+        device: the device of each.
+        share: fraction of every value, and of all work, that other mesh dimensions and microbatches leave.
     """
 
     device: Device
@@ -50,7 +51,8 @@ class SpacePrices:
     """Seconds of a microbatch, forward and backward (``axis_terms.AxisPrices``).
 
     Args:
-        asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves: some for each call.
+        asked: whether the user asked for these ranks: a replicated contraction then costs ``WORTH`` messages more, so that it is sharded
+            even if that does not save time.
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, cost: GraphCost, ranks: Ranks, *, asked: bool = False) -> None:
@@ -63,59 +65,59 @@ class SpacePrices:
         self._worth = dict.fromkeys(contractions_of(axes) if asked else (), WORTH * self.message)
 
     def whole(self, _name: str) -> float:
-        """Of a parameter that is not cut: what matters is the sum of its gradient, which is a change of layout."""
+        """Return 0: replicating a parameter costs only the sum of its gradient, which is a reshard."""
         return 0.0
 
     def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
-        """Of a change of layout of so many bytes, the whole value, forward and backward."""
+        """Return the seconds of a reshard, forward and backward; ``size``: bytes of the whole value."""
         forward, backward = collectives_between(have, need)
-        found = Exchange("", 0, "", forward, backward if value in self._cost.gradients else None)
+        reshard = Exchange("", 0, "", forward, backward if value in self._cost.gradients else None)
         is_parameter = self._nodes[value].op == "placeholder" and value in self._cost.gradients
         if is_parameter and isinstance(need, Varying) and isinstance(have, Replicate):
-            return sum(found.seconds(size, self._ranks.links))  # summed once a step, whole
-        return sum(found.seconds(size * self._ranks.share, self._ranks.links))
+            return sum(reshard.seconds(size, self._ranks.links))  # summed once a step, whole
+        return sum(reshard.seconds(size * self._ranks.share, self._ranks.links))
 
-    def work(self, name: str, found: CallLayout) -> float:
-        """The part of the rank that has most to compute, and its halos."""
+    def work(self, name: str, layout: CallLayout) -> float:
+        """Return the seconds of a call on the rank with the largest shard, and of its halos."""
         if name not in self._cost.nodes:
             return 0.0
-        if found.cut is None:
+        if layout.cut is None:
             return self._seconds(name, 1.0) + self._worth.get(name, 0.0)
-        size = self._axes.sizes[found.cut.axis]
-        parts = 1 / self._count if not isinstance(size, int) else -(-size // self._count) / size
-        windows = (window for window in self._axes.loops[name].windows if window.factor == found.cut.factor)
-        return self._seconds(name, parts) + sum(self._halo(name, found, window) for window in windows)
+        size = self._axes.sizes[layout.cut.axis]
+        largest = 1 / self._count if not isinstance(size, int) else -(-size // self._count) / size
+        windows = (window for window in self._axes.loops[name].windows if window.factor == layout.cut.factor)
+        return self._seconds(name, largest) + sum(self._halo_seconds(name, layout, window) for window in windows)
 
-    def _seconds(self, name: str, part: float) -> float:
-        if (name, part) not in self._known:
+    def _seconds(self, name: str, fraction: float) -> float:
+        """Return the seconds of a fraction of a call's work, forward and backward."""
+        if (name, fraction) not in self._known:
             ranks, cost = self._ranks, self._cost.nodes[name]
-            halves = call_seconds(cost, ranks.device, ranks.cost_model, self._numbers, ranks.share * part, measured=False)
-            self._known[name, part] = sum(halves)
-        return self._known[name, part]
+            seconds = call_seconds(cost, ranks.device, ranks.cost_model, self._numbers, ranks.share * fraction, measured=False)
+            self._known[name, fraction] = sum(seconds)
+        return self._known[name, fraction]
 
-    def _halo(self, name: str, found: CallLayout, window: Window) -> float:
-        """Seconds of what a window reads of neighbours, forward and backward."""
-        place = found.needs[window.operand]
-        if not isinstance(place, Shard):
+    def _halo_seconds(self, name: str, layout: CallLayout, window: Window) -> float:
+        """Return the seconds of a window's halo exchange, forward and backward: the largest message between two ranks counts."""
+        if not isinstance(layout.needs[window.operand], Shard):
             return 0.0
-        assert found.cut is not None
+        assert layout.cut is not None
         operand = self._axes.operands[name][window.operand]
-        steps = self._parts(self._axes.factors[name][found.cut.factor])
-        owned = self._parts(self._axes.under(name, window))
+        steps = self._shard_lengths(self._axes.factors[name][layout.cut.factor])
+        owned = self._shard_lengths(self._axes.under(name, window))
         ends = [sum(steps[:rank]) for rank in range(len(steps) + 1)]
         wanted = to_text(window.reach.reads(*ends[rank : rank + 2]) for rank in range(len(steps)))
-        read = segments(owned, wanted)
-        foreign = (
-            sum(copy.count for copy in copies) for rank, each in enumerate(read) for owner, copies in enumerate(each) if owner != rank
-        )
-        most = max(foreign, default=0)
-        if not most:
+        largest = 0
+        for rank, by_owner in enumerate(segments(owned, wanted)):
+            for owner, copies in enumerate(by_owner):
+                if owner != rank:
+                    largest = max(largest, sum(copy.count for copy in copies))
+        if not largest:
             return 0.0
-        size = self._numbers[self._cost.bytes[operand.name]] * self._ranks.share * most / sum(owned)
+        size = self._numbers[self._cost.bytes[operand.name]] * self._ranks.share * largest / sum(owned)
         back: Collective | None = "halo_exchange" if operand.name in self._cost.gradients else None
         return sum(Exchange("", 0, "", "halo_exchange", back).seconds(size, self._ranks.links))
 
-    def _parts(self, dimension: tuple[int, ...]) -> tuple[int, ...]:
-        """How many elements of a dimension each rank has, whose outermost axis is cut."""
+    def _shard_lengths(self, dimension: tuple[int, ...]) -> tuple[int, ...]:
+        """Return each rank's length of a dimension whose outermost axis is sharded."""
         outermost, *inner = (int(self._axes.sizes[axis]) for axis in dimension)
         return tuple(part * math.prod(inner) for part in microbatch_sizes(outermost, self._count))

@@ -56,7 +56,7 @@ class Hardware:
     cost_model: CostModel
 
     def along(self, cutting: Mesh, n_microbatches: int) -> dict[str, Ranks]:
-        """Who computes along each dimension of a mesh."""
+        """Return the ranks along each dimension of a mesh."""
         used = self.cluster.first(cutting.size)
         links, device = LinkTable(used).of(cutting), places_of(cutting, used).devices[0]
         return {
@@ -101,42 +101,48 @@ class SpaceProblem:
 
     def solve(self) -> dict[str, AxisChoice]:
         """Return the axes of each tile dimension, outermost first: an inner one divides the shards of the outer ones."""
-        found: dict[str, AxisChoice] = {}
+        choices: dict[str, AxisChoice] = {}
         for name in self.cutting.names:
             if name in TILES:
-                found[name] = self._along(name, found)
-        return found
+                choices[name] = self._choose(name, choices)
+        return choices
 
-    def _along(self, name: str, before: Mapping[str, AxisChoice]) -> AxisChoice:
-        """Choose the axes of one tile dimension: ``cut`` must be sharded, ``alone`` may be, ``excluded`` must not."""
-        count, every = self.cutting.length(name), {axis for each in space_axes(self.axes).values() for axis in each}
+    def _choose(self, name: str, outer: Mapping[str, AxisChoice]) -> AxisChoice:
+        """Choose the axes of one tile dimension, given those of the outer ones."""
+        count = self.cutting.length(name)
+
+        def is_long_enough(axis: int) -> bool:
+            return fits(self.axes, axis, count * self._n_shards(axis, outer))
+
         space = [axis for axis in tile_axes(self.axes, self.cutting, name) if fits(self.axes, axis, count)]
         named = [axis for axis in space if axis in self.fixed[name]]
         others = [axis for axis in self.fixed[name] if axis not in space]
-        cut = named or self._first(space) if self.free or self.fixed[name] else space
-        rows = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if fits(self.axes, axis, count * self._parts(axis, before))]
-        alone = (*(axis for axis in space if axis not in cut), *(axis for axis in rows if not others or axis in others))
-        elsewhere = {axis for other, each in self.fixed.items() if other not in TILES for axis in each}
-        elsewhere |= self._of_parameters().difference(others) if others or {"tensor", "sequence"} & set(self.cutting.names) else set()
+        required = named or self._first(space) if self.free or self.fixed[name] else space
+        batch = [axis for axis in sorted(batch_axes(self.graph, self.axes)) if is_long_enough(axis)]
+        optional = (*(axis for axis in space if axis not in required), *(axis for axis in batch if not others or axis in others))
+        excluded = {axis for axes in space_axes(self.axes).values() for axis in axes}
+        excluded |= {axis for dimension, axes in self.fixed.items() if dimension not in TILES for axis in axes}
+        excluded |= {axis for choice in outer.values() for axis in choice.axes if not is_long_enough(axis)}
+        if others or {"tensor", "sequence"} & set(self.cutting.names):
+            excluded |= self._axes_of_parameters().difference(others)
+        excluded = excluded.difference(required, optional)
         prices = SpacePrices(self.graph, self.axes, self.cost, self.ranks[name], asked=not self.free)
-        short = {axis for each in before.values() for axis in each.axes if not fits(self.axes, axis, count * self._parts(axis, before))}
-        excluded = (every | elsewhere | short).difference(cut, alone)
-        problem = AxisProblem(self.graph, self.axes, (name, count), cut, excluded, alone=alone, prices=prices)
+        problem = AxisProblem(self.graph, self.axes, (name, count), required, excluded, alone=optional, prices=prices)
         chosen = problem.solve(count)
         assert chosen is not None
         return chosen if not others else problem.with_any(count, others, chosen)
 
     def _first(self, space: Sequence[int]) -> list[int]:
-        """Return the axis of space of the first call that has one, if any: tiles begin with space."""
-        looped = (axis for factors in self.axes.factors.values() for each in factors for axis in each)
+        """Return the axis of space of the first call that has one, as a list that may be empty: tiles begin with space."""
+        looped = (axis for factors in self.axes.factors.values() for axes in factors for axis in axes)
         return list(itertools.islice((axis for axis in looped if axis in space), 1))
 
-    def _of_parameters(self) -> set[int]:
-        held = self.graph.parameters
-        return {axis for name in held if name in self.axes.tensors for each in self.axes.of(name) for axis in each}
+    def _axes_of_parameters(self) -> set[int]:
+        parameters = (name for name in self.graph.parameters if name in self.axes.tensors)
+        return {axis for name in parameters for axes in self.axes.of(name) for axis in axes}
 
-    def _parts(self, axis: int, before: Mapping[str, AxisChoice]) -> int:
+    def _n_shards(self, axis: int, outer: Mapping[str, AxisChoice]) -> int:
         """Return the number of shards of an axis over outer mesh dimensions."""
-        rows = axis in batch_axes(self.graph, self.axes)
-        outer = [name for name in self.cutting.names if (rows and name in ROWS) or (name in before and axis in before[name].axes)]
-        return math.prod(self.cutting.length(name) for name in outer)
+        is_batch = axis in batch_axes(self.graph, self.axes)
+        sharding = [name for name in self.cutting.names if (is_batch and name in ROWS) or (name in outer and axis in outer[name].axes)]
+        return math.prod(self.cutting.length(name) for name in sharding)

@@ -1,11 +1,11 @@
-"""The parts of a model whose stages have tensor-parallel degrees of their own: one for each degree, and prices that know them.
+"""Shards and costs of a model with a tensor-parallel degree for each stage (its width): one shard for each degree.
 
 mesh pipeline 2 x tensor 2 + 1
 
     width 2     half of every weight      the stage of ranks 0 and 1
     width 1     every weight              the stage of rank 2
 
-The axes that are cut are those that the widest stage cuts. What crosses from stage to stage is whole on the ranks of both.
+All stages shard the axes that the widest one shards. Values between stages are replicated on the ranks of both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["SubmeshParts", "submesh_parts"]
 
 
 class _AtBorder(NamedTuple):
-    """What it takes a stage to send a value, and to read it; as ``Gathered`` and ``Parted`` have it."""
+    """Seconds and bytes to gather a value before it is sent (``Gathered``), and its gradient before that is sent back (``Parted``)."""
 
     forward: float
     size: float
@@ -50,12 +50,12 @@ _WHOLE = _AtBorder(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class SubmeshParts:
-    """The parts of a model for stages with degrees of their own.
+    """The shards of a model for stages with a tensor-parallel degree (width) each.
 
     Attributes:
         mesh: of all ranks.
-        by_width: width -> the part of a rank of a stage so wide; that of width 1, which tells the sizes of messages, is always there.
-        links: width -> mesh dimension -> the links between the ranks that share a stage so wide.
+        by_width: width -> the shard of a rank in a stage of that width; width 1, which gives the sizes of messages, is always included.
+        links: width -> mesh dimension -> the links between the ranks of a stage of that width.
     """
 
     mesh: Mesh
@@ -65,11 +65,11 @@ class SubmeshParts:
     def prices(
         self, kinds: Sequence[Device], places: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute
     ) -> UnitCosts:
-        """The prices of the units of stages of each kind.
+        """Return the costs of the units on each kind of device.
 
         Args:
-            kinds: devices, told apart by how many share a stage (``mesh_links``).
-            places: the device of each place along the pipeline.
+            kinds: devices, distinguished by the width of their stage (``mesh_links``).
+            places: the device at each pipeline position.
         """
         widths = sorted(set(self.mesh.widths))
         known = (kinds, cost_model, optimizer, policy)
@@ -79,28 +79,27 @@ class SubmeshParts:
         return stack(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
 
     def _borders(self, of_kind: Sequence[int], rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
-        """What stages that hold parts of a value, or of a sum, make whole before they send it, and what they read in parts."""
-        widths = sorted(set(self.mesh.widths))
-        found = [self._at_borders(width, rows) for width in widths]
+        """Return the values, and those whose gradients, stages gather before sending; ``of_kind``: by kind, the number of its width."""
+        by_width = [self._at_borders(width, rows) for width in sorted(set(self.mesh.widths))]
         gathered, parted = list[Gathered](), list[Parted]()
         of = self.by_width[1].of
         for value in of.points.values:
-            each = [of_width.get(value.node, _WHOLE) for of_width in found]
-            if any(at != _WHOLE for at in each):
-                of_kinds = [each[place] for place in of_kind]
-                forward, back = tuple(at.forward for at in of_kinds), tuple(at.back for at in of_kinds)
-                whole, read = tuple(at.size for at in of_kinds), tuple(at.read_size for at in of_kinds)
+            costs = [at_borders.get(value.node, _WHOLE) for at_borders in by_width]
+            if any(cost != _WHOLE for cost in costs):
+                of_kinds = [costs[place] for place in of_kind]
+                forward, back = tuple(cost.forward for cost in of_kinds), tuple(cost.back for cost in of_kinds)
+                whole, read = tuple(cost.size for cost in of_kinds), tuple(cost.read_size for cost in of_kinds)
                 for producer, *readers in of.places((value.producer, *value.readers)):
                     gathered.append(Gathered(forward, whole, producer, readers[-1]))
                     parted.append(Parted(back, read, producer, tuple(readers)))
         return tuple(gathered), tuple(parted)
 
     def _at_borders(self, width: int, rows: int) -> dict[str, _AtBorder]:
-        """What crosses between units and does not lie whole on the ranks of a stage so wide."""
+        """Return the gather costs of the values that are not replicated on the ranks of a stage of this width."""
         part, links, numbers = self.by_width[width], self.links[width].get(WIDTH), Numbers(rows)
         if links is None or part.layouts is None:
             return {}
-        place, found = part.cutting.names.index(WIDTH), dict[str, _AtBorder]()
+        place, costs = part.cutting.names.index(WIDTH), dict[str, _AtBorder]()
         share = 1.0 if part.graph.batch is not None else rows / part.graph.batch_size
         for node, layouts in part.layouts.results.items():
             forward, _ = collectives_between(layouts[0][place], Replicate()) if len(layouts) == 1 else (None, None)
@@ -109,16 +108,16 @@ class SubmeshParts:
                 seconds, _ = Exchange(node, 0, WIDTH, forward, None).seconds(size, links)
                 is_read = isinstance(layouts[0][place], Shard)
                 back, _ = Exchange(node, 0, WIDTH, "all_gather", None).seconds(size, links) if is_read else (0.0, 0.0)
-                found[node] = _AtBorder(seconds, size, back, size if is_read else 0.0)
-        return found
+                costs[node] = _AtBorder(seconds, size, back, size if is_read else 0.0)
+        return costs
 
     def sum_seconds(self, sums: Mapping[int, StageSums], starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> float:
-        """Until the ranks of the slowest place have summed their gradients, if nothing hides it.
+        """Return the seconds of gradient reduction at the slowest pipeline position, without overlap.
 
         Args:
-            sums: for each width, the gradients that the ranks of a stage so wide sum (``stage_sums``).
+            sums: width -> the gradients that the ranks of such a stage sum (``stage_sums``).
             starts: the first unit of each stage.
-            stage_ranks: for each stage, its places.
+            stage_ranks: the pipeline positions of each stage.
         """
         seconds = [0.0]
         for width, of_width in sums.items():
@@ -129,7 +128,7 @@ class SubmeshParts:
         return max(seconds)
 
     def stage_sums(self, prices: UnitCosts) -> dict[int, StageSums]:
-        """For each width, the gradients that the ranks of a stage so wide sum at the end of a step."""
+        """Return width -> the gradients that the ranks of a stage of that width sum at the end of a step."""
         return {width: StageSums(prices, self.by_width[width].sums) for width in sorted(set(self.mesh.widths))}
 
     @cached_property
@@ -141,7 +140,7 @@ class SubmeshParts:
         }
 
     def torn(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
-        """The first parameter that stages of unequal degrees would share: no rank could sum its part of the gradient with the others."""
+        """Return the error for a parameter shared by stages of unequal width, whose gradient shards do not match; None if there is none."""
         for placeholder, name in self._shared_parameters.items():
             stages = {bisect_right(starts, unit) - 1 for unit in prices.users[placeholder]}
             widths = {self.mesh.widths[stage_ranks[stage][0]] for stage in stages}
@@ -161,12 +160,12 @@ class SubmeshParts:
 
 
 def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) -> SubmeshParts:
-    """The parts for a mesh whose stages have degrees of their own.
+    """Return the shards for a mesh whose stages have a tensor-parallel degree each.
 
     Args:
-        cut: of the widest.
+        cut: the sharding of the widest stage.
         mesh: of all ranks.
-        batchnorm: statistics where the batch is cut: ``"sync"`` or ``"local"``.
+        batchnorm: statistics if the batch is sharded: ``"sync"`` or ``"local"``.
     """
     parts, between = dict[int, ModelPart](), dict[int, Mapping[str, GroupLinks]]()
     widest = cut.part.cutting

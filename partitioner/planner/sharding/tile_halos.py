@@ -26,11 +26,11 @@ def with_paid_halos(
     beside: bool,
     limit: float = math.inf,
 ) -> MeshCut:
-    """The cut of a mesh; of tiles, with the choice of how halos move.
+    """Return the sharding of a mesh; if it has tile dimensions, with the cheapest halo strategies.
 
     Args:
         cluster: at least as many devices as the mesh has ranks.
-        beside, limit: as ``CuttableModel.cut`` has them.
+        beside, limit: as for ``CuttableModel.cut``.
     """
     plain = model.cut(mesh.cutting, beside=beside, limit=limit)
     if not any(name in TILES for name in mesh.names):
