@@ -1,4 +1,4 @@
-"""Which grid of tiles a number of ranks makes, and which axes its dimensions cut.
+"""Choose the grid of tiles for a number of ranks, and the axes that its dimensions shard.
 
 4 tiles of an image of 512 x 512
 
@@ -22,19 +22,19 @@ __all__ = ["best_grid", "factorizations", "fits", "tile_axes", "with_grid"]
 
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
-    """A mesh whose tiles make a grid; raises as ``best_grid`` does."""
+    """Return the mesh with its tile dimension replaced by those of the best grid; raise as ``best_grid`` does."""
     if TILE not in mesh.names:
         return mesh
     grid = best_grid(axes, mesh.length(TILE))
     dimensions: list[tuple[str, int]] = []
     for name, length in mesh.dimensions:
-        of_grid = [(tile, each) for tile, each in zip(TILES, grid, strict=False) if each > 1]
-        dimensions += of_grid if name == TILE else [(name, length)]
+        tiles = [(tile, count) for tile, count in zip(TILES, grid, strict=False) if count > 1]
+        dimensions += tiles if name == TILE else [(name, length)]
     return Mesh(tuple(dimensions), mesh.widths)
 
 
 def best_grid(axes: Axes, count: int) -> tuple[int, ...]:
-    """The grid of so many tiles with the shortest borders; one number for each dimension of space.
+    """Return the grid of ``count`` tiles with the shortest borders: one number for each dimension of space.
 
     Raises:
         ConfigError: there is no space to cut, or it is too small.
@@ -45,11 +45,11 @@ def best_grid(axes: Axes, count: int) -> tuple[int, ...]:
         raise ConfigError(
             f"space of {' x '.join(map(str, sizes))} cannot be cut into {count} tiles", remedy="use fewer tiles, or larger example inputs"
         )
-    return min(fitting, key=lambda each: (_borders(each, sizes), each[::-1]))
+    return min(fitting, key=lambda grid: (_borders(grid, sizes), grid[::-1]))
 
 
 def tile_axes(axes: Axes, mesh: Mesh, dimension: str) -> tuple[int, ...]:
-    """The axes that one dimension of a grid cuts.
+    """Return the axes that one dimension of a grid shards.
 
     Raises:
         ConfigError: space has fewer dimensions than the grid.
@@ -93,5 +93,5 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _borders(grid: tuple[int, ...], sizes: list[int]) -> int:
-    """How many elements lie along the borders between tiles."""
+    """Return the total length of the borders between tiles, in elements."""
     return sum((length - 1) * math.prod(size for other, size in enumerate(sizes) if other != index) for index, length in enumerate(grid))

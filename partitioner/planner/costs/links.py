@@ -1,4 +1,4 @@
-"""Which hardware the places of a mesh have: the slowest device of each stage, the slowest link along each dimension.
+"""The hardware of a mesh: the slowest device at each pipeline position, the slowest link along each mesh dimension.
 
 {"pipeline": 2, "tensor": 2} on two nodes of two devices       tensor    the link inside a node
                                                                pipeline  the link between nodes
@@ -27,11 +27,7 @@ _WORST = Link(0.0, float("inf"))
 
 
 class LinkTable:
-    """The links and places of mesh dimensions on one cluster, each worked out once.
-
-    Args:
-        cluster: of all ranks.
-    """
+    """A cache of the links along mesh dimensions, and of the clusters of pipelines; ``cluster``: of all ranks."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -39,9 +35,9 @@ class LinkTable:
         self._places: dict[tuple[int, int, int, bool], Cluster] = {}
 
     def of(self, mesh: Mesh) -> dict[str, GroupLinks]:
-        """For each dimension that cuts axes, the links of the group along it that is slowest, and the slowest memory; all talk at once.
+        """Return mesh dimension -> links of its slowest group while all groups communicate, for the dimensions that shard axes.
 
-        Where stages have degrees of their own, of the widest.
+        If stages have a tensor-parallel degree each, the links are those of the widest.
         """
         if mesh.widths:
             return self.at(mesh, mesh.widths.index(max(mesh.widths)))
@@ -49,16 +45,16 @@ class LinkTable:
         return {name: self._along(mesh.size, strides[name], count) for name, count in mesh.cutting.dimensions}
 
     def at(self, mesh: Mesh, place: int) -> dict[str, GroupLinks]:
-        """The same for the stages as wide as the one at a place along the pipeline."""
-        alike = [each for each, width in enumerate(mesh.widths) if width == mesh.widths[place]]
-        ranks = sorted({pipeline[each] for pipeline in pipelines(mesh) for each in alike})
+        """Return the same for the stages of the same width as the one at a pipeline position."""
+        same_width = [other for other, width in enumerate(mesh.widths) if width == mesh.widths[place]]
+        ranks = sorted({pipeline[other] for pipeline in pipelines(mesh) for other in same_width})
         return {
             name: self._slowest_group(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
             for name in mesh.cutting_at(place).names
         }
 
     def places(self, mesh: Mesh, *, all_talk: bool = False) -> Cluster:
-        """The cluster of one pipeline (``places_of``): what lies beside the stages and outside of them does not matter."""
+        """Return the cluster of one pipeline (``places_of``), cached by size, number of stages and stride: no more matters."""
         if mesh.widths:
             return places_of(mesh, self._cluster, all_talk=all_talk)
         key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1), all_talk)
@@ -72,7 +68,7 @@ class LinkTable:
         return self._known[stride, count]
 
     def _slowest_group(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
-        """The links of the group that is slowest, all of them talking at once, and the slowest memory of so many ranks."""
+        """Return the links of the slowest group while all groups communicate, with the slowest memory of the first ``size`` ranks."""
         cluster = self._cluster
         slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
         memory = min(device.bandwidth for device in cluster.devices[:size])
@@ -80,7 +76,7 @@ class LinkTable:
 
 
 def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:
-    """The ranks that stand in a row along one dimension, of all rows."""
+    """Return the rank groups along a mesh dimension of ``count`` ranks: size 8, stride 4, count 2 -> (0, 4), (1, 5), ..."""
     firsts = (rank for rank in range(size) if rank // stride % count == 0)
     return [tuple(range(first, first + stride * count, stride)) for first in firsts]
 
@@ -90,13 +86,13 @@ def _shares_ports(cluster: Cluster) -> bool:
 
 
 def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluster:
-    """The cluster of one pipeline: each place as slow as the slowest of the ranks that share it, and so are the links between places.
+    """Return the cluster of one pipeline: the slowest device at each position, the slowest link between two positions.
 
-    Where stages have degrees of their own, devices are told apart by how many share a stage: its work is another for each.
+    If stages have a tensor-parallel degree each, that is part of the device's name, since the work of a stage depends on it.
 
     Args:
         cluster: of all ranks.
-        all_talk: whether any two places may, not only neighbours.
+        all_talk: whether any two positions may communicate, not only neighbours.
     """
     ranks = pipelines(mesh)
     n_places = len(ranks[0])
@@ -112,12 +108,12 @@ def places_of(mesh: Mesh, cluster: Cluster, *, all_talk: bool = False) -> Cluste
 
 
 def _sharing(device: Device, width: int) -> Device:
-    """A device that shares a stage with others."""
+    """Return a device whose name contains the width of its stage."""
     return device if width == 1 else dataclasses.replace(device, name=f"{width} x {device.name}")
 
 
 def stages_length(mesh: Mesh) -> int:
-    """How many places the pipeline has."""
+    """Return the number of pipeline positions."""
     return next((length for name, length in mesh.dimensions if name in STAGES), 1)
 
 
@@ -164,15 +160,14 @@ def _peak(device: Device, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class ClockRate:
-    """How fast ranks compute and talk.
+    """Speed of compute and communication.
 
     Attributes:
         flops: FLOP/s of a rank.
         bandwidth: B/s between ranks.
         latency: s of a message.
-        copying: s a byte that is copied into a message, or out of one.
-        asked: whether somebody asked for the ranks, so that work is cut though messages take longer than it saves, as they do for small
-            models; else nothing counts but time.
+        copying: s per byte copied into and out of a message buffer.
+        asked: whether the user asked for these ranks: work is then sharded even if, as in small models, messages take longer than it saves.
     """
 
     flops: float
@@ -183,7 +178,7 @@ class ClockRate:
 
 
 def clock_rate_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> ClockRate | None:
-    """That of neighbours in a cluster; None for a device alone."""
+    """Return the clock rate of the slowest device and of the link between ranks 0 and 1; None for a single device."""
     if len(cluster.devices) == 1:
         return None
     held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]

@@ -13,13 +13,13 @@ __all__ = ["TimeFractions"]
 
 @dataclass(frozen=True)
 class TimeFractions:
-    """What parts of the units' time forwards have, and backwards have at least.
+    """Fractions of unit time, over all units and kinds of stages.
 
     Attributes:
-        forward: least and most.
-        backward: least.
-        through: of all units together, what the forward and the input half of the backward have at least.
-        halves: (3, A, K) of the same, what the forward and both halves of the backward of each unit have, or of units alike together.
+        forward: least and most fraction of a unit's time that its forward takes.
+        backward: least fraction of a unit's time that its backward takes.
+        through: least fraction of the whole model's time that forwards and input halves of backwards take.
+        halves: (3, A, K) fractions of the whole model's time: forward, input half, weight half of each (group of equal) unit and kind.
     """
 
     forward: tuple[float, float]
@@ -29,7 +29,7 @@ class TimeFractions:
 
     @staticmethod
     def of(halves: Floats, counts: Integers | None = None) -> TimeFractions:
-        """Those of units that take (3, N, K) seconds, each as often as it is there: once, or (N,) times."""
+        """Return the fractions of N units on K kinds of stages, from (3, N, K) seconds; ``counts``: (N,) how often each unit occurs."""
         whole = halves.sum(axis=0)
         often = np.ones(len(whole)) if counts is None else counts
         seconds = max(float((whole.min(axis=1) * often).sum()), 1e-300)

@@ -37,7 +37,7 @@ __all__ = ["MeshProblem", "Promise", "Solution"]
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """One candidate of a mesh, worked out.
+    """A candidate with its stage cuts and its simulated schedule.
 
     Attributes:
         sums: seconds at the end of the step until all gradients are summed.
@@ -68,14 +68,14 @@ class Promise:
 
 
 class MeshProblem:
-    """A mesh on a cluster.
+    """A mesh on a cluster: prices, bounds and solves its candidates.
 
     Args:
-        part: what one rank has.
+        part: one rank's shard of the model.
         cluster: of all ranks.
-        request: what was asked for, its mode that of the stages.
-        links: of the cluster, where they are known already.
-        unlike: what ranks have of a model whose stages have tensor-parallel degrees of their own; ``part`` is then that of the widest.
+        request: the user's request; its mode is that of the stages.
+        links: of the cluster, to share their cache.
+        unlike: the shards of stages with a tensor-parallel degree each; ``part`` is then that of the widest.
     """
 
     def __init__(
@@ -108,29 +108,29 @@ class MeshProblem:
 
     @property
     def policies(self) -> Sequence[Recompute]:
-        """What may be computed again: the policy asked for, or all of them, the least first."""
+        """The recomputation policies to try: the requested one, or all, the one that recomputes least first."""
         if self.request.recompute is not None:
             return (cast(Recompute, self.request.recompute),)
         return ("none", "selective", "full") if self.part.graph.training else ("none",)
 
     @property
     def batch_size(self) -> int:
-        """Rows of the whole batch."""
+        """Samples of the whole batch."""
         return self.part.graph.batch_size * self.part.n_row_parts
 
     @property
     def place_of_rank(self) -> tuple[int, ...]:
-        """For each rank of the mesh, its place along the pipeline."""
+        """The pipeline position of each rank of the mesh."""
         places = {rank: place for pipeline in pipelines(self.mesh) for place, rank in enumerate(pipeline)}
         return tuple(places[rank] for rank in range(self.mesh.size))
 
     @property
     def refusal(self) -> ConfigError | None:
-        """Why none of the cuts that were tried can be; None where some only do not fit the memory."""
+        """The error of the first refused cuts; None if any cuts were priced: these were at most too large for the memory."""
         return self._refusals[0] if self._refusals and not self._n_priced else None
 
     def problems(self, policy: Recompute) -> PipelineProblems:
-        """The stages to be cut, under a recomputation policy."""
+        """Return the problem of cutting stages under a recomputation policy, cached."""
         if policy not in self._problems:
             part, request, prices = self.part, self.request, self._prices(policy)
             self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
@@ -144,10 +144,10 @@ class MeshProblem:
         return prices
 
     def bound(self, policy: Recompute, candidate: Candidate, *, whole_units: bool = False) -> float:
-        """Seconds that no cuts of a candidate can beat (``step_bounds``); inf where no cuts fit the memory.
+        """Return a lower bound of the step seconds over all cuts (``schedule_bounds``); inf if no cuts fit the memory.
 
         Args:
-            whole_units: whether to see to it that units are not divided, which takes longer.
+            whole_units: whether to account for units being indivisible: tighter, but slower.
         """
         problems = self.problems(policy)
         if len(problems.points.units) < candidate.n_stages(self.n_places) or not self._could_fit(problems, candidate):
@@ -190,13 +190,13 @@ class MeshProblem:
         return bool(activations + fixed / self.n_places > max(problems.limits))
 
     def _could_fit(self, problems: PipelineProblems, candidate: Candidate) -> bool:
-        """Whether the stages together could hold the model, each with the whole memory of its rank.
+        """Return whether the stages together could store the model, each with the whole memory of its rank.
 
-        A stage that holds n microbatches at once fits if ``fixed + n kept <= limit``. Of all stages, with F fixed and K kept together:
+        A stage with n microbatches in flight fits if ``fixed + n kept <= limit``. Over all stages, with totals F fixed and K kept:
 
             K <= sum of kept <= sum of (limit - fixed) / n <= limit sum of (1 / n) - F / max(n)
 
-        So it is before there are gradients, and with these among what is fixed, where all stages hold microbatches still.
+        This is tested before there are gradients, and after, with gradients in F, if all stages still have microbatches in flight.
         """
         fixed, limit, places = problems.prices.fixed_bytes, max(problems.limits), self.n_places
         with_gradients = fixed + problems.prices.gradients.least
@@ -215,10 +215,10 @@ class MeshProblem:
         return self._loads[key]
 
     def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:
-        """How short a step can be, whatever the cuts: by the runs that fit the memory.
+        """Return lower bounds of a candidate over all cuts whose stages fit the memory.
 
         Args:
-            below: seconds that are known to be possible: nothing more is asked of what cannot beat them.
+            below: seconds of the best plan so far: a candidate that cannot beat them is not bounded further.
         """
         bound = self.bound(policy, candidate, whole_units=True)
         problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
@@ -287,7 +287,7 @@ class MeshProblem:
         return (None if found.starts is None else known[found.starts]), bound
 
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
-        """Until the ranks of all stages have summed their gradients at the end of a step."""
+        """Return the seconds at the end of a step until the ranks of all stages have summed their gradients."""
         starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
         of_replicas = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
         if not self.part.sums:
@@ -309,9 +309,9 @@ class MeshProblem:
 
     @cached_property
     def _least_sums(self) -> float:
-        """Seconds that the fullest rank sums gradients at least: it has no less than the average; messages cost only their bytes.
+        """Lower bound of ``_sum_seconds``: the rank with most gradients has at least the average, and latency is ignored.
 
-        Of stages of unequal degrees nothing is said: how much is summed depends on which stage has which parameter.
+        It is 0 for stages of unequal degrees: their sums depend on which stage has which parameter.
         """
         if self.unlike is not None:
             return 0.0

@@ -1,4 +1,4 @@
-"""What it takes the stages at a border to send, and to read, a value that does not lie whole on the ranks of either.
+"""Costs at stage boundaries of values that are sharded over the ranks of a stage: they are gathered before they are sent.
 
 stage of two ranks          border          stage of one, or of others that hold parts
 halves  -> gathered  ->     whole     ->    taken in parts
@@ -13,13 +13,13 @@ __all__ = ["Gathered", "Parted"]
 
 
 class Gathered(NamedTuple):
-    """A value that does not lie whole on the ranks of its stage: they make it whole before they send it, once, to all later stages.
+    """A value that is sharded over the ranks of its stage, and gathered once before it is sent to later stages.
 
     Attributes:
-        seconds: what that takes a stage of each kind, forward.
-        size: bytes of the whole that it holds beside its parts.
-        producer: the unit that computes it; its stage pays.
-        reader: the last unit that reads it: nothing is paid where that is in the same stage.
+        seconds: of the gather in the forward, for each kind of stage.
+        size: bytes of the gathered value, beside the shards, for each kind of stage.
+        producer: the unit that computes it; its stage gathers.
+        reader: the last unit that reads it; no gather if that is in the same stage.
     """
 
     seconds: tuple[float, ...]
@@ -29,13 +29,13 @@ class Gathered(NamedTuple):
 
 
 class Parted(NamedTuple):
-    """A value that ranks of a stage read in parts: they make its gradient whole before they send it back.
+    """A value that the ranks of a stage read in shards; its gradient is gathered before it is sent back.
 
     Attributes:
-        seconds: what that takes a stage of each kind, in the input half of the backward.
-        size: bytes of the whole that it holds beside its parts.
-        producer: the unit that computes it: nothing is paid by its stage.
-        readers: the units that read it; every stage of one pays once.
+        seconds: of the gather in the input half of the backward, for each kind of stage.
+        size: bytes of the gathered gradient, beside the shards, for each kind of stage.
+        producer: the unit that computes it; its own stage gathers nothing.
+        readers: the units that read it; every other stage of one gathers once.
     """
 
     seconds: tuple[float, ...]
