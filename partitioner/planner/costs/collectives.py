@@ -64,13 +64,13 @@ class Exchange:
     Attributes:
         reader: the node that waits for it.
         size: bytes of the whole value, for one microbatch.
-        dimension: the mesh dimension whose ranks talk.
-        forward: what is done; None: nothing is sent.
-        backward: the same for the backward.
-        again: what the backward does besides: a parameter that is not kept whole is gathered once more.
-        runs: in how many runs of memory a rank's part of the whole value lies: more than one are copied into a message or out of it.
-        held: whether ranks hold the value in parts all the time: small ones go many in a message (``passes.emit.coalesce_collectives``).
-        together: how many small ones the model has.
+        dimension: the mesh dimension whose ranks communicate.
+        forward: the collective of the forward; None: nothing is sent.
+        backward: the collective of the backward; None: nothing is sent.
+        again: a second collective of the backward: the all_gather of a parameter that is not saved gathered.
+        runs: number of contiguous runs of memory in a rank's shard: more than one are copied into a message or out of it.
+        held: whether the value is stored sharded (a parameter): small ones are coalesced (``passes.emit.coalesce_collectives``).
+        together: number of small stored values to coalesce with; 0: unknown.
     """
 
     reader: str
@@ -84,11 +84,11 @@ class Exchange:
     together: int = 0
 
     def in_stages(self, count: int) -> Exchange:
-        """The same where the model is cut into so many stages, each of which has as many small ones: they do not travel together."""
+        """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
         return replace(self, together=-(-self.together // count)) if self.together and count > 1 else self
 
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
-        """Forward and backward, for so many bytes in so many runs of memory, on the links between the ranks."""
+        """Return the seconds forward and backward; ``size``: bytes, ``runs``: contiguous runs of memory, as numbers."""
         forward, backward, again = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
         return forward, backward + again
 
@@ -103,21 +103,21 @@ class Exchange:
 
 
 def part_of_message(kind: Collective, size: float, n_ranks: int, together: int = 0) -> float:
-    """How much of a message a value of so many bytes is that is held in parts: what ranks give little of goes with others, in bundles.
+    """Return the fraction of a coalesced message that a stored value of ``size`` bytes takes; 1 if it is large enough to be sent alone.
 
     Args:
-        together: how many there are to go in one; 0: nobody knows, and there may be any number.
+        together: number of values that can be coalesced; 0: any.
     """
-    given = size if kind == "reduce_scatter" else size / n_ranks
-    return 1.0 if given >= ALONE_BYTES else max(given / BUNDLE_BYTES, 1 / together if together else 0.0)
+    sent = size if kind == "reduce_scatter" else size / n_ranks
+    return 1.0 if sent >= ALONE_BYTES else max(sent / BUNDLE_BYTES, 1 / together if together else 0.0)
 
 
 def counted_together(found: Iterable[Exchange], mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]) -> Iterator[Exchange]:
-    """The same exchanges, those of values that ranks hold in parts with how many small ones there are.
+    """Set ``Exchange.together`` of stored values: the number of small ones along the same mesh dimension.
 
     Args:
-        mesh: how many ranks each dimension has.
-        copies: the calls of the whole model that each call stands for.
+        mesh: mesh dimension -> number of ranks.
+        copies: the calls of the whole model that a call of a folded block stands for.
     """
     every = list(found)
     small = Counter[str]()
@@ -160,19 +160,19 @@ class GradientSum:
 
 
 def shares_of_bucket(sizes: Floats) -> Floats:
-    """How much of a bucket each gradient of so many bytes takes: none is divided, and several alike fill one."""
+    """Return the fraction of a bucket that each gradient takes: gradients are not divided, so it is 1 / n if n of this size fill one."""
     return 1 / np.ceil(BUCKET_BYTES / np.maximum(sizes, 1.0))
 
 
 def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) -> float:
-    """Seconds in which ranks sum gradients, in buckets, if compute hides none of the bytes.
+    """Return the seconds of summing gradients in buckets, without overlap of the bytes sent.
 
-    What it takes to begin a bucket goes on beside the backward, but for the part in which processors compute nothing (``host_share``).
+    The latency of a bucket overlaps the backward, except for the fraction in which processors compute nothing (``host_share``).
 
     Args:
-        size: bytes of all of them.
-        buckets: how many they fill (``shares_of_bucket``).
-        largest: how much of one the largest fills. The first bucket, which is small, holds one at least.
+        size: bytes of all gradients.
+        buckets: number of buckets that they fill (``shares_of_bucket``).
+        largest: fraction of a bucket that the largest gradient fills. The first, small bucket contains at least one gradient.
     """
     more = max(math.ceil(buckets - max(FIRST_BUCKET_BYTES / BUCKET_BYTES, largest) - _ROUNDING), 0)
     beginning = 2 * links.seconds("all_reduce", BUCKET_BYTES) - links.seconds("all_reduce", 2 * BUCKET_BYTES)
@@ -196,12 +196,12 @@ _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | No
 
 
 def collectives_between(have: Placement, need: Placement) -> tuple[Collective | None, Collective | None]:
-    """What brings a value from one placement into another, and its gradient back; None where nothing is sent."""
+    """Return the collectives that reshard a value and, in the backward, its gradient; None if nothing is sent."""
     return (None, None) if have == need else _CHANGES.get((type(have), type(need)), (None, None))
 
 
 def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
-    """Every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
+    """Return every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
     found: dict[object, Exchange] = {}
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
@@ -217,14 +217,9 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
 
 
 def _changes(
-    operand: fx.Node,
-    need: tuple[Placement, ...],
-    reader: str,
-    layouts: Layouts,
-    sizes: PartSizes,
-    flowing: frozenset[str],
+    operand: fx.Node, need: tuple[Placement, ...], reader: str, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
 ) -> Iterator[tuple[object, Exchange]]:
-    """What brings one operand into the layout that a call reads it in."""
+    """Yield the collectives that reshard one operand to the layout that a call needs, by a key that equal ones share."""
     have = layouts.results[operand.name][0]
     for index, ((name, _), lies, wanted) in enumerate(zip(layouts.mesh, have, need, strict=True)):
         forward, backward = collectives_between(lies, wanted)
@@ -239,14 +234,8 @@ def _changes(
             yield key, Exchange(reader, size, name, forward, backward, again, runs, held)
 
 
-def find_halos(
-    node: fx.Node,
-    axes: Axes,
-    layouts: Layouts,
-    sizes: PartSizes,
-    flowing: frozenset[str],
-) -> Iterator[tuple[object, Exchange]]:
-    """What windows of a call read of neighbours, by a key that equal exchanges share: priced as the most that one rank gives another."""
+def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
+    """Yield the halo exchanges of a call, by a key that equal ones share: priced by the largest message between two ranks."""
     if node.op != "call_function" or node.name not in axes.loops:
         return
     extents = sizes.extents
@@ -258,9 +247,8 @@ def find_halos(
         if slide.is_local or slide.owned is None:
             continue
         read = segments(slide.owned, slide.wanted)
-        most = max(
-            sum(copy.count for copy in copies) for reader, each in enumerate(read) for owner, copies in enumerate(each) if reader != owner
-        )
+        pairs = ((reader, owner, copies) for reader, by_owner in enumerate(read) for owner, copies in enumerate(by_owner))
+        most = max(sum(copy.count for copy in copies) for reader, owner, copies in pairs if reader != owner)
         operand = axes.operands[node.name][place]
         (part,) = sizes.operands(node)[operand]
         backward: Collective | None = "halo_exchange" if operand.name in flowing else None
@@ -269,7 +257,7 @@ def find_halos(
 
 
 def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
-    """What a call sends that reduces over what is cut, and its backward: statistics, numbers for each row of its first operand."""
+    """Yield the all_reduces of a decomposed reduction over a sharded axis: statistics for each row of its first operand."""
     for index, factor in reduced_in_parts(node.name, axes, layouts):
         inside = inside_of(node, axes.loops[node.name].factors[factor].name)
         if inside is None or not isinstance(node.meta["val"], Tensor):
@@ -289,14 +277,14 @@ def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowi
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:
-    """The mesh dimensions that cut what a call reduces over inside, by their places, with the loop."""
+    """Yield (index of a mesh dimension, loop number) if the dimension shards a loop over which the call reduces internally."""
     for index, cut in enumerate(layouts.cuts.get(node, ())):
         if cut is not None and axes.loops[node].factors[cut.factor].reduction == "whole":
             yield index, cut.factor
 
 
 def find_gradient_sums(layouts: Layouts, size_of: Mapping[str, Size], flowing: frozenset[str]) -> list[GradientSum]:
-    """What is summed once a step: the gradients of the parameters that every rank uses on a part of the work."""
+    """Return the gradients that are summed once a step: those of parameters that every rank uses on a part of the work."""
     return [
         GradientSum(name, float(size_of[name]), layouts.mesh[index][0])
         for name, indices in layouts.varying.items()

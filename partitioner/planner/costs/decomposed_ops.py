@@ -29,18 +29,18 @@ __all__ = ["with_written_out"]
 
 def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts) -> GraphCost:
     """Return the costs with those of decomposed ops replaced: time by their kernels, memory by the activations that these save."""
-    written: dict[str, OperationCost] = {}
+    decomposed: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
         factors = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
         found = inside_of(node, factors[0]) if factors else None
         if found is not None and found.kernels:
-            written[node.name] = _written_out(cost.nodes[node.name], node, found, cost.bytes[node.name])
-    return dataclasses.replace(cost, nodes={**cost.nodes, **written}) if written else cost
+            decomposed[node.name] = _decomposed_cost(cost.nodes[node.name], node, found, cost.bytes[node.name])
+    return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
 
 
-def _written_out(cost: OperationCost, node: fx.Node, inside: Inside, result: Size) -> OperationCost:
-    given = bound_arguments(node)
-    kernels = [each for name, each in inside.kernels.items() if not name or given.get(name) is not None]
+def _decomposed_cost(cost: OperationCost, node: fx.Node, inside: Inside, result: Size) -> OperationCost:
+    arguments = bound_arguments(node)
+    kernels = [kernel for name, kernel in inside.kernels.items() if not name or arguments.get(name) is not None]
     size = result * SINGLE_BYTES / cost.dtype.itemsize if cost.dtype.itemsize < SINGLE_BYTES else result
     return dataclasses.replace(
         cost,

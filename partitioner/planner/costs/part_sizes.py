@@ -64,7 +64,7 @@ class PartSizes:
         return tuple(self._wide(part, node.name) for part in parts)
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorSpec, ...]]:
-        """The parts that a call reads, by what gives them."""
+        """Return the local shapes of a call's operands: operand -> the shapes of its results."""
         found = {}
         for place, (operand, need) in enumerate(self._read(call)):
             part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
@@ -73,7 +73,7 @@ class PartSizes:
         return found
 
     def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
-        """What a call makes of these parts before it computes: with halos, along one mesh dimension after the other, and with padding."""
+        """Return operand -> the copies that a call makes of its local shard: with halos (by mesh dimension) and padding."""
         if call.op == "output" or not (self._layouts.fetched or self._layouts.wide or self._slides(call)):
             return {}
         interior = interior_of(self._axes.loops[call.name], self._slides(call)) if call.name in self._layouts.overlapped else None
@@ -95,7 +95,7 @@ class PartSizes:
         return found
 
     def _read(self, call: fx.Node) -> Sequence[tuple[fx.Node, Layout]]:
-        """What a call reads, and how it needs it to lie."""
+        """Return the operands of a call, each with the layout that the call needs."""
         needs = self._layouts.needs.get(call.name, ())
         if is_item(call) or not needs:
             return ()
@@ -112,7 +112,7 @@ class PartSizes:
         return held_for(call.name, place, self._axes, self._layouts, self.extents)[0]
 
     def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
-        """A part with the halo that ranks recompute (``Layouts.wide``), of the rank that recomputes most: it sets the pace."""
+        """Return a local shape with the halo that ranks recompute (``Layouts.wide``), of the slowest rank: the one with most overlap."""
         if name not in self._layouts.wide:
             return part
         shape = list(part.shape)
@@ -123,15 +123,15 @@ class PartSizes:
         return replace(part, shape=tuple(shape))
 
     def part(self, shape: TensorSpec, axes: TensorAxes, layout: Layout) -> TensorSpec:
-        """The part of a tensor in a layout."""
+        """Return the local shape of a tensor in a layout."""
         return TensorSpec(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
 
     def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
-        """Bytes of a value that is whole along one mesh dimension and lies along all others as a layout says."""
+        """Return the bytes of a value in a layout, replicated along mesh dimension number ``index`` instead."""
         return self._whole_along(node, layout, index).bytes
 
     def runs(self, node: fx.Node, layout: Layout, index: int, dimension: int) -> Size:
-        """In how many runs of memory a part along a dimension lies in such a value."""
+        """Return the number of contiguous runs of memory in a shard of such a value along one of its dimensions."""
         runs: Size = 1
         for size in self._whole_along(node, layout, index).shape[:dimension]:
             runs = runs * size
@@ -142,7 +142,7 @@ class PartSizes:
         return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole)
 
     def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
-        """The size of an axis cut into so many parts, again and again."""
+        """Return the local size of an axis, sharded by each count in turn: size 10, counts (2, 2) -> 3."""
         key = (axis, counts)
         if key not in self._known:
             size = self._in_own_rows(self._axes.sizes[axis])
@@ -173,7 +173,7 @@ class PartSizes:
 
 
 def _along(part: TensorSpec, slide: Slide) -> TensorSpec:
-    """A part with what is read along one dimension in its place: as much as the rank that reads most."""
+    """Return a local shape with its dimension of a window replaced by the elements read, of the rank that reads most."""
     shape, most = list(part.shape), max(map(length, from_text(slide.wanted)))
     own = slide.window.reach.size if slide.owned is None else max(slide.owned)
     shape[slide.window.dimension] = shape[slide.window.dimension] * most // own if slide.window.part is not None else most

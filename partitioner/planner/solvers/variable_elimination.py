@@ -41,12 +41,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What some variables cost together.
+    """A cost table over some variables: an entry for each combination of their options.
 
     Attributes:
         scope: the variables, ascending.
-        seconds: one dimension for each variable of the scope.
-        bytes: the same.
+        seconds: one dimension for each variable of the scope, as long as its number of options.
+        bytes: of the same shape.
     """
 
     scope: tuple[int, ...]
@@ -56,11 +56,11 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class ChoiceProblem:
-    """V variables and the sums over them.
+    """V variables, and the tables whose sum is minimised.
 
     Attributes:
         n_options: (V,) options of each variable.
-        limit: bytes.
+        limit: largest allowed sum of bytes.
     """
 
     n_options: tuple[int, ...]
@@ -68,7 +68,7 @@ class ChoiceProblem:
     limit: float = math.inf
 
     def totals(self, options: Sequence[int]) -> tuple[float, float]:
-        """Seconds and bytes of a choice."""
+        """Return the seconds and bytes of a choice."""
         places = [(term, tuple(options[variable] for variable in term.scope)) for term in self.terms]
         return sum(float(term.seconds[place]) for term, place in places), sum(float(term.bytes[place]) for term, place in places)
 
@@ -89,16 +89,16 @@ class Choices:
 
     @property
     def gap(self) -> float:
-        """How far the solution may be from the optimum, relatively; 0: proved."""
+        """The fraction by which the optimum could be less; 0: proved optimal."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 
 def choose(problem: ChoiceProblem, known: Sequence[Options] = (), most_steps: int = _MOST_STEPS) -> Choices | None:
-    """The least seconds within the limit; None where nothing fits, or, where the search ended early, nothing was found.
+    """Return the choice of least seconds within the limit; None if nothing fits, or the search ended early without a solution.
 
     Args:
-        known: choices to start from; those that do not fit are left out.
-        most_steps: how many options are tried at most.
+        known: choices to start from; those that do not fit are ignored.
+        most_steps: largest number of options to try.
     """
     order = _order(problem)
     search = _Search(problem, order, known, most_steps)
@@ -112,7 +112,7 @@ def choose(problem: ChoiceProblem, known: Sequence[Options] = (), most_steps: in
 
 
 def _order(problem: ChoiceProblem) -> tuple[int, ...]:
-    """Variables in the order of elimination: the one next whose bucket is smallest."""
+    """Return the variables in the order of elimination: greedily the one with the smallest bucket."""
     meets: dict[int, set[int]] = {variable: set() for variable in range(len(problem.n_options))}
     for term in problem.terms:
         for variable in term.scope:
