@@ -26,13 +26,13 @@ __all__ = ["StageSums", "StageTimes", "StagedModel", "describe_stages", "simulat
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:
-    """One candidate with its cuts. What it holds is worked out when it is asked for: of many cuts, few are fast enough.
+    """A candidate with its stage cuts. Memory is computed lazily: of many cuts, few are fast enough.
 
     Attributes:
-        problems: what was cut.
+        problems: the model that was cut.
         runs: the units of each stage.
-        times: for each stage, what the clock was told.
-        makespan: seconds of a step, what is summed at its end aside.
+        times: the simulated seconds of each stage.
+        makespan: seconds of a step, without the sum of gradients at its end.
     """
 
     problems: PipelineProblems
@@ -44,23 +44,23 @@ class StagedModel:
 
     @property
     def idle(self) -> float:
-        """The share of all ranks' time that they wait: what ``step.bubble_fraction`` is, without the clock."""
+        """The bubble fraction of all ranks' time, without simulating ``step``."""
         busy = sum(each.forward + each.backward_input + each.backward_weight for each in self.times) * self.schedule.n_microbatches
         return 1 - busy / (self.schedule.n_ranks * self.makespan) if self.makespan else 0.0
 
     @cached_property
     def step(self) -> Timing:
-        """When every action runs."""
+        """The start and end of every action."""
         return simulate_step(self.schedule, self.times)
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
-        """For each stage, bytes kept for one microbatch."""
+        """Bytes of each stage's saved activations for one microbatch."""
         return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """For each rank, peak bytes."""
+        """Peak bytes of each rank."""
         units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
         for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages, kinds), strict=True):
@@ -86,7 +86,7 @@ class StagedModel:
 
 
 def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> StagedModel:
-    """Work a solution out.
+    """Cut a candidate into stages and simulate its schedule.
 
     Args:
         starts: the first unit of each stage.
@@ -98,7 +98,7 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
 
 
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:
-    """What the plan says of the stages."""
+    """Return the stages as a plan describes them."""
     prices = problems.prices.at(problems.rows(staged.candidate))
     kinds = problems.kinds(staged.candidate)
     parameters = _parameters(problems, staged.runs, kinds)
@@ -123,7 +123,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
 
 
 def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], stage_of: Integers) -> tuple[list[float], ...]:
-    """The columns of ``StageTimes``: seconds of each stage."""
+    """Return the columns of ``StageTimes``, each with an entry for each stage."""
     prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
     forward, backward_input, backward_weight = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
     units = prices.units
@@ -138,7 +138,7 @@ def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[in
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:
-    """For each stage, how many parameters its rank holds, and their bytes."""
+    """Return for each stage (number of parameters, bytes) of one rank."""
     held_by, starts = [(0, 0) for _ in runs], [run.start for run in runs]
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
@@ -170,10 +170,9 @@ class StageSums:
             self._read_once[dimension] = [unit for unit, _ in found], _amounts([size for _, size in found])
 
     def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
-        """Mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and how many buckets they fill.
+        """Return mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and the number of buckets they fill.
 
-        What two of its stages read counts once.
-        Of ranks that share a stage, the first counts: the others sum as much.
+        A parameter that two stages of a rank read counts once. Only the first rank of a replicated stage has an entry: all sum as much.
         """
         stage_rank = [ranks[0] for ranks in stage_ranks]
         ranks, n_ranks = np.array(stage_rank), max(stage_rank) + 1
@@ -188,13 +187,13 @@ class StageSums:
 
 
 def _amounts(sizes: Sequence[float]) -> Floats:
-    """(N, 2) bytes, and shares of a bucket."""
+    """Return (N, 2) bytes, and fractions of a bucket."""
     bytes_of_each = np.array(sizes, dtype=float)
     return np.stack([bytes_of_each, shares_of_bucket(bytes_of_each)], axis=1)
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:
-    """For each stage, the largest modules that lie in it whole, in order; what computes outside of any goes unnamed."""
+    """Return for each stage the largest modules that it contains whole, in order; nodes outside of any module have no name."""
     stage_of = {unit: stage for stage, run in enumerate(runs) for unit in run}
     nodes = {node.name: node for node in problems.graph.computing_nodes()}
     paths = [
@@ -225,9 +224,9 @@ class StageTimes:
         forward: compute.
         backward_input: compute of the input half.
         backward_weight: compute of the weight half.
-        send: until what it sends forward has arrived.
-        send_gradient: until the gradients that it sends back have arrived.
-        share: the part of the time of messages between it and the next stage in which who receives computes nothing.
+        send: transfer of its messages to later stages.
+        send_gradient: transfer of the gradients that it sends back.
+        share: fraction of the transfer time between it and the next stage in which the receiver cannot compute.
     """
 
     forward: float
@@ -238,7 +237,7 @@ class StageTimes:
     share: float = 0.0
 
     def of(self, kind: ActionKind) -> float:
-        """Seconds of an action."""
+        """Return the seconds of an action."""
         return {
             ActionKind.FORWARD: self.forward,
             ActionKind.BACKWARD: self.backward_input + self.backward_weight,

@@ -38,7 +38,7 @@ _LINEAR_TO = 2**24
 
 
 class PipelineProblems:
-    """The problems of one model on one cluster, and their solutions.
+    """The stage-cutting problems of one model on one cluster, and caches of their solutions.
 
     Args:
         cluster: one device for each rank.
@@ -59,18 +59,18 @@ class PipelineProblems:
         self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
 
     def clock(self, candidate: Candidate) -> StepClock:
-        """The candidate's schedule, ready to be run."""
+        """Return the simulator of the candidate's schedule."""
         return step_clock(*self._order_key(candidate))
 
     def order(self, candidate: Candidate) -> Order:
-        """What is known of the candidate's schedule beforehand."""
+        """Return the facts about the candidate's schedule that do not depend on times."""
         return order_of(*self._order_key(candidate))
 
     def _order_key(self, candidate: Candidate) -> tuple[str, int, int, int, tuple[int, ...]]:
         return candidate.schedule, len(self.cluster.devices), candidate.n_microbatches, candidate.stages_per_rank, candidate.replicas
 
     def rows(self, candidate: Candidate) -> int:
-        """Rows of the candidate's largest microbatch."""
+        """Return the samples of the candidate's largest microbatch."""
         return microbatch_size(self.graph.batch_size, candidate.n_microbatches)
 
     def problem(self, candidate: Candidate) -> StageProblem:
@@ -104,7 +104,7 @@ class PipelineProblems:
         return self._summing[rows]
 
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
-        """Until the replicas of a stage have summed its gradients, all stages at once, if compute hides nothing of it."""
+        """Return the seconds of gradient reduction over a stage's replicas, of the slowest stage, without overlap."""
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
         uses, stages, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
         shares = uses._replace(amount=shares_of_bucket(uses.amount))
@@ -113,18 +113,18 @@ class PipelineProblems:
         return max(sum_seconds(size, filled, largest, each) for each, size, filled in zip(links, sizes, buckets, strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
-        """What constraints leave of the candidate's cuts; raises ConfigError when they do not fit it."""
+        """Return the cuts that constraints force and allow; raises ConfigError when they do not fit it."""
         stage_ranks = self.order(candidate).stage_ranks
         return restrict(self.request.constraints, self.graph, self.points, self.request.devices, stage_ranks, self.request.modules)
 
     def kinds(self, candidate: Candidate) -> tuple[int, ...]:
-        """For each stage its kind, a place among the kinds of the prices."""
+        """Return for each stage the index of its device among the kinds of the prices."""
         if candidate not in self._kinds:
             self._kinds[candidate] = tuple(map(self.kind_of, self.order(candidate).stage_ranks))
         return self._kinds[candidate]
 
     def kind_of(self, ranks: Sequence[int]) -> int:
-        """The kind of device of a stage: of unlike ones, the slowest for the whole model."""
+        """Return the index of a stage's kind of device: if its ranks differ, of the one that is slowest for the whole model."""
         kinds = {self.prices.kinds.index(self.cluster.devices[rank]) for rank in ranks}
         return min(kinds) if len(kinds) == 1 else max(sorted(kinds), key=self._seconds_on)
 
@@ -132,28 +132,28 @@ class PipelineProblems:
         return float(self.prices.times(self.graph.batch_size).seconds[:, kind].sum())
 
     def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
-        """Bytes of each rank: of the first that share a stage, what all of them have."""
+        """Return the memory of each rank; for the first rank of a replicated stage, the least of all its ranks."""
         first = {ranks[0]: ranks for ranks in stage_ranks}
         return tuple(min(self.limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self.limits)))
 
     def links(self, stage_ranks: Sequence[tuple[int, ...]]) -> list[Link]:
-        """From each stage to the next: the slowest of the links that its ranks send over."""
+        """Return the link from each stage to the next: the slowest between any of their ranks."""
         pairs = (itertools.product(here, there) for here, there in itertools.pairwise(stage_ranks))
         return [max(itertools.starmap(self.cluster.link, each), key=self._slope) for each in pairs]
 
     def messages(self, candidate: Candidate) -> MessageTimes:
-        """How long what the candidate's stages send is on its way."""
+        """Return the transfer times of the candidate's messages, cached."""
         key = (self.order(candidate).stage_ranks, self.rows(candidate))
         if key not in self._messages:
             self._messages[key] = MessageTimes(self.prices.at(key[1]).units, self.links(key[0]), self.cost_model)
         return self._messages[key]
 
     def hold(self, memory: Sequence[float]) -> bool:
-        """Whether ranks can hold so many bytes each."""
+        """Return whether the bytes of each rank are within its limit."""
         return all(held <= limit for held, limit in zip(memory, self.limits, strict=True))
 
     def paths(self, candidate: Candidate) -> PathCosts:
-        """How short a step can be, by the runs that are its stages; raises ConfigError when constraints do not fit the candidate."""
+        """Return bounds of a step by the runs of units that are its stages; raises ConfigError when constraints do not fit it."""
         return PathCosts(self.problem(candidate), self.prices.at(self.rows(candidate)).halves, self.order(candidate))
 
     def solve(self, candidate: Candidate) -> StageCuts | None:
@@ -168,7 +168,7 @@ class PipelineProblems:
         return solve(problem, _SLACK)
 
     def unlimited(self, candidate: Candidate) -> StageCuts | None:
-        """The same without a limit of memory."""
+        """Return the best cuts without a limit of memory; None if constraints allow none."""
         problem = self.problem(candidate)
         key = (problem.rank, problem.replicas, self.rows(candidate))
         if key not in self._unlimited:
@@ -180,6 +180,6 @@ class PipelineProblems:
 
 
 def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:
-    """Bytes that each device may hold."""
+    """Return the memory limit of each device in bytes."""
     limit = request.memory_limit
     return tuple(float(device.memory_bytes if limit is None else parse_bytes(limit)) for device in cluster.devices)

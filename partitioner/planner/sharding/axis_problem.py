@@ -137,7 +137,7 @@ class AxisProblem:
         problem, groups = self._problem(self._choices, self._groups, count), self._groups
         is_wanted = [not set(group.axes).isdisjoint(wanted) for group in groups]
         required = tuple(Term((number,), np.array([np.inf, 0.0]), np.zeros(2)) for number in range(len(groups)) if is_wanted[number])
-        solutions = []
+        solutions = list[Choices]()
         for number, group in enumerate(groups):
             if group.span == _NEVER_DROPPED and not is_wanted[number]:
                 forbidden = Term((number,), np.array([0.0, np.inf]), np.zeros(2))

@@ -129,14 +129,14 @@ def _order(problem: ChoiceProblem) -> tuple[int, ...]:
 
 
 Table = tuple[tuple[int, ...], Floats]
-"""Variables, ascending, and a dimension for each."""
+"""(scope: variables in ascending order, array with a dimension for each of them)."""
 
 
 class _Buckets:
     """One sum of tables with its variables eliminated.
 
     Attributes:
-        least: no choice has a smaller sum.
+        least: lower bound of the sum over all choices.
     """
 
     def __init__(self, tables: Sequence[Table], order: Sequence[int], n_options: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ class _Buckets:
         self.least = float(sum(float(table) for _, table in waiting))
 
     def excess(self, variable: int, options: Sequence[int]) -> Floats:
-        """(n,) for each option of a variable, how much more than the least the sum is, what is eliminated after it being decided."""
+        """Return (n,) the excess of each option over the least sum, given the options of the variables eliminated after it."""
         rows = [
             table[tuple(slice(None) if each == variable else options[each] for each in scope)] for scope, table in self._excess[variable]
         ]
@@ -165,7 +165,7 @@ class _Buckets:
 
 
 def _divided(tables: Sequence[Table], n_options: Sequence[int]) -> list[list[Table]]:
-    """The tables of a bucket, in as few parts as their sums may be large."""
+    """Divide the tables of a bucket into parts, greedily, so that the sum of each part has at most ``_LARGEST`` entries."""
     parts: list[tuple[set[int], list[Table]]] = []
     for table in sorted(tables, key=lambda table: -len(table[0])):
         for scope, part in parts:
@@ -179,6 +179,7 @@ def _divided(tables: Sequence[Table], n_options: Sequence[int]) -> list[list[Tab
 
 
 def _added(tables: Sequence[Table], n_options: Sequence[int]) -> Table:
+    """Return the sum of tables, broadcast over the union of their scopes."""
     scope = tuple(sorted({variable for each, _ in tables for variable in each}))
     total = np.zeros([n_options[variable] for variable in scope])
     for each, table in tables:
@@ -187,7 +188,7 @@ def _added(tables: Sequence[Table], n_options: Sequence[int]) -> Table:
 
 
 class _Search:
-    """Descents along the opposite of the order of elimination."""
+    """Depth-first branch and bound that decides variables in reverse order of elimination."""
 
     def __init__(self, problem: ChoiceProblem, order: Sequence[int], known: Sequence[Options], most_steps: int) -> None:
         self._problem, self._order, self._left = problem, order, most_steps
@@ -212,7 +213,7 @@ class _Search:
             self.best, self._least = options, seconds
 
     def _descend(self, buckets: _Buckets) -> Options:
-        """What is best at each step."""
+        """Return the options of a greedy descent: of each variable the one with the least excess."""
         options = [0] * len(self._problem.n_options)
         for variable in reversed(self._order):
             options[variable] = int(np.argmin(buckets.excess(variable, options)))
@@ -244,11 +245,11 @@ class _Search:
                 quick, much = seconds, held
 
     def bound(self) -> float:
-        """Seconds that nothing within the limit can beat."""
+        """Return a lower bound of the seconds of all choices within the limit."""
         return max(self._seconds.least, 0.0 if self._priced is None else self._priced.least - self._price * self._problem.limit)
 
     def run(self) -> None:
-        """Search until nothing that is left can be better, or for as long as is allowed."""
+        """Search until no choice left can be better, or ``most_steps`` options were tried."""
         options = [0] * len(self._problem.n_options)
         decided = tuple(reversed(self._order))
         sums = (self._seconds, self._bytes, self._priced)
@@ -273,7 +274,7 @@ class _Search:
                         waiting.append(self._tried(decided[len(waiting)], options, totals))
 
     def _tried(self, variable: int, options: Sequence[int], totals: Sequence[float]) -> Iterator[tuple[int, list[float]]]:
-        """The options of a variable, the most promising first, each with the least that the three sums are with it."""
+        """Yield the options of a variable, most promising first, with lower bounds of the sums of seconds, bytes, and priced seconds."""
         sums = (self._seconds, self._bytes, self._priced)
         n = self._problem.n_options[variable]
         each = [
@@ -291,4 +292,4 @@ class _Search:
 
 
 _MOST_PRICES = 40
-"""How many prices of a byte are tried."""
+"""Limit of the prices of a byte that are tried."""
