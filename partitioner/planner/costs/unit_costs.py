@@ -29,7 +29,7 @@ from passes.autograd.recompute import Recompute
 __all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]
 
 LIMITS = ("arithmetic", "memory traffic", "starting kernels")
-"""What the time of a call may go into."""
+"""The possible bottlenecks of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +95,11 @@ class MicrobatchTimes:
 
     @cached_property
     def fractions(self) -> TimeFractions:
-        """What parts forward and backward have of the time of the units that take time, in a stage of any kind."""
+        """Forward and backward fractions of unit time, over all kinds of stages."""
         return TimeFractions.of(self.distinct, np.bincount(self.source, minlength=self.distinct.shape[1]))
 
     def waiting_of(self, units: Iterable[int], kind: int = 0) -> float:
-        """Seconds that some units wait for the other ranks of their stage, forward and backward."""
+        """Return the seconds that units wait for collectives with the other ranks of their stage, forward and backward."""
         return float(self.waiting[:, self.source[list(units)], kind].sum())
 
 
@@ -118,7 +118,7 @@ class MicrobatchCosts:
     units: Units
 
     def flops_of(self, run: range, kind: int) -> float:
-        """Of the forward of a run of units in a stage of a kind."""
+        """Return the FLOPs of the forward of a run of units in a stage of one kind."""
         flops = self.flops if self.flops.ndim == 1 else self.flops[:, kind]
         return float(flops[run.start : run.stop].sum())
 
@@ -154,11 +154,11 @@ class UnitCosts:
 
     @property
     def fixed_bytes(self) -> float:
-        """Bytes that all stages together hold all the time, at least."""
+        """Lower bound of the bytes that all stages together store permanently."""
         return self.fixed.least + sum(item.least for item in self.results)
 
     def limit_of(self, units: Iterable[int], rows: int, kind: int = 0) -> str:
-        """What most of the time of some units goes into."""
+        """Return the bottleneck that takes most of the time of a run of units."""
         return LIMITS[int(self.limits(rows)[:, list(units), kind].sum(axis=1).argmax())]
 
 

@@ -58,16 +58,16 @@ class Shared(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Of the kind that needs least."""
+        """The amount on the kind of stage that needs least."""
         return min(self.amount) if isinstance(self.amount, tuple) else self.amount
 
     @property
     def most(self) -> float:
-        """Of the kind that needs most."""
+        """The amount on the kind of stage that needs most."""
         return max(self.amount) if isinstance(self.amount, tuple) else self.amount
 
     def of_kind(self, kind: int) -> float:
-        """Of one kind."""
+        """Return the amount on one kind of stage."""
         return self.amount[kind] if isinstance(self.amount, tuple) else self.amount
 
 
@@ -85,7 +85,7 @@ class Uses(NamedTuple):
     amount: Floats
 
     def held(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
-        """(S,) what each stage needs: of what several of its units use, the first use counts.
+        """Return (S,) the amount that each stage needs: of what several of its units use, the first use counts.
 
         Args:
             stage_of: (N + 1,) as ``stages_of`` has it.
@@ -95,12 +95,12 @@ class Uses(NamedTuple):
         return self._summed(stage, stage_of[self.before + 1] < stage, n_stages, kinds)
 
     def left(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
-        """(S,) what leaves each stage: of items that their producer sends, once, to the stage of their one use."""
+        """Return (S,) the amounts that each stage sends: items with a single use, in a later stage than their producer."""
         stage = stage_of[self.before + 1]
         return self._summed(stage, stage < stage_of[self.unit + 1], n_stages, kinds)
 
     def of_kind(self, kind: int) -> Floats:
-        """(U,) the amounts of one kind."""
+        """Return (U,) the amounts on one kind of stage."""
         return self.amount[:, kind] if self.amount.ndim == 2 else self.amount
 
     def _summed(self, stage: Integers, counts: NDArray[np.bool_], n_stages: int, kinds: Sequence[int]) -> Floats:
@@ -137,7 +137,7 @@ def shared_uses(items: Collection[Shared], n_kinds: int) -> Uses:
 
 
 def stages_of(starts: Sequence[int], n_units: int) -> Integers:
-    """(N + 1,) the stage of unit u at u + 1, when the stages start at these units; -1 in front: no stage is before the first."""
+    """Return (N + 1,) the stage of unit u at index u + 1, given the first unit of each stage; -1 at index 0: no unit."""
     stage_of: Integers = np.searchsorted(starts, np.arange(-1, n_units), side="right") - 1
     return stage_of
 
@@ -194,12 +194,12 @@ class Working:
 
     @staticmethod
     def nothing(n_units: int) -> Working:
-        """Of units that need nothing to compute with."""
+        """Return the table of units without transient memory."""
         nothing = np.zeros(n_units)
         return Working(nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
 
     def repeated(self, source: Integers) -> Working:
-        """Of units in another order, or several times."""
+        """Return the table of the given units, in any order and with repetition."""
         peaks = (self.forward[source], self.backward[source])
         of_units = (*peaks, self.made[source], self.again[source], self.trained[source], self.bundled[source])
         return Working(*of_units, self.at_once, self.called, self.summed)
@@ -388,10 +388,10 @@ class StageProblem:
 
     @property
     def n_replicas(self) -> Integers:
-        """(S,) how many replicas each stage has."""
+        """(S,) the number of replicas of each stage."""
         return np.array(self.replicas or (1,) * self.n_stages, dtype=np.int64)
 
 
 def stage_runs(starts: Sequence[int], n_units: int) -> tuple[range, ...]:
-    """The units of each stage."""
+    """Return the units of each stage, given its first unit."""
     return tuple(range(start, end) for start, end in zip(starts, (*starts[1:], n_units), strict=True))
