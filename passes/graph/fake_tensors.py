@@ -112,7 +112,7 @@ def call_like(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], /, *
 
 
 def memory_among(node: fx.Node, others: Sequence[fx.Node]) -> MemoryOf:
-    """Return the memory of a value: that of the other node whose fake tensor it views, which more nodes may share, or of its fake tensor."""
+    """Return the memory of a value: that of the other node whose fake tensor it views, or of its own fake tensor."""
     keys = {memory_key(tensor): key for other in others for tensor, key in memory_keys(other)}
     return MemoryOf(node.meta["val"], tuple(keys.get(memory_key(tensor), memory_key(tensor)) for tensor in tensors_of(node)))
 
