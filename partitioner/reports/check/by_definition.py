@@ -1,4 +1,4 @@
-"""What microbatches compute differently from the whole batch, however correct the partitioned model is."""
+"""Operations whose results depend on the microbatches even in a correct partition: BatchNorm and random numbers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ __all__ = ["differences_by_definition", "draws_anything"]
 
 
 def differences_by_definition(graph: ModelGraph, n_microbatches: int) -> tuple[str, ...]:
-    """One sentence for each reason why microbatches give other numbers; none when there is one microbatch."""
+    """Return a sentence for each reason why microbatches change the results; none if there is one microbatch."""
     if n_microbatches == 1:
         return ()
-    reasons = (
+    reasons = (  # names of modules, sentence
         (graph.mixing.normalizations, "BatchNorm in training ({}) normalises over the rows of each microbatch"),
-        ([module_path(node) for node in _drawing(graph)], "random numbers ({}) are drawn anew for each microbatch"),
+        ([module_path(node) for node in _random_nodes(graph)], "random numbers ({}) are drawn anew for each microbatch"),
     )
     return tuple(
-        f"{reason.format(first_names(found))}: with {n_microbatches} microbatches the numbers differ from those of the whole batch by "
+        f"{reason.format(first_names(names))}: with {n_microbatches} microbatches the numbers differ from those of the whole batch by "
         "definition; compared here with the whole batch as one microbatch"
-        for found, reason in reasons
-        if found
+        for names, reason in reasons
+        if names
     )
 
 
 def draws_anything(graph: ModelGraph) -> bool:
     """Whether a run of the graph draws random numbers."""
-    return bool(_drawing(graph))
+    return bool(_random_nodes(graph))
 
 
-def _drawing(graph: ModelGraph) -> list[fx.Node]:
-    return [node for node in graph.computing_nodes() if draws_random_numbers(node.target) and _is_switched_on(node)]
+def _random_nodes(graph: ModelGraph) -> list[fx.Node]:
+    return [node for node in graph.computing_nodes() if draws_random_numbers(node.target) and _draws(node)]
 
 
-def _is_switched_on(node: fx.Node) -> bool:
+def _draws(node: fx.Node) -> bool:
+    """Whether a random op draws anything: dropout in evaluation, or with probability 0, does not."""
     bound = bound_arguments(node)
     return bound.get("train") is not False and not any(bound.get(name) == 0 for name in ("p", "dropout", "dropout_p"))

@@ -35,11 +35,11 @@ from passes.stages.split import stage_of_nodes
 __all__ = ["Partitioned", "Subject", "check"]
 
 SEED = 2024
-"""Of the random numbers that both models draw."""
+"""Seed of the random numbers that both models draw."""
 
 
 class Partitioned(Protocol):
-    """What is checked of a partitioned model."""
+    """The interface that a check needs of a partitioned model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -58,11 +58,11 @@ class Subject:
     """A partitioned model and what it was made from.
 
     Attributes:
-        original: the model; it stays as it is.
-        graph: its graph.
-        runtime: where the partitioned model runs.
-        state: its tensors.
-        with_microbatches: the same model, sharing its tensors, with so many microbatches a step (None: as planned).
+        original: the unpartitioned model; a check does not change it.
+        graph: the graph of the original.
+        runtime: the runtime of the partitioned model.
+        state: parameters, buffers and gradients of the partitioned model.
+        with_microbatches: returns the partitioned model with this number of microbatches a step (None: as planned); tensors are shared.
     """
 
     original: nn.Module
@@ -73,46 +73,47 @@ class Subject:
 
 
 def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CheckReport:
-    """Compare, leaving gradients, buffers and random numbers as they were.
+    """Compare a partitioned model with its original; restore gradients, buffers and random number generators at the end.
 
     Args:
-        args: inputs of one call, whole batch. Gradients of those that require them are compared, too.
-        kwargs: its keyword inputs.
+        args: positional inputs of one call, whole batch. Gradients of inputs that require them are compared, too.
+        kwargs: keyword inputs of that call.
 
     Raises:
         ConfigError: the inputs do not fit, or the original cannot be copied.
     """
     inputs = bind_inputs(subject.graph, args, kwargs, any_batch=subject.graph.batch is None)
     partitioned = subject.with_microbatches(None)
-    count, _ = partitioned.lowering_for(inputs.batch)
-    notes = differences_by_definition(subject.graph, count)
+    n_microbatches, _ = partitioned.lowering_for(inputs.batch)
+    notes = differences_by_definition(subject.graph, n_microbatches)
     if notes:
-        partitioned, count = subject.with_microbatches(1), 1
-    elsewhere = not subject.runtime.backward_anywhere
-    if elsewhere and draws_anything(subject.graph):
+        partitioned, n_microbatches = subject.with_microbatches(1), 1
+    in_processes = not subject.runtime.backward_anywhere
+    title = _title(partitioned.plan, inputs.batch, n_microbatches)
+    if in_processes and draws_anything(subject.graph):
         reason = "each process draws its own random numbers: nothing can be compared; check in one process, or with training=False"
-        return CheckReport(_title(partitioned.plan, inputs.batch, count), (), None, None, (*notes, reason))
+        return CheckReport(title, (), None, None, (*notes, reason))
     on_meta = any(parameter.is_meta for parameter in subject.original.parameters())
-    if elsewhere:
+    if in_processes:
         notes += ("values of nodes are compared where all ranks are in one process",)
     elif on_meta:
         notes += ("values of nodes are not compared: the model was traced on the meta device",)
-    with _undisturbed(subject):
+    with _restoring_state(subject):
         run = _Check(subject, partitioned, args, kwargs, inputs.batch)
         run.run()
-        walk = None if elsewhere or on_meta else _walk(run, inputs, count)
+        walk = None if in_processes or on_meta else _walk(run, inputs, n_microbatches)
     values = () if walk is None else (Part("values of nodes", walk.comparisons),)
-    first = None if walk is None else walk.first
-    return CheckReport(_title(partitioned.plan, inputs.batch, count), (*run.parts, *values), first, run.first_gradient(), notes)
+    first_value = None if walk is None else walk.first
+    return CheckReport(title, (*run.parts, *values), first_value, run.first_gradient(), notes)
 
 
-def _title(plan: Plan, batch: int, count: int) -> str:
-    cut = f"{count} microbatches" if count > 1 else "1 microbatch"
-    return f"the original beside {plan.schedule} on {plan.n_ranks} ranks, a batch of {batch} in {cut}"
+def _title(plan: Plan, batch: int, n_microbatches: int) -> str:
+    microbatches = f"{n_microbatches} microbatches" if n_microbatches > 1 else "1 microbatch"
+    return f"the original beside {plan.schedule} on {plan.n_ranks} ranks, a batch of {batch} in {microbatches}"
 
 
-def _walk(run: _Check, inputs: BoundInputs, count: int) -> NodeWalk:
-    """Node by node: the graph of the whole batch beside the stages."""
+def _walk(run: _Check, inputs: BoundInputs, n_microbatches: int) -> NodeWalk:
+    """Compare node by node: the model's graph on the whole batch with the graphs of the stages."""
     _, whole = run.subject.with_microbatches(1).lowering_for(inputs.batch, in_parts=False)
     _, lowering = run.partitioned.lowering_for(inputs.batch, in_parts=False)
     tensors = {
@@ -123,24 +124,24 @@ def _walk(run: _Check, inputs: BoundInputs, count: int) -> NodeWalk:
         return walk_mesh(lowering.cut, lowering.stages, tensors, inputs.tensors, inputs.batch, SEED)
     differentiation = lowering.everything(inputs.requiring_gradient)
     lowered = lowering.training(differentiation) if differentiation.outputs else lowering.stages
-    return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, count), SEED)
+    return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, n_microbatches), SEED)
 
 
 def _full_tensors(subject: Subject) -> dict[str, Tensor]:
-    """Every parameter and buffer of the graph, by original name, from the rank that speaks for it."""
+    """Return every parameter and buffer of the graph, whole, by original name, collected from the ranks that own them."""
     state = subject.state
     names = dict.fromkeys((*subject.graph.parameters.values(), *subject.graph.buffers.values()))
-    found = subject.runtime.collect({key: tensor.detach() for name in names for key, tensor in state.owned(name)})
-    return {name: tensor for name in names if (tensor := state.whole(name, found)) is not None}
+    collected = subject.runtime.collect({key: tensor.detach() for name in names for key, tensor in state.owned(name)})
+    return {name: tensor for name in names if (tensor := state.whole(name, collected)) is not None}
 
 
 @contextlib.contextmanager
-def _undisturbed(subject: Subject) -> Iterator[None]:
-    """Let parameters be frozen as in the original; at the end put back that, gradients, buffers and random number generators."""
+def _restoring_state(subject: Subject) -> Iterator[None]:
+    """Freeze the parameters that the original freezes; at the end restore ``requires_grad``, gradients, buffers and generators."""
     named = list(subject.state.named_parameters())
     parameters = [parameter for _, parameter in named]
     gradients = [parameter.grad for parameter in parameters]
-    requiring = [parameter.requires_grad for parameter in parameters]
+    requires_grad = [parameter.requires_grad for parameter in parameters]
     for name, parameter in named:
         parameter.requires_grad_(subject.original.get_parameter(name).requires_grad)
     buffers = [buffer for _, buffer in subject.state.named_buffers()]
@@ -153,32 +154,32 @@ def _undisturbed(subject: Subject) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
-            for parameter, gradient, required in zip(parameters, gradients, requiring, strict=True):
+            for parameter, gradient, required in zip(parameters, gradients, requires_grad, strict=True):
                 parameter.grad = gradient
                 parameter.requires_grad_(required)
 
 
-def _roughest(graph: ModelGraph) -> torch.dtype | None:
-    """The least precise dtype that a model computes in. Cut, it adds in another order, and a value is as exact as the worst behind it."""
+def _least_precise(graph: ModelGraph) -> torch.dtype | None:
+    """Return the floating-point dtype of the graph's values with the largest epsilon: it bounds how exact any result is."""
     dtypes = {value.dtype for node in graph.computing_nodes() if isinstance(value := node.meta.get("val"), Tensor)}
     return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 class _Check:
-    """One check: what is compared, in order."""
+    """Collects in ``parts`` the comparisons of outputs, buffers, loss and gradients."""
 
-    def __init__(self, subject: Subject, partitioned: Partitioned, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
+    def __init__(self, subject: Subject, partitioned: Partitioned, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> None:
         self.subject = subject
         self.graph = subject.graph
         self.partitioned = partitioned
         self.args, self.kwargs = args, kwargs
-        self.rows = rows
         self.tensors = _full_tensors(subject)
         self.buffers = [(buffer, buffer.clone()) for _, buffer in subject.state.named_buffers()]
-        self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, rows, SEED)
+        self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, batch, SEED)
         self.parts: list[Part] = []
         is_cut = partitioned.plan.grid.cutting.size > 1
-        self.roughest = _roughest(self.graph) if is_cut or self.graph.autocast is not None else None
+        # Sharded sums are added in another order: they agree only up to the rounding of the least precise value.
+        self.computed_in = _least_precise(self.graph) if is_cut or self.graph.autocast is not None else None
 
     def run(self) -> None:
         """Compare results, buffers and gradients of a call and of a training step."""
@@ -186,22 +187,22 @@ class _Check:
         result = self.partitioned(*call.args, **call.kwargs)
         self.parts.append(Part("outputs", tuple(self._outputs(pytree.tree_leaves(result)))))
         self.parts.append(Part("buffers", tuple(self._buffers())))
-        objective, gradients, own = self.reference.objective, self.reference.gradients, self.reference.own_gradients
+        objective, gradients, own_gradients = self.reference.objective, self.reference.gradients, self.reference.own_gradients
         if objective is None or gradients is None:
             return
         if self.subject.runtime.backward_anywhere:
             objective(result, objective.target).backward()
-            self._gradients("backward()", gradients, call)
+            self._compare_gradients("backward()", gradients, call)
         call = self._restart()
-        loss_fn, target = (objective, objective.target) if own is None else (None, None)
+        loss_fn, target = (objective, objective.target) if own_gradients is None else (None, None)
         loss = self.partitioned.train_step(*call.args, target=target, loss_fn=loss_fn, **call.kwargs)
-        expected = gradients if own is None else own
-        scale, computed_in = (objective.scale, objective.computed_in) if own is None else (0.0, None)
+        expected = own_gradients or gradients
+        scale, computed_in = (objective.scale, objective.computed_in) if own_gradients is None else (0.0, None)
         self.parts.append(Part("loss", (compare("loss", expected.loss, loss.detach(), scale=scale, computed_in=computed_in),)))
-        self._gradients("train_step", expected, call)
+        self._compare_gradients("train_step", expected, call)
 
     def _restart(self) -> ModelCall:
-        """No gradients, the buffers and random numbers of the start, and tensors of its own for one more call."""
+        """Reset gradients, buffers and the seed to those of the start; return the arguments of one more call, in memory of its own."""
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
@@ -212,52 +213,56 @@ class _Check:
         return call
 
     def _outputs(self, leaves: Sequence[Any]) -> Iterator[Comparison]:
-        for output, reference, found in zip(self.graph.outputs, self.reference.outputs, leaves, strict=True):
+        for output, reference, actual in zip(self.graph.outputs, self.reference.outputs, leaves, strict=True):
             if isinstance(reference, Tensor):
-                yield compare(f"output {output.name}".strip(), reference, found, computed_in=self.roughest)
+                yield compare(f"output {output.name}".strip(), reference, actual, computed_in=self.computed_in)
 
     def _buffers(self) -> Iterator[Comparison]:
-        found = _full_tensors(self.subject)
+        tensors = _full_tensors(self.subject)
         for name in self.graph.buffers.values():
             if name in self.reference.buffers:
-                yield compare(f"buffer {name}", self.reference.buffers[name], found[name], computed_in=self.roughest)
+                yield compare(f"buffer {name}", self.reference.buffers[name], tensors[name], computed_in=self.computed_in)
 
-    def _gradients(self, how: str, expected: Gradients, call: ModelCall) -> None:
-        """Those of parameters in the order of the backward, and those of inputs."""
-        found = self.partitioned.full_gradients()
-        known = [gradient for gradient in expected.parameters.values() if gradient is not None]
-        scale = 1e-3 * max((largest_magnitude(gradient) for gradient in known), default=0.0)
+    def _compare_gradients(self, how: str, expected: Gradients, call: ModelCall) -> None:
+        """Add a part that compares the gradients of parameters, in the order of the backward, and those of inputs.
+
+        Args:
+            how: what computed the gradients, ``"backward()"`` or ``"train_step"``.
+            call: the call whose inputs hold the gradients.
+        """
+        actual = self.partitioned.full_gradients()
+        magnitudes = [largest_magnitude(gradient) for gradient in expected.parameters.values() if gradient is not None]
+        scale = 1e-3 * max(magnitudes, default=0.0)
         names = sorted(expected.parameters, key=lambda name: -self._last_read(name))
         of_parameters = (
-            compare(f"gradient of {name}", expected.parameters[name], found[name], scale=scale, computed_in=self.roughest) for name in names
+            compare(f"gradient of {name}", expected.parameters[name], actual[name], scale=scale, computed_in=self.computed_in)
+            for name in names
         )
         of_inputs = (
-            compare(f"gradient of input {name}", gradient, call.requiring[name].grad, computed_in=self.roughest)
+            compare(f"gradient of input {name}", gradient, call.requiring[name].grad, computed_in=self.computed_in)
             for name, gradient in expected.inputs.items()
         )
         self.parts.append(Part(f"gradients, {how}", (*of_parameters, *of_inputs)))
 
-    # -- where it differs ----------------------------------------------------------------------------------------------------------
-
     def _readers(self, name: str) -> list[fx.Node]:
-        """The nodes that read a parameter or an input, in graph order."""
+        """Return the nodes that read a parameter (``"head.weight"``) or an input (``"input x"``), in graph order."""
         named = {**self.graph.parameters, **{leaf.placeholder: f"input {leaf.name}" for leaf in self.graph.inputs if leaf.placeholder}}
         nodes = [node for node in self.graph.graph.nodes if named.get(node.name) == name]
         return [user for node in nodes for user in node.users if user.op != "output"]
 
     def _last_read(self, name: str) -> int:
-        """Position of the last node that reads it: the backward meets that one first."""
+        """Return the graph position of the last node that reads a parameter: the backward computes that node's gradients first."""
         position = {node: index for index, node in enumerate(self.graph.graph.nodes)}
         return max((position[node] for node in self._readers(name)), default=-1)
 
     def first_gradient(self) -> Difference | None:
-        """The node that reads the first parameter whose gradient differs."""
-        for part in self.parts:
-            for comparison in part.differing if part.name.startswith("gradients") else ():
-                readers = self._readers(comparison.what.removeprefix("gradient of "))
-                if readers:
-                    stages = stage_of_nodes(self.graph, self.partitioned.plan.first_nodes)
-                    stage = stages.get(readers[-1].name, 0)
-                    rank = self.partitioned.plan.stage_ranks[stage][0]
-                    return Difference(readers[-1].name, place_of(readers[-1]), stage, rank, comparison)
+        """Return the last node that reads the first parameter or input whose gradient differs."""
+        plan = self.partitioned.plan
+        gradient_parts = [part for part in self.parts if part.name.startswith("gradients")]
+        for comparison in (comparison for part in gradient_parts for comparison in part.differing):
+            readers = self._readers(comparison.what.removeprefix("gradient of "))
+            if readers:
+                node = readers[-1]
+                stage = stage_of_nodes(self.graph, plan.first_nodes).get(node.name, 0)
+                return Difference(node.name, place_of(node), stage, plan.stage_ranks[stage][0], comparison)
         return None

@@ -1,4 +1,4 @@
-"""When two tensors are equal but for rounding."""
+"""Compare two tensors up to rounding."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ORDINARY = 1e30
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two tensors beside each other.
+    """The result of comparing a tensor with its reference.
 
     Attributes:
         what: ``"output logits"``, ``"gradient of head.weight"``.
-        error: largest absolute difference; infinite where they cannot be subtracted.
+        error: largest absolute difference; infinite if shapes or dtypes differ or one tensor is missing.
         largest: largest magnitude of the reference.
         allowed: largest error that rounding explains.
-        problem: what differs besides the values; empty when they can be subtracted.
+        problem: the difference of shape, dtype or presence, in words; empty if there is none.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether they are the same but for rounding."""
+        """Whether the tensors are the same up to rounding."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -46,46 +46,49 @@ class Comparison:
 
 
 def compare(
-    what: str, reference: Tensor | None, found: Tensor | None, *, scale: float = 0.0, computed_in: torch.dtype | None = None
+    what: str, reference: Tensor | None, actual: Tensor | None, *, scale: float = 0.0, computed_in: torch.dtype | None = None
 ) -> Comparison:
     """Compare a tensor with a reference.
 
     Args:
-        what: its name.
-        reference: what it should be; None for a gradient that there is none of.
-        found: what it is.
-        scale: magnitude of what it was computed from: a value that is zero but for rounding has no scale of its own.
-        computed_in: the dtype of what it was computed from, where that is less precise than its own.
+        what: the name of the tensor.
+        reference: the tensor of the original; None for a missing gradient.
+        actual: the tensor of the partitioned model; None for a missing gradient.
+        scale: largest magnitude of the inputs that the tensor was computed from. It is added to the tensor's own magnitude, which is too
+            small a measure if the exact value is zero.
+        computed_in: the dtype of those inputs, if it is less precise than the tensor's own.
     """
-    if reference is None and found is None:
+    if reference is None and actual is None:
         return Comparison(what, 0.0, 0.0, 0.0)
-    if reference is None or found is None:
-        return _unlike(what, "none, where the original has one" if found is None else "there is one, where the original has none")
-    if (reference.shape, reference.dtype) != (found.shape, found.dtype):
-        return _unlike(what, f"{found.dtype} {tuple(found.shape)}, where the original has {reference.dtype} {tuple(reference.shape)}")
+    if reference is None or actual is None:
+        return _incomparable(what, "none, where the original has one" if actual is None else "there is one, where the original has none")
+    if (reference.shape, reference.dtype) != (actual.shape, actual.dtype):
+        return _incomparable(
+            what, f"{actual.dtype} {tuple(actual.shape)}, where the original has {reference.dtype} {tuple(reference.shape)}"
+        )
     is_inexact = reference.is_floating_point() or reference.is_complex()
     tolerance = TOLERANCE.get((computed_in or reference.dtype).to_real(), 0.0) if is_inexact else 0.0
-    one, other = _wide(reference), _wide(found)
-    same = (one == other) | (one.isnan() & other.isnan())
-    difference = torch.where(same, 0.0, (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
-    masks = torch.where(one.abs() > _ORDINARY, tolerance * one.abs().nan_to_num(posinf=0.0), 0.0)
-    error = (difference - masks).clamp(min=0.0).max().item() if difference.numel() else 0.0
+    wanted, found = _as_double(reference), _as_double(actual)
+    same = (wanted == found) | (wanted.isnan() & found.isnan())
+    difference = torch.where(same, 0.0, (wanted - found).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
+    allowed_of_masks = torch.where(wanted.abs() > _ORDINARY, tolerance * wanted.abs().nan_to_num(posinf=0.0), 0.0)
+    error = (difference - allowed_of_masks).clamp(min=0.0).max().item() if difference.numel() else 0.0
     largest = largest_magnitude(reference)
     return Comparison(what, error, largest, tolerance * (largest + scale))
 
 
 def largest_magnitude(tensor: Tensor) -> float:
-    """The largest ordinary magnitude: neither infinite nor a mask; 0 when there is none."""
-    magnitude = _wide(tensor).abs()
+    """Return the largest absolute value that is neither infinite nor a mask; 0 if there is none."""
+    magnitude = _as_double(tensor).abs()
     ordinary = torch.where(magnitude < _ORDINARY, magnitude, 0.0)
     return ordinary.max().item() if ordinary.numel() else 0.0
 
 
-def _unlike(what: str, problem: str) -> Comparison:
+def _incomparable(what: str, problem: str) -> Comparison:
     return Comparison(what, float("inf"), 0.0, 0.0, problem)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Double precision on the CPU; the parts of a complex tensor side by side."""
+def _as_double(tensor: Tensor) -> Tensor:
+    """Return the tensor as float64 on the CPU; a complex tensor gets a last dimension of its real and imaginary parts."""
     tensor = tensor.detach().cpu()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()

@@ -1,7 +1,7 @@
-"""One number of all results of a model: the dot product with tensors drawn once.
+"""A loss over all results of a model: their dot product with random weights.
 
-Its gradients reach every result with another weight on every element, so that no two mistakes cancel. It is written as a loss for
-``train_step``: a mean over the batch, cut with its target into microbatches.
+Every element of a result has a gradient of its own, so that errors do not cancel. The loss is one for ``train_step``: a mean over the
+batch, whose target is split into microbatches with the inputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class DotProduct:
 
     Args:
         outputs: what the model returns.
-        leaves: the values of one call, whole batch: those that require gradients are taken.
+        leaves: the results of one call on the whole batch; those that require gradients enter the loss.
         batch: rows of the batch.
 
     Attributes:
-        target: what to pass to ``train_step`` beside it.
+        target: the ``target`` of ``train_step``: the weights.
         is_empty: whether no result is differentiable.
-        computed_in: the least precise dtype of the differentiable results: the number, though a double, is no more precise.
-        scale: the largest magnitude of those results.
+        computed_in: the least precise dtype of the differentiable results: the loss, though a double, is no more precise.
+        scale: the largest magnitude of the differentiable results.
     """
 
     def __init__(self, outputs: tuple[Output, ...], leaves: list[Any], batch: int) -> None:
@@ -40,14 +40,17 @@ class DotProduct:
         self.batch = batch
         generator = torch.Generator().manual_seed(_SEED)
         weights = [self._weights(output, leaf, generator) for output, leaf in zip(outputs, leaves, strict=True)]
-        taken = [leaf for leaf, weight in zip(leaves, weights, strict=True) if weight is not None]
-        self.is_empty = not taken
-        self.computed_in = max((leaf.dtype for leaf in taken), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-        self.scale = max(map(largest_magnitude, taken), default=0.0)
+        weighted = [leaf for leaf, weight in zip(leaves, weights, strict=True) if weight is not None]
+        self.is_empty = not weighted
+        self.computed_in = max((leaf.dtype for leaf in weighted), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        self.scale = max(map(largest_magnitude, weighted), default=0.0)
         self.target = {"rows": torch.arange(batch), "weights": weights}
 
     def _weights(self, output: Output, leaf: Any, generator: torch.Generator) -> Tensor | None:
-        """Normally distributed, the batch in front where it is cut, a dimension of 1 in front where it is not."""
+        """Draw the weights of a result; None if it is not differentiable.
+
+        Dimension 0 is the batch if microbatches split the result (``(batch, elements of a row, ...)``), else it has size 1.
+        """
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return None
         weights: Tensor = torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype)
@@ -57,14 +60,14 @@ class DotProduct:
         return rows_first.reshape(self.batch, rows_first.shape[0] // self.batch, *rows_first.shape[1:])
 
     def __call__(self, result: Any, target: Any) -> Tensor:
-        """The dot product over the rows of ``target``; its mean over microbatches, weighted by rows, is that of the batch."""
+        """Return the dot product over the rows of ``target``; its mean over microbatches, weighted by rows, is that of the batch."""
         rows = target["rows"].shape[0]
-        parts = []
+        products = []
         for output, leaf, weights in zip(self.outputs, pytree.tree_leaves(result), target["weights"], strict=True):
             if weights is None:
                 continue
-            cut = output.combine == "concatenate" and output.batch_dim is not None
-            placed = weights.flatten(0, 1).movedim(0, output.batch_dim) if cut else weights.squeeze(0)
-            product = (leaf * placed.to(leaf.device)).sum().real.double()
-            parts.append(product / rows * self.batch if output.combine in ("concatenate", "sum") else product)
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+            has_rows = output.combine == "concatenate" and output.batch_dim is not None
+            as_result = weights.flatten(0, 1).movedim(0, output.batch_dim) if has_rows else weights.squeeze(0)
+            product = (leaf * as_result.to(leaf.device)).sum().real.double()
+            products.append(product / rows * self.batch if output.combine in ("concatenate", "sum") else product)
+        return torch.stack([product.to(products[0].device) for product in products]).sum()

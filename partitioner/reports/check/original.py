@@ -1,4 +1,4 @@
-"""One call of the original, with the present weights of the partitioned model: results, buffers, gradients."""
+"""Call the original with the current weights of the partitioned model; record results, buffers and gradients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
 
 @dataclass(frozen=True)
 class ModelCall:
-    """The arguments of one call, in memory of their own.
+    """The arguments of one call, copied so that calls share no memory.
 
     Attributes:
-        args, kwargs: what to call with.
-        requiring: input name -> the tensor whose gradient is wanted.
+        args, kwargs: the arguments.
+        requiring: input name -> the tensor of the arguments that requires a gradient.
     """
 
     args: tuple[Any, ...]
@@ -51,14 +51,14 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the original computes.
+    """The results of the original.
 
     Attributes:
         outputs: leaves of its result.
-        buffers: by name, afterwards.
-        objective: a loss of all results; None when nothing is differentiable.
-        gradients: of the objective.
-        own_gradients: of the loss that the model itself returns; None when it returns none.
+        buffers: name -> value after the call.
+        objective: a loss of all results; None if no result is differentiable.
+        gradients: gradients of the objective.
+        own_gradients: gradients of the loss that the model itself returns; None if it returns none.
     """
 
     outputs: list[Any]
@@ -69,19 +69,19 @@ class Reference:
 
 
 def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None = None) -> ModelCall:
-    """The same call with tensors of its own, on a device if one is given."""
+    """Copy the arguments of a call, to a device if one is given; copies require gradients where the arguments do."""
 
-    def own(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().clone().to(device or leaf.device).requires_grad_(leaf.requires_grad)
 
     leaves, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
-    owned = [own(leaf) for leaf in leaves]
+    copies = [copied(leaf) for leaf in leaves]
     requiring = {
-        leaf.name: tensor for leaf, tensor in zip(graph.inputs, owned, strict=True) if isinstance(tensor, Tensor) and tensor.requires_grad
+        leaf.name: tensor for leaf, tensor in zip(graph.inputs, copies, strict=True) if isinstance(tensor, Tensor) and tensor.requires_grad
     }
-    new_args, new_kwargs = pytree.tree_unflatten(owned, tree)
+    new_args, new_kwargs = pytree.tree_unflatten(copies, tree)
     return ModelCall(new_args, new_kwargs, requiring)
 
 
@@ -99,7 +99,7 @@ def run_original(
     Args:
         tensors: parameters and buffers by original name.
         batch: rows of the batch.
-        seed: of the random numbers that it draws.
+        seed: seed of the random numbers that the call draws.
 
     Raises:
         ConfigError: the original cannot be copied.
@@ -115,19 +115,19 @@ def run_original(
     objective = DotProduct(graph.outputs, outputs, batch)
     if objective.is_empty:
         return Reference(outputs, buffers, None, None, None)
-    own = _own_loss(result)
+    own_loss = _own_loss(result)
     gradients = _gradients(objective(result, objective.target), model, call)
-    return Reference(outputs, buffers, objective, gradients, None if own is None else _gradients(own, model, call))
+    return Reference(outputs, buffers, objective, gradients, None if own_loss is None else _gradients(own_loss, model, call))
 
 
 def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the model around other tensors; tied ones stay tied, for a tensor is replaced wherever it is met."""
+    """Copy the model with other parameters and buffers; tied ones stay tied, for ``deepcopy`` replaces a tensor wherever it occurs."""
     memo: dict[int, Any] = {}
     for name, parameter in original.named_parameters():
-        replacement = _beside(parameter, tensors[name])
+        replacement = _on_device_of(parameter, tensors[name])
         memo[id(parameter)] = nn.Parameter(replacement, requires_grad=parameter.requires_grad)
     for name, buffer in original.named_buffers():
-        memo[id(buffer)] = _beside(buffer, tensors[name]) if name in tensors else buffer.clone()
+        memo[id(buffer)] = _on_device_of(buffer, tensors[name]) if name in tensors else buffer.clone()
     try:
         model = copy.deepcopy(original, memo)
     except Exception as error:
@@ -137,14 +137,14 @@ def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor])
     return model if model.training == graph.training else model.train(graph.training)
 
 
-def _beside(original: Tensor, tensor: Tensor) -> Tensor:
-    """A copy where the original is; of a model on the meta device, where the tensor is."""
+def _on_device_of(original: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor to the device of the original; if that is the meta device, to its own device."""
     copied = tensor.detach().clone()
     return copied if original.is_meta else copied.to(original.device)
 
 
 def _own_loss(result: Any) -> Tensor | None:
-    """The loss that the model itself returns, if it does and it is differentiable."""
+    """Return the loss that the model itself returns; None if it returns none, or none that is differentiable."""
     try:
         loss = call_loss(result, None, None)
     except ConfigError:
@@ -155,10 +155,7 @@ def _own_loss(result: Any) -> Tensor | None:
 def _gradients(loss: Tensor, model: nn.Module, call: ModelCall) -> Gradients:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     leaves = [*parameters.values(), *call.requiring.values()]
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()
-    by_name = dict(zip([*parameters, *(f"input {name}" for name in call.requiring)], found, strict=True))
-    return Gradients(
-        loss.detach(),
-        {name: by_name.get(name) for name, _ in model.named_parameters()},
-        {name: by_name[f"input {name}"] for name in call.requiring},
-    )
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()
+    of_parameters = dict(zip(parameters, gradients[: len(parameters)], strict=True))
+    of_inputs = dict(zip(call.requiring, gradients[len(parameters) :], strict=True))
+    return Gradients(loss.detach(), {name: of_parameters.get(name) for name, _ in model.named_parameters()}, of_inputs)

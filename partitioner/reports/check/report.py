@@ -1,4 +1,4 @@
-"""What a check found, as a value and as a table."""
+"""The report of a check, as a value and as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """Those that differ."""
+        """The comparisons whose tensors differ."""
         return tuple(comparison for comparison in self.comparisons if not comparison.equal)
 
 
@@ -38,12 +38,12 @@ class Difference:
     """The first value that differs.
 
     Attributes:
-        node: its name in the model's graph, which is that of the stages' graphs and of messages.
+        node: the name of the node that computes it, the same in the model's graph, the stages' graphs and messages.
         place: module, operation and source line.
         stage: the stage that computes it.
         rank: the rank that runs the stage.
-        comparison: how far off it is.
-        cause: what is known beside that: one sentence, or empty.
+        comparison: by how much it differs.
+        cause: why it differs, in one sentence; empty if that is not known.
     """
 
     node: str
@@ -54,7 +54,7 @@ class Difference:
     cause: str = ""
 
     def lines(self) -> list[str]:
-        """A line for everything that is known."""
+        """Return a line for each known fact: ``"  module      blocks.0.up"``."""
         pairs = [
             ("module", self.place.module or "(the model itself)"),
             ("operation", self.place.operation),
@@ -68,14 +68,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What ``PartitionedModel.check`` found. True when something was compared and all of it is equal but for rounding.
+    """The result of ``PartitionedModel.check``. True if something was compared and all of it is equal up to rounding.
 
     Attributes:
         title: what was compared with what.
         parts: comparisons by kind, in the order in which they were made.
         first_value: the first node whose value differs, in the order of the graph.
         first_gradient: the node that reads the first parameter or input whose gradient differs, in the order of the backward.
-        notes: what differs by definition, and what could not be compared.
+        notes: differences by definition, and values that could not be compared, with the reason.
     """
 
     title: str
@@ -89,11 +89,11 @@ class CheckReport:
         return compared and self.first_value is None and not any(part.differing for part in self.parts)
 
     def __str__(self) -> str:
-        lines = [self.title, "", *_table(self.parts)]
+        lines = [self.title, "", *_summary_table(self.parts)]
         if self.first_value is not None:
             lines += ["", f"the first value that differs, in the order of the graph, is {self.first_value.node}", *self.first_value.lines()]
         else:
-            lines += [line for part in self.parts for line in _listed(part)]
+            lines += [line for part in self.parts for line in _differing_lines(part)]
             if self.first_gradient is not None:
                 what = f"the first gradient that differs, in the order of the backward, is that of {self.first_gradient.node}"
                 lines += ["", what, *self.first_gradient.lines()]
@@ -108,15 +108,15 @@ class CheckReport:
         return "NOT COMPARED: see the notes"
 
 
-def _listed(part: Part) -> list[str]:
-    """What differs, by name, when no node's value explains it."""
+def _differing_lines(part: Part) -> list[str]:
+    """List the first differing tensors of a part below a heading; no lines if none differs."""
     listed = part.differing[:_SHOWN]
-    more = len(part.differing) - len(listed)
-    head = ["", f"{part.name}: {len(part.differing)} differ"] if listed else []
-    return [*head, *(f"  {comparison}" for comparison in listed), *([f"  and {more} more"] if more else [])]
+    n_unlisted = len(part.differing) - len(listed)
+    heading = ["", f"{part.name}: {len(part.differing)} differ"] if listed else []
+    return [*heading, *(f"  {comparison}" for comparison in listed), *([f"  and {n_unlisted} more"] if n_unlisted else [])]
 
 
-def _table(parts: Sequence[Part]) -> list[str]:
+def _summary_table(parts: Sequence[Part]) -> list[str]:
     rows = [("compared", "tensors", "largest error", "of values up to", "")]
     for part in parts:
         worst = max(part.comparisons, key=lambda comparison: comparison.error, default=None)
