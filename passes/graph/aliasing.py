@@ -52,50 +52,50 @@ __all__ = [
 aten = torch.ops.aten
 
 
-def _shuffles_nothing(node: fx.Node) -> bool:
-    """One group, or groups of one channel, keep the order of channels; the kernel of the CPU copies them even so."""
+def _keeps_channel_order(node: fx.Node) -> bool:
+    """Return whether a channel shuffle returns its input: one group, or one channel a group. The CPU kernel always copies."""
     value, groups = node.meta["val"], bound_arguments(node)["groups"]
     return value.device.type != "cpu" and groups in (1, value.shape[1])
 
 
-def _never(_: fx.Node) -> bool:
-    """New memory always, though fake tensors share theirs for some arguments."""
+def _never_views(_: fx.Node) -> bool:
+    """Return False: the result always has new memory, although fake tensors share theirs for some arguments."""
     return False
 
 
-def _as_fake_tensors_say(_: fx.Node) -> None:
-    """A view for some arguments, which the fake tensor of the result shares memory with exactly then."""
+def _decided_by_fake_tensors(_: fx.Node) -> None:
+    """Return None: the call returns a view for some arguments, and exactly then its fake tensor shares their memory."""
 
 
 _UNANNOTATED_VIEWS: Mapping[Any, Callable[[fx.Node], bool | None]] = {
     **dict.fromkeys((aten.alpha_dropout, aten.dropout, aten.feature_alpha_dropout, aten.feature_dropout), drops_nothing),
-    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), _shuffles_nothing),
+    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), _keeps_channel_order),
     **dict.fromkeys(
         (
             aten._unsafe_view, aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.cartesian_prod,  # noqa: SLF001
             aten.conj_physical, aten.einsum, aten.meshgrid, aten.sum_to_size, aten.type_as, aten.unsafe_chunk, aten.unsafe_split,
             aten.unsafe_split_with_sizes,
         ),
-        _as_fake_tensors_say,
+        _decided_by_fake_tensors,
     ),
-    aten.native_dropout: _never,
+    aten.native_dropout: _never_views,
 }  # fmt: skip
-"""Operators that may return their first tensor, or a view of it, though their schemas do not say so, and whether a call does."""
+"""Operator that may return its first tensor or a view of it, unannotated -> whether a call does; None: as its fake tensors share memory."""
 
 _MAY_COPY = frozenset({aten.contiguous, aten.flatten, aten.ravel, aten.reshape, aten.reshape_as, aten.to})
 """Operators whose schemas declare a view where they may return a copy; fake tensors know which."""
 
 OWN_MEMORY = "memory"
-"""Where in ``meta`` a node says of each of its tensors in which memory it lies, when its fake tensors are shared with other nodes."""
+"""The key in ``meta`` of the memory of each of a node's tensors, set where nodes with separate memory share one fake tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryOf:
-    """In ``meta[OWN_MEMORY]``: holds for one value alone, not for what a pass puts in its place.
+    """The entry ``meta[OWN_MEMORY]``; ignored once a pass has replaced ``meta["val"]``.
 
     Attributes:
-        value: which.
-        keys: of its tensors, in order.
+        value: the ``meta["val"]`` that it describes.
+        keys: for each tensor of the value, in order, the key of its memory.
     """
 
     value: Any
@@ -109,10 +109,10 @@ _STATISTICS_WRITERS: Mapping[Any, str] = {
     aten.miopen_batch_norm: "training",
     aten.native_batch_norm: "training",
 }
-"""Operation -> the flag that makes it write ``running_mean`` and ``running_var``, which the schemas do not mark."""
+"""Op -> the flag with which it writes ``running_mean`` and ``running_var``, unannotated in its schema."""
 
 _ANNOTATED_STATISTICS_WRITERS = frozenset({aten._batch_norm_with_update, aten._native_batch_norm_legit})  # noqa: SLF001
-"""Those whose schemas do mark them."""
+"""Ops whose schemas annotate these writes."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ class Aliasing:
     first: Mapping[int, str]
 
     def written(self, node: fx.Node) -> bool:
-        """Whether anybody writes in memory that this node's value lies in."""
+        """Return whether any node writes in memory that this node's value lies in."""
         return any(storage in self.writers for storage in self.storages.get(node.name, ()))
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """The memory of a graph as the fake tensors have it: what a run allocates.
+    """The allocations that a run makes, as the fake tensors show them.
 
     Attributes:
         lies_in: node -> the allocations of its tensors, numbered in graph order.
@@ -148,23 +148,23 @@ class Allocations:
 
 
 def allocations(graph: fx.Graph) -> Allocations:
-    """Which nodes share an allocation in a run, as far as fake tensors know, and the sizes of the allocations."""
+    """Return the allocation of each tensor, shared by views as the fake tensors share storages, and the sizes of all allocations."""
     numbers: dict[Hashable, int] = {}
     sizes: dict[int, Any] = {}
     lies_in: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
-        found: dict[int, None] = {}
+        node_allocations: dict[int, None] = {}
         for tensor, key in memory_keys(node):
             number = numbers.setdefault(key, len(numbers))
             if number not in sizes:
                 sizes[number] = size_of(tensor.untyped_storage().nbytes())
-            found[number] = None
-        lies_in[node.name] = tuple(found)
+            node_allocations[number] = None
+        lies_in[node.name] = tuple(node_allocations)
     return Allocations(lies_in, sizes)
 
 
 def aliasing(graph: fx.Graph) -> Aliasing:
-    """The alias sets of all nodes and who writes them."""
+    """Return the alias sets of all nodes, and the nodes that write in them."""
     sets = _DisjointSets()
     lies_in: dict[str, set[Any]] = {}
     for node in graph.nodes:
@@ -174,8 +174,8 @@ def aliasing(graph: fx.Graph) -> Aliasing:
         lies_in[node.name] = keys
         for source in _memory_arguments(node):
             for key in keys:
-                for other in lies_in[source.name]:
-                    sets.join(key, other)
+                for source_key in lies_in[source.name]:
+                    sets.join(key, source_key)
     numbers: dict[Any, int] = {}
     first: dict[int, str] = {}
     storages: dict[str, frozenset[int]] = {}
@@ -186,16 +186,17 @@ def aliasing(graph: fx.Graph) -> Aliasing:
             first.setdefault(root, name)
     writers: dict[int, list[str]] = {}
     for node in graph.nodes:
-        for storage in sorted({storage for target in mutated_arguments(node) for storage in storages[target.name]}):
+        written = frozenset[int]().union(*(storages[target.name] for target in mutated_arguments(node)))
+        for storage in sorted(written):
             writers.setdefault(storage, []).append(node.name)
     return Aliasing(storages, {storage: tuple(names) for storage, names in writers.items()}, first)
 
 
 def viewed_node(node: fx.Node) -> fx.Node | None:
-    """Return the node that a tensor is a view of, or is the same tensor as; None for a tensor with memory of its own.
+    """Return the node that a tensor is a view of, or the same tensor as; None for a tensor with memory of its own.
 
-    Unlike the alias sets of a graph it holds for these very arguments: as the operator does, as the fake tensor says, or as the schema
-    must have it.
+    It holds for this call alone, where alias sets cover every call that a schema allows. Asked in turn: the known behaviour of the
+    operator, the fake tensors, the schema.
     """
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor):
@@ -204,17 +205,17 @@ def viewed_node(node: fx.Node) -> fx.Node | None:
     if not isinstance(call, fx.Node) or call.op != "call_function" or mutated_arguments(call):
         return None
     sources = [source for source in call.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
-    if (is_view := _UNANNOTATED_VIEWS.get(packet(call.target), _as_fake_tensors_say)(call)) is not None:
+    if (is_view := _UNANNOTATED_VIEWS.get(packet(call.target), _decided_by_fake_tensors)(call)) is not None:
         return sources[0] if is_view else None
     own = {key for _, key in memory_keys(node)}
-    found = next((source for source in sources if any(key in own for _, key in memory_keys(source))), None)
-    if found is None and isinstance(call.target, OpOverload) and packet(call.target) not in _MAY_COPY:
-        found = next(iter(viewed_arguments(call)), None)
-    return found
+    viewed = next((source for source in sources if any(key in own for _, key in memory_keys(source))), None)
+    if viewed is None and isinstance(call.target, OpOverload) and packet(call.target) not in _MAY_COPY:
+        viewed = next(iter(viewed_arguments(call)), None)
+    return viewed
 
 
 def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose memory this node writes: as its schema says, and running statistics in training."""
+    """Return the nodes whose memory this node writes: those of its schema, and running statistics in training."""
     mutated = written_arguments(node)
     flag = _STATISTICS_WRITERS.get(packet(node.target))
     if flag is not None:
@@ -225,24 +226,24 @@ def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def writes_statistics(node: fx.Node) -> bool:
-    """Whether a call is of a normalisation that updates the running statistics that it is given."""
+    """Return whether a node calls a normalisation that may update the running statistics among its arguments."""
     return packet(node.target) in _STATISTICS_WRITERS or packet(node.target) in _ANNOTATED_STATISTICS_WRITERS
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether all tensors of a node lie in memory of its arguments, as far as fake tensors know, and it writes none of it: a view."""
+    """Return whether a node is a view: all its fake tensors share memory with its arguments, and it writes none of it."""
     own = {key for _, key in memory_keys(node)}
-    theirs = {key for argument in node.all_input_nodes for _, key in memory_keys(argument)}
-    return bool(own) and own <= theirs and not mutated_arguments(node)
+    of_arguments = {key for argument in node.all_input_nodes for _, key in memory_keys(argument)}
+    return bool(own) and own <= of_arguments and not mutated_arguments(node)
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
-    """What tensors that lie in one storage have in common, for as long as one of them is there."""
-    return "storage", StorageWeakRef(tensor.untyped_storage())  # alone, it cannot be compared with keys of other kinds
+    """Return a key that is equal for tensors in one storage, as long as one of them is alive."""
+    return "storage", StorageWeakRef(tensor.untyped_storage())  # tagged: a bare StorageWeakRef compares with its own kind only
 
 
 def new_memory() -> Hashable:
-    """The key of memory that nothing else lies in."""
+    """Return a key of memory that no other tensor lies in."""
     return object()
 
 
@@ -253,6 +254,7 @@ class _DisjointSets:
         self._parent: dict[Any, Any] = {}
 
     def root(self, key: Any) -> Any:
+        """Return the key that stands for the set of ``key``; all keys on the way there point to it from now on."""
         path = []
         while (parent := self._parent.get(key, key)) != key:
             path.append(key)
@@ -260,21 +262,21 @@ class _DisjointSets:
         self._parent.update(dict.fromkeys(path, key))
         return key
 
-    def join(self, one: Any, other: Any) -> None:
-        self._parent[self.root(other)] = self.root(one)
+    def join(self, first: Any, second: Any) -> None:
+        self._parent[self.root(second)] = self.root(first)
 
 
 def memory_keys(node: fx.Node) -> list[tuple[torch.Tensor, Hashable]]:
-    """The tensors of a node's value, and for each what all have in common that lie in the same memory."""
+    """Return the tensors of a node's value, each with the key of its memory; tensors in the same memory have equal keys."""
     tensors = list(tensors_of(node))
-    own = node.meta.get(OWN_MEMORY)
-    if isinstance(own, MemoryOf):
-        own = own.keys if own.value is node.meta["val"] else None
-    return list(zip(tensors, own, strict=True)) if own is not None else [(tensor, memory_key(tensor)) for tensor in tensors]
+    keys = node.meta.get(OWN_MEMORY)
+    if isinstance(keys, MemoryOf):
+        keys = keys.keys if keys.value is node.meta["val"] else None
+    return list(zip(tensors, keys, strict=True)) if keys is not None else [(tensor, memory_key(tensor)) for tensor in tensors]
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The strided tensors of a node's value; other layouts own no single storage and are never views here."""
+    """Yield the strided tensors of a node's value. Tensors of other layouts have no single storage, and count as no views."""
     value = node.meta.get("val")
     for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
@@ -282,15 +284,15 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _memory_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory this node's value may lie in."""
+    """Return the nodes whose memory this node's value may lie in."""
     if node.op != "call_function" or node.target is operator.getitem:
         return []  # an item keeps its own storage: joining it with its list would join all items
-    is_draw = node.target is draw_alike  # draw_alike(function, group, *arguments): asked is the function that it calls
+    is_draw = node.target is draw_alike  # draw_alike(function, group, *arguments) gives the result of the function
     target, arguments = (node.args[0], node.args[2:]) if is_draw else (node.target, node.args)
-    may_view = _UNANNOTATED_VIEWS.get(packet(target), _never) is not _never
+    may_view = _UNANNOTATED_VIEWS.get(packet(target), _never_views) is not _never_views
     if may_view:
-        first = next(nodes for argument in arguments if (nodes := node_leaves(argument)))
-        return [] if packet(target) is aten.einsum and len(first) > 1 else first  # a product lies in memory of its own
+        first = next(nodes for nodes in map(node_leaves, arguments) if nodes)
+        return [] if packet(target) is aten.einsum and len(first) > 1 else first  # einsum of several operands has new memory
     if is_draw and isinstance(target, OpOverload) and not views_its_arguments(target):
         return []
     return viewed_arguments(node)

@@ -32,8 +32,8 @@ def declared_writes(graph: fx.Graph, names: Collection[str] | None = None) -> di
         names: the placeholders to look for; None: all.
     """
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    written = ((copy, copy.args[0]) for copy in copies)
-    return {place.name: copy for copy, place in written if _is_placeholder(place) and (names is None or place.name in names)}
+    pairs = ((copy.args[0], copy) for copy in copies)
+    return {buffer.name: copy for buffer, copy in pairs if _is_placeholder(buffer) and (names is None or buffer.name in names)}
 
 
 def _is_placeholder(node: object) -> bool:
@@ -44,8 +44,8 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
     """Prove that no call of a graph writes memory, except the declared writes of buffers.
 
     Args:
-        phase: what has just written the graph.
-        owns_memory: whether calls may also write memory that the graph itself made: where tiles are put together one by one.
+        phase: the phase that has just rewritten the graph, for the error.
+        owns_memory: whether calls may also write memory that the graph itself allocated, as sequential tiling does for its results.
 
     Raises:
         VerificationError: a call writes anything else.
@@ -55,12 +55,14 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
         if node.op != "call_function":
             continue
         written = mutated_arguments(node)
-        if not written or (all(map(_is_placeholder, written)) and (node.target is aten.copy_.default or writes_statistics(node))):
+        may_write_buffers = node.target is aten.copy_.default or writes_statistics(node)
+        if not written or (may_write_buffers and all(map(_is_placeholder, written))):
             continue
         if owns_memory:
             memory = memory or aliasing(graph)
-            placeholders = {storage for each in graph.nodes if _is_placeholder(each) for storage in memory.storages.get(each.name, ())}
-            if all(memory.storages[each.name].isdisjoint(placeholders) for each in written):
+            placeholders = [each for each in graph.nodes if _is_placeholder(each)]
+            of_placeholders = {storage for each in placeholders for storage in memory.storages.get(each.name, ())}
+            if all(memory.storages[each.name].isdisjoint(of_placeholders) for each in written):
                 continue
         raise VerificationError(
             f"after {phase}, {node.name} writes {', '.join(each.name for each in written)} in place, and is no declared write of a buffer",
@@ -70,7 +72,7 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
 
 
 def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a stage's graph that returns the new values of buffers behind its other results, and their names, in place of writing them.
+    """Return a stage's graph that returns the new values of buffers after its other results, without writing them; and the buffers' names.
 
     Args:
         names: the buffers whose writes leave the graph.
@@ -93,17 +95,17 @@ def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx
 
 
 def writing_module(values: Mapping[str, fx.Node]) -> fx.GraphModule:
-    """Return the graph of a step's writes: buffers, then their new values -> ``()``.
+    """Return the graph that writes buffers at the end of a step: ``(*buffers, *new_values) -> ()``.
 
     Args:
-        values: buffer -> a node that has its value's fake tensor.
+        values: name of a buffer -> a node with the fake tensor of its value.
     """
     graph = fx.Graph()
-    places = [graph.placeholder(name) for name in values]
-    new = [graph.placeholder(f"{name}_new") for name in values]
-    for place, value, like in zip(places, new, values.values(), strict=True):
-        place.meta["val"] = value.meta["val"] = like.meta["val"]
-        write = graph.call_function(aten.copy_.default, (place, value))
+    buffers = [graph.placeholder(name) for name in values]
+    new_values = [graph.placeholder(f"{name}_new") for name in values]
+    for buffer, new_value, like in zip(buffers, new_values, values.values(), strict=True):
+        buffer.meta["val"] = new_value.meta["val"] = like.meta["val"]
+        write = graph.call_function(aten.copy_.default, (buffer, new_value))
         write.meta["val"] = like.meta["val"]
     graph.output(())
     return LazyGraphModule({}, graph, class_name="WriteBuffers")

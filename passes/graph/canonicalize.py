@@ -44,7 +44,7 @@ _EVERYTHING = 2**63 - 1
 def simplify(graph: fx.Graph) -> None:
     """Replace the no-ops of a traced backward by their inputs, in place; ``detach`` is one, since programs run without autograd."""
     for node in list(graph.nodes):
-        source = _same_as(node)
+        source = _no_op_source(node)
         if source is not None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -56,8 +56,8 @@ def simplify(graph: fx.Graph) -> None:
 _VIEWS = frozenset({aten.t.default, aten.detach.default, aten.slice.Tensor, aten.view.default, aten.sym_size.int})
 
 
-def _same_as(node: fx.Node) -> fx.Node | None:
-    """Return the node that a no-op equals; None for other nodes."""
+def _no_op_source(node: fx.Node) -> fx.Node | None:
+    """Return the node whose value a no-op gives; None where the node is no no-op."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -66,7 +66,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if node.target is aten.t.default and source.target is aten.t.default:
         inner = source.args[0]
         return inner if isinstance(inner, fx.Node) else None
-    return source if node.target is aten.slice.Tensor and _keeps_everything(node) else None
+    return source if node.target is aten.slice.Tensor and _slices_everything(node) else None
 
 
 # -- no-ops of a model -------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _ASSERT_METADATA or _is_about_sizes(node):
+        if node.target is _ASSERT_METADATA or _is_size_assertion(node):
             graph.erase_node(node)
         elif (
             (node.target in _IDENTITIES and _IDENTITIES[node.target](node))
@@ -106,19 +106,19 @@ def remove_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _source(node: fx.Node) -> Tensor:
+def _input_value(node: fx.Node) -> Tensor:
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     assert isinstance(value, Tensor)
     return value
 
 
-def _is_about_sizes(node: fx.Node) -> bool:
-    """Return whether a node asserts something about sizes, which the trace has proved; assertions about values stay."""
+def _is_size_assertion(node: fx.Node) -> bool:
+    """Return whether a node asserts something about sizes, which the trace has proved; assertions about values must stay."""
     return node.target is _ASSERT_NUMBER and not _reads_values(node.args[0])
 
 
 def _reads_values(argument: Any) -> bool:
-    """Return whether a number depends on the values of a tensor, not on sizes alone."""
+    """Return whether a number depends on the elements of a tensor, not on sizes alone."""
     if not isinstance(argument, fx.Node) or argument.op == "placeholder":
         return False
     if isinstance(argument.target, OpOverload):
@@ -127,20 +127,20 @@ def _reads_values(argument: Any) -> bool:
 
 
 def _converts_nothing(node: fx.Node) -> bool:
-    """A conversion to the same type on the same device that asks for no copy and no memory format."""
-    before, after, bound = _source(node), node.meta["val"], bound_arguments(node)
-    asks = bound.get("copy") or bound.get("memory_format") not in (None, torch.preserve_format)
-    return not asks and before.dtype == after.dtype and before.device == after.device
+    """Return whether a conversion keeps dtype and device, and asks for neither a copy nor a memory format."""
+    before, after, bound = _input_value(node), node.meta["val"], bound_arguments(node)
+    must_copy = bound.get("copy") or bound.get("memory_format") not in (None, torch.preserve_format)
+    return not must_copy and before.dtype == after.dtype and before.device == after.device
 
 
-def _keeps_everything(node: fx.Node) -> bool:
-    """A slice from the first to the last element."""
+def _slices_everything(node: fx.Node) -> bool:
+    """Return whether a slice goes from the first to the last element in steps of one."""
     bound = bound_arguments(node)
     return bound["start"] in (None, 0) and bound["end"] in (None, _EVERYTHING) and bound["step"] == 1
 
 
-def _is_dense_already(node: fx.Node) -> bool:
-    """``contiguous`` of what ``contiguous`` gave."""
+def _is_contiguous_already(node: fx.Node) -> bool:
+    """Return whether a call of ``contiguous`` takes the result of an equal call of ``contiguous``."""
     source = node.args[0]
     return (
         isinstance(source, fx.Node)
@@ -152,16 +152,16 @@ def _is_dense_already(node: fx.Node) -> bool:
 
 _IDENTITIES: Mapping[Any, Callable[[fx.Node], bool]] = {
     aten.alias.default: lambda _: True,
-    aten.contiguous.default: _is_dense_already,
+    aten.contiguous.default: _is_contiguous_already,
     aten.dropout.default: drops_nothing,
     aten.feature_dropout.default: drops_nothing,
     aten.alpha_dropout.default: drops_nothing,
     aten.feature_alpha_dropout.default: drops_nothing,
-    aten.slice.Tensor: _keeps_everything,
+    aten.slice.Tensor: _slices_everything,
     aten.to.dtype: _converts_nothing,
     aten.to.dtype_layout: _converts_nothing,
     aten.to.device: _converts_nothing,
     aten.to.other: _converts_nothing,
     aten.type_as.default: _converts_nothing,
 }
-"""Operation -> when it gives its first argument, unchanged."""
+"""Op -> whether a call of it returns its first argument unchanged."""

@@ -1,4 +1,4 @@
-"""What values are made of."""
+"""Dependencies between the nodes of a graph: ancestors, boundaries of regions, paths of gradients."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["boundary", "is_differentiable", "may_require_gradient", "parameter_v
 def with_ancestors(
     nodes: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[fx.Node]:
-    """Nodes, what they are made of, what that is made of, and so on.
+    """Return nodes and all their ancestors.
 
     Args:
-        sources: what a node is made of; by default all that it reads.
+        sources: gives the parents of a node; by default all nodes that it reads.
     """
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += sources(node)
-    return found
+    reached: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += sources(node)
+    return reached
 
 
 def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """What nodes read from outside, in order of first use, and those of them that are read outside."""
+    """Return the inputs of a region (nodes outside that it reads, in order of first use) and its outputs (nodes that are read outside)."""
     inside = set(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     return tuple(inputs), tuple(node for node in nodes if any(user not in inside for user in node.users))
@@ -41,28 +41,28 @@ def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.No
 # -- which values may carry a gradient, whatever the caller asks for ---------------------------------------------------------------
 
 
-_CUTS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
+_DETACHES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 
 
 def may_require_gradient(graph: fx.Graph, without: Collection[str] = ()) -> frozenset[fx.Node]:
-    """The nodes whose values may require a gradient.
+    """Return the nodes whose values may require a gradient.
 
     Args:
-        without: placeholders that never do: buffers and constants. All others may, when their type is floating point.
+        without: placeholders that never do: buffers and constants. All others may, if their dtype is differentiable.
     """
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            starts = node.name not in without
+            has_path = node.name not in without
         else:
-            starts = node.target not in _CUTS and any(source in reached for source in node.all_input_nodes)
-        if starts and is_differentiable(node):
+            has_path = node.target not in _DETACHES and any(source in reached for source in node.all_input_nodes)
+        if has_path and is_differentiable(node):
             reached.add(node)
     return frozenset(reached)
 
 
 def parameter_values(graph: ModelGraph) -> frozenset[str]:
-    """Name the parameters, and the values that are computed from parameters alone."""
+    """Return the names of the parameters, and of the values that are computed from parameters alone."""
     values = set(graph.parameters)
     for node in graph.computing_nodes():
         if node.all_input_nodes and all(argument.name in values for argument in node.all_input_nodes):
@@ -71,7 +71,7 @@ def parameter_values(graph: ModelGraph) -> frozenset[str]:
 
 
 def is_differentiable(node: fx.Node) -> bool:
-    """Whether a gradient could flow through the node's value, by its type; unknown values count."""
+    """Return whether a node's value has a floating-point or complex tensor, or is unknown: a gradient could flow through it."""
     value = node.meta.get("val")
     if value is None:
         return True

@@ -1,9 +1,9 @@
-"""What calls on fake tensors give: calls that are alike are looked at once, and all of them share fake tensors.
+"""Run calls on fake tensors. Equal calls run once, and their nodes share one fake tensor.
 
     linear_7 = linear(x_7, w_7, b_7)        (8, 2048, 1536), traced
-    linear_8 = linear(x_8, w_8, b_8)        the same call on tensors that lie alike: the same fake tensor
+    linear_8 = linear(x_8, w_8, b_8)        an equal call on tensors of equal strides: the same fake tensor
 
-Values have memory of their own all the same: nodes say so themselves (``passes.graph.aliasing.OWN_MEMORY``).
+The values still have separate memory, which their nodes record (``passes.graph.aliasing.OWN_MEMORY``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def fake_mode(graph: fx.Graph) -> Iterator[None]:
-    """The mode that a graph was traced in: inside it every tensor is fake, those that the graph creates too."""
+    """Enter the fake mode that a graph was traced in: tensors that are created inside are fake, too."""
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
     mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
     # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
@@ -38,25 +38,25 @@ def fake_mode(graph: fx.Graph) -> Iterator[None]:
 
 
 class FakeTensorCache:
-    """The values of calls on fake tensors, each kind of call computed once. To be used inside the fake mode of the graph.
+    """Give new nodes their fake results, running equal calls once. To be used inside the fake mode of the graph.
 
     Args:
-        pieces_are_alike: whether slices of one length are, wherever they begin.
-        shared: whether values share fake tensors; else each call is looked at by itself.
+        pieces_are_alike: whether slices of equal length count as equal calls, wherever they start.
+        shared: whether equal calls share fake tensors; if not, every call is run.
     """
 
     def __init__(self, *, pieces_are_alike: bool = False, shared: bool = True) -> None:
         self._pieces_are_alike, self._shared = pieces_are_alike, shared
-        self._known: dict[Hashable, tuple[Any, tuple[int, ...]]] = {}
+        self._known: dict[Hashable, tuple[Any, tuple[int, ...]]] = {}  # key of a call -> its fake result, and where that lies
         self._forms: dict[int, tuple[Any, Hashable]] = {}
 
     @staticmethod
     def like(graph: fx.Graph) -> FakeTensorCache:
-        """For a graph that is written like another: where that writes in place, tensors come to require gradients, each on its own."""
+        """Return a cache for a rewrite of a graph; nothing is shared where that writes in place, which changes ``requires_grad``."""
         return FakeTensorCache(shared=not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes))
 
     def describe(self, node: fx.Node) -> None:
-        """Set what a new node gives (``meta["val"]``) and the memory that it lies in."""
+        """Set the fake result of a new node (``meta["val"]``), and the memory that it lies in (``meta[OWN_MEMORY]``)."""
         if not self._shared:
             node.meta["val"] = fake_result(node)
             return
@@ -64,21 +64,21 @@ class FakeTensorCache:
             node.meta["val"] = written[0].meta["val"]
             node.meta[OWN_MEMORY] = MemoryOf(node.meta["val"], tuple(key for _, key in memory_keys(written[0])))
             return
-        given = [pair for source in node_leaves((node.args, node.kwargs)) for pair in memory_keys(source)]
-        key = None if draws(node) or mutated_arguments(node) else self._call(node, [key for _, key in given])
-        if key is None or key not in self._known:
+        inputs = [pair for source in node_leaves((node.args, node.kwargs)) for pair in memory_keys(source)]
+        call_key = None if draws(node) or mutated_arguments(node) else self._call_key(node, [key for _, key in inputs])
+        if call_key is None or call_key not in self._known:
             node.meta["val"] = fake_result(node)
-            places = _places(node, [tensor for tensor, _ in given])
-            if key is not None:
-                self._known[key] = node.meta["val"], places
+            sources = _memory_sources(node, [tensor for tensor, _ in inputs])
+            if call_key is not None:
+                self._known[call_key] = node.meta["val"], sources
         else:
-            node.meta["val"], places = self._known[key]
-        made = {place: new_memory() for place in places if place < 0}
-        keys = tuple(given[place][1] if place >= 0 else made[place] for place in places)
+            node.meta["val"], sources = self._known[call_key]
+        allocated = {source: new_memory() for source in sources if source < 0}
+        keys = tuple(inputs[source][1] if source >= 0 else allocated[source] for source in sources)
         node.meta[OWN_MEMORY] = MemoryOf(node.meta["val"], keys)
 
-    def _call(self, node: fx.Node, memory: Sequence[Hashable]) -> Hashable:
-        """What calls that give alike have in common: operator, numbers, how tensors lie, which of them share memory."""
+    def _call_key(self, node: fx.Node, memory: Sequence[Hashable]) -> Hashable:
+        """Return a key, equal for calls with equal fake results: operator, numbers, strides, and which inputs share memory."""
         arguments: Any = node.args
         if self._pieces_are_alike and node.target is aten.slice.Tensor and len(node.args) == 4:
             source, dimension, start, stop = node.args
@@ -90,20 +90,20 @@ class FakeTensorCache:
     def _form_of(self, node: fx.Node) -> Hashable:
         value = node.meta["val"]
         if id(value) not in self._forms:
-            self._forms[id(value)] = value, _form(value)  # its identity tells it apart while it lives
+            self._forms[id(value)] = value, _form(value)  # the value is kept, so that no other one gets its id
         return self._forms[id(value)][1]
 
 
 def fake_result(node: fx.Node) -> Any:
-    """Return what a call gives for the fake tensors of its arguments (inside ``fake_mode``); a list as a tuple."""
+    """Run a call on the fake tensors of its arguments (inside ``fake_mode``); return its result, a list as a tuple."""
     assert callable(node.target)
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    found = node.target(*arguments, **keywords)
-    return tuple(found) if isinstance(found, list) else found
+    result = node.target(*arguments, **keywords)
+    return tuple(result) if isinstance(result, list) else result
 
 
 def call_like(graph: fx.Graph, like: fx.Node, function: Callable[..., Any], /, *arguments: Any) -> fx.Node:
-    """Write a call with the metadata of another node and its own fake result (inside ``fake_mode``)."""
+    """Add a call to a graph, with the metadata of another node and its own fake result (inside ``fake_mode``)."""
     node = graph.call_function(function, arguments)
     node.meta = dict(like.meta)
     node.meta["val"] = fake_result(node)
@@ -118,7 +118,7 @@ def memory_among(node: fx.Node, others: Sequence[fx.Node]) -> MemoryOf:
 
 
 def _form(value: Any) -> Hashable:
-    """All that an operator may see of a fake tensor."""
+    """Return everything about a fake value that the result of an operator may depend on."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         sizes = tuple(map(size_of, (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())))
         return sizes, value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg(), type(value)
@@ -129,12 +129,12 @@ def _form(value: Any) -> Hashable:
     return ("object", id(value)) if isinstance(value, Tensor) else (type(value), value)
 
 
-def _places(node: fx.Node, given: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor that a node gives: the place of the argument that it is a view of, or a negative number for memory of its own."""
-    memory = [memory_key(tensor) for tensor in given]
-    made: dict[Hashable, int] = {}
-    found = []
+def _memory_sources(node: fx.Node, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each tensor of a node's value the index of the input that it is a view of; -1, -2, ... for new allocations."""
+    input_keys = [memory_key(tensor) for tensor in inputs]
+    allocated: dict[Hashable, int] = {}
+    sources = []
     for tensor in tensors_of(node):
         key = memory_key(tensor)
-        found.append(memory.index(key) if key in memory else made.setdefault(key, -1 - len(made)))
-    return tuple(found)
+        sources.append(input_keys.index(key) if key in input_keys else allocated.setdefault(key, -1 - len(allocated)))
+    return tuple(sources)

@@ -1,11 +1,10 @@
-"""What tells one traced model from another: every operation with its arguments and sizes.
+"""Digests of a traced graph and of a model's weights.
 
-Two processes that trace the same model with the same inputs have the same digest, wherever each holds them: devices are left out, and so is
-what a process calls the batch, where Python keeps a function, and what requires a gradient.
+``graph_digest`` covers every op with its arguments and sizes. Two processes that trace the same model with the same inputs get the same
+digest: it leaves out devices, the name of the batch symbol, addresses of functions, and ``requires_grad``.
 
-What tells one model from another: the names and shapes of its parameters and buffers.
-
-Nodes are left out: in evaluation a model has fewer of them, and a plan that was made in training still fits.
+``weights_digest`` covers the names and shapes of parameters and buffers, and no nodes: a model has fewer nodes in evaluation, and a plan
+that was made in training still fits.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from passes.ir.graph import ModelGraph
 __all__ = ["graph_digest", "target_name", "weights_digest"]
 
 
-_OF_THE_PROCESS = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)|\bat 0x[0-9a-f]+")
+_PROCESS_SPECIFIC = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)|\bat 0x[0-9a-f]+")
 """A device, and the address of an object."""
 
 
 def graph_digest(graph: ModelGraph) -> str:
-    """A short digest: equal for equal graphs, in every process."""
+    """Return a short digest of a graph: equal for equal graphs, in every process."""
     lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.autocast and graph.autocast.dtype} {weights_digest(graph)}"]
     lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_sizes(node)}" for node in graph.graph.nodes]
-    text = _OF_THE_PROCESS.sub("", "\n".join(lines))
+    text = _PROCESS_SPECIFIC.sub("", "\n".join(lines))
     if graph.batch is not None:
         text = re.sub(rf"\b{re.escape(str(graph.batch))}\b", "batch", text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def target_name(node: fx.Node) -> str:
-    """What a node calls, without addresses, which Python prints of functions."""
+    """Return the name of what a node calls; for a Python function without the address that ``str`` prints."""
     return f"{node.target.__module__}.{node.target.__qualname__}" if isinstance(node.target, FunctionType) else str(node.target)
 
 
@@ -46,11 +45,11 @@ def _sizes(node: fx.Node) -> str:
     return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
 
 
-# -- what tells one model from another ---------------------------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------------------------------------------------
 
 
 def weights_digest(graph: ModelGraph) -> str:
-    """A short digest: equal for equal names and shapes, on every machine."""
+    """Return a short digest of a model's weights: equal for equal names and shapes, on every machine."""
     shapes = {node.name: tuple(node.meta["val"].shape) for node in graph.graph.nodes if node.op == "placeholder" and node.name != "batch"}
-    held = sorted((name, str(shapes.get(key))) for key, name in (*graph.parameters.items(), *graph.buffers.items()))
-    return hashlib.sha256(repr((held, sorted(graph.aliases.items()))).encode()).hexdigest()[:16]
+    weights = sorted((name, str(shapes.get(key))) for key, name in (*graph.parameters.items(), *graph.buffers.items()))
+    return hashlib.sha256(repr((weights, sorted(graph.aliases.items()))).encode()).hexdigest()[:16]

@@ -1,12 +1,10 @@
-"""Graph modules whose Python is written when somebody calls or prints them.
+"""Graph modules that generate their Python code when they are called or printed; pause garbage collection.
 
 ``fx.GraphModule`` writes and compiles its ``forward`` as soon as it has a graph. Most graphs of a compiler are read, cut and thrown away,
 and no program runs by that ``forward``: writing it was two fifths of the time from a plan to its programs.
 
-Pause cyclic garbage collection while large graphs are built.
-
-Building them makes hundreds of thousands of small objects, most of which live to the end. Collecting cycles among them, again and again,
-takes a third of the time of planning and of lowering, and half of that of a simulation.
+Building large graphs makes hundreds of thousands of small objects, most of which live to the end. Looking for cycles among them
+repeatedly takes a third of the time of planning and of lowering, and half of that of a simulation: ``gc_paused``.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ __all__ = ["LazyGraphModule", "gc_paused", "rewritten"]
 
 
 class LazyGraphModule(TorchLazyGraphModule):
-    """What ``fx.GraphModule`` is; ``forward`` and ``code`` are written when they are asked for."""
+    """An ``fx.GraphModule`` that generates ``forward`` and ``code`` when they are first used."""
 
 
 def rewritten(graph: ModelGraph, target: fx.Graph, names: Mapping[str, str], class_name: str = "Model") -> ModelGraph:
     """Return the model with a rewritten copy of its graph.
 
     Args:
-        target: the copy.
-        names: node that the model returns -> its name in the copy; those left out keep theirs.
+        target: the rewritten copy.
+        names: node that the model returns -> its name in the copy; nodes left out keep their names.
     """
     target.lint()
     outputs = tuple(replace(each, node=names.get(each.node or "", each.node)) for each in graph.outputs)
@@ -45,7 +43,7 @@ def rewritten(graph: ModelGraph, target: fx.Graph, names: Mapping[str, str], cla
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Look for no garbage meanwhile; a decorator, too. What nobody refers to is freed as ever: only circles wait."""
+    """Pause cyclic garbage collection; also usable as a decorator. Reference counting goes on: only cycles stay in memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -38,7 +38,7 @@ _OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.sub: "-",
 }
 
-_WORDS: Mapping[ActionKind, str] = {
+_ACTION_NAMES: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
     ActionKind.BACKWARD_INPUT: "input gradients",
@@ -56,12 +56,13 @@ def program_text(graph: fx.Graph, batch_size: int | None = None) -> str:
 
 
 def class_text(graph: fx.Graph, name: str, batch_size: int | None = None) -> str:
-    """The program as a class; see ``program_text``."""
+    """Return the program as the text of a class; see ``program_text``."""
     body = (f"    {line}" if line else "" for line in _method(graph, batch_size))
     return "\n".join([*_imports(graph), "", "", f"class {name}(torch.nn.Module):", *body]) + "\n"
 
 
 def _imports(graph: fx.Graph) -> list[str]:
+    """Return the lines that import the functions of a program, and name the namespaces of its operators: ``aten = torch.ops.aten``."""
     names: defaultdict[str, set[str]] = defaultdict(set)
     libraries: set[str] = set()
     for node in graph.nodes:
@@ -70,45 +71,45 @@ def _imports(graph: fx.Graph) -> list[str]:
             if _is_imported(node.target):
                 names[node.target.__module__].add(node.target.__name__)
     imports = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
-    short = [f"{library} = torch.ops.{library}" for library in sorted(libraries)]
-    return ["import torch", "", *imports, *([""] if short and imports else []), *short]
+    namespaces = [f"{library} = torch.ops.{library}" for library in sorted(libraries)]
+    return ["import torch", "", *imports, *([""] if namespaces and imports else []), *namespaces]
 
 
 def _is_imported(target: Any) -> bool:
-    """Return whether the text imports the function, and calls it by its bare name."""
-    return target is not operator.getitem and target not in _OPERATORS and not isinstance(target, OpOverload) and not _is_torch(target)
+    """Return whether the text imports a function, and calls it by its bare name."""
+    has_other_syntax = target is operator.getitem or target in _OPERATORS or isinstance(target, OpOverload)
+    return not has_other_syntax and not _is_in_torch(target)
 
 
-def _is_torch(target: Any) -> bool:
+def _is_in_torch(target: Any) -> bool:
     return getattr(torch, target.__name__, None) is target
 
 
 def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
     arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
-    counted = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
-    lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if counted else "")]
+    prints_bytes = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
+    lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if prints_bytes else "")]
     section: Action | str = ""
     origin = ""
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        new = node.meta.get("section", section)
-        if new != section:
-            section, origin = new, ""
-            lines += ["", f"    # {_heading(section)}"][len(lines) == 1 :]
+        if (new_section := node.meta.get("section", section)) != section:
+            section, origin = new_section, ""
+            lines += ["", f"    # {_heading(section)}"] if len(lines) > 1 else [f"    # {_heading(section)}"]
         if node.meta.get("origin", origin) != origin:
             origin = node.meta["origin"]
             lines += [f"    # {origin}"] if origin else []
         if "comment" in node.meta:
             lines.append(f"    # {node.meta['comment']}")
-            origin = ""  # the heading of what comes next would seem to be the comment's
+            origin = ""  # print the origin of the next node again: it stands below the comment
         lines.append("    " + _statement(node) + (f"  # {_bytes(node.meta['bytes'])}" if "bytes" in node.meta else ""))
     return lines
 
 
 def _heading(section: Action | str) -> str:
     if isinstance(section, Action):
-        return f"{section}: {_WORDS[section.kind]} of stage {section.stage} on microbatch {section.microbatch}"
+        return f"{section}: {_ACTION_NAMES[section.kind]} of stage {section.stage} on microbatch {section.microbatch}"
     return section
 
 
@@ -142,7 +143,7 @@ def _call(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return f"{node.target}({_arguments(node)})"
     assert callable(node.target)
-    prefix = "torch." if _is_torch(node.target) else ""
+    prefix = "torch." if _is_in_torch(node.target) else ""
     return f"{prefix}{node.target.__name__}({_arguments(node)})"
 
 
@@ -181,10 +182,10 @@ class ProgramModule(LazyGraphModule):
         return program_text(self.graph, self.meta.get("batch_size"))
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        """The program as a class. What else ``fx.GraphModule`` takes here is taken and changes nothing.
+        """Return the program as the text of a class. Further arguments of ``fx.GraphModule.print_readable`` are ignored.
 
         Args:
-            print_output: whether to print the text, too.
+            print_output: whether to print the text as well.
         """
         text = class_text(self.graph, type(self).__name__, self.meta.get("batch_size"))
         if print_output:
@@ -195,14 +196,14 @@ class ProgramModule(LazyGraphModule):
         return self.print_readable(print_output=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
-        # Structures of results are immutable, and those of leaves warn when they are made anew.
+        # Share the immutable TreeSpecs: copying the spec of a leaf warns.
         memo.update({id(module.tree): module.tree for module in self.children() if isinstance(module, LossCall)})
         return super().__deepcopy__(memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         meta = {key: value for key, value in self.meta.items() if key == "batch_size"}
-        named = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        attributes = {**dict(self.named_children()), **{name: getattr(self, name) for name in named}}
+        tensors = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        attributes = {**dict(self.named_children()), **{name: getattr(self, name) for name in tensors}}
         return _restore, (_records(self.graph), attributes, type(self).__name__, meta)
 
 
@@ -210,42 +211,42 @@ Record = tuple[str, str, Any, Any, Any, dict[str, Any]]
 """A node as plain data: op, name, target, args, kwargs, meta."""
 
 
-class _Reference(str):
-    """Stands for a node, by name, in saved arguments."""
+class _NodeName(str):
+    """A node in pickled arguments, by its name."""
 
     __slots__ = ()
 
 
-class _Operator(str):
-    """Stands for an ATen operator, by name: torch pickles none."""
+class _OperatorName(str):
+    """An operator in pickled arguments, by its name: torch cannot pickle operators."""
 
     __slots__ = ()
 
-    def found(self) -> OpOverload:
+    def operator(self) -> OpOverload:
         library, packet, overload = self.split(".")
-        operator: OpOverload = getattr(getattr(getattr(torch.ops, library), packet), overload)
-        return operator
+        overload_object: OpOverload = getattr(getattr(getattr(torch.ops, library), packet), overload)
+        return overload_object
 
 
 def _records(graph: fx.Graph) -> list[Record]:
-    kept = ("section", "message", "reduces", "bytes", "comment", "origin")
+    meta_keys = ("section", "message", "reduces", "bytes", "comment", "origin")
     return [
         (
             node.op,
             node.name,
-            _stand_in(node.target),
-            fx.node.map_aggregate(node.args, _stand_in),
-            fx.node.map_aggregate(node.kwargs, _stand_in),
-            {key: node.meta[key] for key in kept if key in node.meta},
+            _pickled(node.target),
+            fx.node.map_aggregate(node.args, _pickled),
+            fx.node.map_aggregate(node.kwargs, _pickled),
+            {key: node.meta[key] for key in meta_keys if key in node.meta},
         )
         for node in graph.nodes
     ]
 
 
-def _stand_in(value: Any) -> Any:
+def _pickled(value: Any) -> Any:
     if isinstance(value, OpOverload):
-        return _Operator(str(value))
-    return _Reference(value.name) if isinstance(value, fx.Node) else value
+        return _OperatorName(str(value))
+    return _NodeName(value.name) if isinstance(value, fx.Node) else value
 
 
 def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor], name: str, meta: Mapping[str, Any]) -> ProgramModule:
@@ -253,14 +254,14 @@ def _restore(records: list[Record], attributes: Mapping[str, nn.Module | Tensor]
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
-    def found(leaf: Any) -> Any:
-        if isinstance(leaf, _Reference):
+    def unpickled(leaf: Any) -> Any:
+        if isinstance(leaf, _NodeName):
             return nodes[leaf]
-        return leaf.found() if isinstance(leaf, _Operator) else leaf
+        return leaf.operator() if isinstance(leaf, _OperatorName) else leaf
 
     for op, node_name, target, args, kwargs, node_meta in records:
-        arguments, keywords = fx.node.map_aggregate((args, kwargs), found)
-        node = graph.create_node(op, found(target), arguments, keywords, name=node_name)
+        arguments, keywords = fx.node.map_aggregate((args, kwargs), unpickled)
+        node = graph.create_node(op, unpickled(target), arguments, keywords, name=node_name)
         node.meta.update(node_meta)
         nodes[node_name] = node
     module = ProgramModule(dict(attributes), graph, class_name=name)

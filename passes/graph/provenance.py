@@ -1,4 +1,4 @@
-"""Where in the user's code a node comes from."""
+"""Find the module and the line of the user's code that a node comes from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module that the node was computed in; empty for the model itself.
+    """Return the path of the innermost module that computes a node; empty for the model itself.
 
-    The second call of a module is marked by ``@`` in a trace; the mark is left out.
+    A trace marks the second call of a module as ``path@1``: the mark is removed.
     """
     stack = node.meta.get("nn_module_stack")
     if not stack:
@@ -27,7 +27,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str | None:
-    """``file.py:12`` of the innermost line outside of PyTorch; of the innermost line when all are inside."""
+    """Return ``file.py:12``: the innermost stack frame outside of PyTorch, else the innermost one; None without a stack trace."""
     frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if not frame[0].startswith("<")]
     if not frames:
         return None
@@ -37,24 +37,24 @@ def source_line(node: fx.Node) -> str | None:
 
 
 def place_of(node: fx.Node) -> Place:
-    """Module, operation and source line of a node."""
+    """Return module, operation and source line of a node, for errors."""
     target = node.target
     operation = str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
     return Place(module=module_path(node), operation=operation, source=source_line(node))
 
 
 def complete_provenance(graph: fx.Graph) -> None:
-    """Nodes that came from nowhere (arithmetic on sizes) come from where their first user does, else from where the node in front does."""
+    """Give nodes without provenance (arithmetic on sizes) that of their first user that has one, else that of the preceding node."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and "nn_module_stack" not in node.meta:
             user = next((user for user in node.users if "nn_module_stack" in user.meta), None)
             if user is not None:
-                _copy(user, node)
+                _copy_provenance(user, node)
     for node in graph.nodes:
         if node.op == "call_function" and "nn_module_stack" not in node.meta:
-            _copy(node.prev, node)
+            _copy_provenance(node.prev, node)
 
 
-def _copy(source: fx.Node, node: fx.Node) -> None:
+def _copy_provenance(source: fx.Node, node: fx.Node) -> None:
     node.meta["nn_module_stack"] = source.meta.get("nn_module_stack", {})
     node.meta.setdefault("stack_trace", source.meta.get("stack_trace"))
