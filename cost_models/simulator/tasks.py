@@ -121,29 +121,32 @@ def _merge(run: list[Step]) -> Step:
 
 
 def combine_storages(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
-    """Replace storages of one category that are made in the same step and dropped in the same step by one storage.
+    """Return the steps with storages combined that have one category, and are made in one step and dropped in one step.
+
+    step 0 makes a (8 bytes) and b (4 bytes), step 3 drops both    ->    a (12 bytes), whose ``parts`` are a and b
 
     Args:
-        apart: storages that somebody else may hold.
+        apart: storages that are never combined, since somebody else may hold them; nor are those of transfers.
     """
-    alone = {id(storage) for storage in apart}
+    separate = {id(storage) for storage in apart}
     for step in steps:
         if step.transfer is not None:
-            alone.update(map(id, (*step.transfer.inputs, *step.transfer.buffers)))
-    dropped = {id(storage): place for place, step in enumerate(steps) for storage in step.dropped}
-    one_for: dict[int, Storage] = {}
+            separate.update(map(id, (*step.transfer.inputs, *step.transfer.buffers)))
+    dropped_in = {id(storage): place for place, step in enumerate(steps) for storage in step.dropped}
+    combined: dict[int, Storage] = {}
     for step in steps:
-        together: dict[tuple[int, str], list[Storage]] = {}
+        groups: dict[tuple[int, str], list[Storage]] = {}
         for storage in step.made:
-            if id(storage) in dropped and id(storage) not in alone:
-                together.setdefault((dropped[id(storage)], storage.category), []).append(storage)
-        for several in together.values():
-            if len(several) > 1:
-                parts = tuple((storage.name, storage.bytes) for storage in several)
-                one = Storage(several[0].name, sum(storage.bytes for storage in several), several[0].category, parts=parts)
-                one_for.update((id(storage), one) for storage in several)
+            if id(storage) in dropped_in and id(storage) not in separate:
+                groups.setdefault((dropped_in[id(storage)], storage.category), []).append(storage)
+        for group in groups.values():
+            if len(group) > 1:
+                parts = tuple((storage.name, storage.bytes) for storage in group)
+                whole = Storage(group[0].name, sum(storage.bytes for storage in group), group[0].category, parts=parts)
+                combined.update((id(storage), whole) for storage in group)
 
-    def combined(storages: list[Storage]) -> list[Storage]:
-        return list({id(one): one for one in (one_for.get(id(storage), storage) for storage in storages)}.values())
+    def replaced(storages: list[Storage]) -> list[Storage]:
+        found = [combined.get(id(storage), storage) for storage in storages]
+        return list({id(storage): storage for storage in found}.values())
 
-    return [replace(step, made=combined(step.made), dropped=combined(step.dropped)) for step in steps]
+    return [replace(step, made=replaced(step.made), dropped=replaced(step.dropped)) for step in steps]

@@ -72,7 +72,12 @@ complete -o default -F _partitioner partitioner"""
 
 
 def _case(name: str, command: argparse.ArgumentParser) -> list[str]:
-    """Values behind an option that has some; files behind one that takes anything; else the options."""
+    """Return the lines of the script's ``case`` for a command, by the word before the cursor.
+
+    "inspect --mode")    an option with known values completes to these
+    "inspect --output")  one that takes any value to nothing, and so to files (``complete -o default``)
+    "inspect "*)         anything else to the options, and the values of positional arguments
+    """
     lines = []
     for option in _options(command):
         values = _values(option)

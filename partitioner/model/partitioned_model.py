@@ -138,15 +138,13 @@ class PartitionedModel(nn.Module):
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        if form.reduction == "batch" and (self._last_step is None or self._last_step[-1] != form):
+        is_same_form = self._last_step is not None and self._last_step[-1] == form
+        if form.reduction == "batch" and not is_same_form:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
         loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
-        pairs = zip(self._calls.differentiated(differentiation.inputs), gradients, strict=True)
-        found = [(inputs.tensors[name], gradient) for name, gradient in pairs if gradient is not None and name in inputs.tensors]
-        if found:
-            torch.autograd.backward([tensor for tensor, _ in found], [gradient.to(tensor.device) for tensor, gradient in found])
+        _backward_of_inputs(inputs.tensors, self._calls.differentiated(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -529,3 +527,10 @@ class PartitionedModel(nn.Module):
             "a partitioned model can be neither copied nor pickled (copy.deepcopy, torch.save, AveragedModel): it is bound to devices",
             remedy="save pm.full_state_dict(), or the plan with pm.plan.to_json(); for a second one, partition(model, ..., plan=pm.plan)",
         )
+
+
+def _backward_of_inputs(tensors: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    """Continue the backward where the inputs came from: give autograd the gradient of each input that this process has."""
+    found = [(tensors[name], grad) for name, grad in zip(names, gradients, strict=True) if grad is not None and name in tensors]
+    if found:
+        torch.autograd.backward([tensor for tensor, _ in found], [grad.to(tensor.device) for tensor, grad in found])

@@ -455,12 +455,16 @@ class _Functionalizer:
     # -- gradients -----------------------------------------------------------------------------------------------------------------
 
     def _is_detached(self, name: _Name) -> bool:
-        """Whether no gradient passes between a view and its parent: of ``detach``, of a view as integers, of what autograd takes as new."""
+        """Return whether no gradient passes from a view to its parent.
+
+        So it is for ``detach``, a view as another dtype that has no gradients, and views that autograd does not track (``_UNTRACKED``).
+        """
         if not self._differentiable or name.view is None:
             return False
         call, _ = name.view
-        is_new = call.target is aten.detach.default or packet(call.target) in _UNTRACKED
-        return is_new or (name.source in self._with_gradient and call not in self._with_gradient)
+        if call.target is aten.detach.default or packet(call.target) in _UNTRACKED:
+            return True
+        return name.source in self._with_gradient and call not in self._with_gradient
 
     def _with_history(self, before: fx.Node, value: fx.Node) -> fx.Node:
         """Return new numbers with the gradient of the old ones, as after a write under no_grad: ``before - before.detach() + value``."""

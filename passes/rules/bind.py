@@ -103,22 +103,23 @@ def _result_dimensions(line: Line, call: Call) -> list[list[tuple[_Key, ...]]]:
 
 
 def _aligned(term: Term, rank: int) -> list[tuple[_Key, ...]]:
-    """Return the factors of each dimension of a tensor; a star takes surplus dimensions, and missing ones must be optional."""
-    dims = list(term.dims)
-    starred = any(dim.star for dim in dims)
-    lacking = sum(not dim.star for dim in dims) - rank
-    while lacking > 0:
-        optional = next((index for index, dim in enumerate(dims) if dim.optional and not dim.star), None)
-        if optional is None:
-            break
-        del dims[optional]
-        lacking -= 1
-    if lacking > 0 or (lacking < 0 and not starred):
-        raise MisfitError(f"a tensor of {rank} dimensions does not fit a term of {sum(not dim.star for dim in dims)}")
+    """Return the factors of each dimension of a tensor; a star takes surplus dimensions, and missing ones must be optional.
+
+    batch* in, rank 3    [(batch, 1)], [(batch, 0)], [(in, 0)]
+    n? c,      rank 1    [(c, 0)]
+    """
+    n_single = sum(not dim.star for dim in term.dims)
+    optional = [index for index, dim in enumerate(term.dims) if dim.optional and not dim.star]
+    missing = optional[: max(n_single - rank, 0)]
+    dims = [dim for index, dim in enumerate(term.dims) if index not in missing]
+    n_single -= len(missing)
+    surplus = rank - n_single
+    if surplus < 0 or (surplus > 0 and not any(dim.star for dim in dims)):
+        raise MisfitError(f"a tensor of {rank} dimensions does not fit a term of {n_single}")
     found: list[tuple[_Key, ...]] = []
     for dim in dims:
         if dim.star:
-            found += [((dim.names[0], place),) for place in reversed(range(-lacking))]
+            found += [((dim.names[0], place),) for place in reversed(range(surplus))]
         else:
             found.append(tuple((name, 0) for name in dim.names))
     return found

@@ -250,11 +250,12 @@ class _Backward:
         return placeholder
 
     def run(self, arguments: Sequence[fx.Node], parameters: Sequence[fx.Node], name: str) -> fx.GraphModule:
-        """Return the graph that computes the gradients of arguments and of parameters."""
+        """Return the graph of the backward, which returns ``(*gradients of arguments, (*gradients of parameters,))``."""
         for step in reversed(self.flow.steps):
             self._differentiate(step)
-        found = self.write.results([*arguments, *parameters], self.given)
-        return _module(self.target, (*found[: len(arguments)], tuple(found[len(arguments) :])), name)
+        gradients = self.write.results([*arguments, *parameters], self.given)
+        of_arguments, of_parameters = gradients[: len(arguments)], gradients[len(arguments) :]
+        return _module(self.target, (*of_arguments, tuple(of_parameters)), name)
 
     def _differentiate(self, step: Step) -> None:
         """Write the backward of one step: a region's template; a slice adds to its source; a tile's write gives the tile its gradient."""

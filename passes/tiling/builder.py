@@ -122,10 +122,11 @@ class TileWriter:
         return piece if run.step == 1 else self.emit(aten.flip.default, (piece, [dimension]), f"{source.name}_flipped", like)
 
     def _padding(self, source: fx.Node, dimension: int, count: int, fill: float, like: fx.Node) -> fx.Node:
+        """Return ``count`` elements of ``fill`` along a dimension, of the source's shape in the others: (4, 9, 9) -> (4, count, 9)."""
         one = self.emit(aten.slice.Tensor, (source, dimension, 0, 1), f"{source.name}_one", like)
-        shape = [self.size(size_of(size)) for size in one.meta["val"].shape]
+        value: Tensor = one.meta["val"]
+        shape = [self.size(size_of(size)) for size in value.shape]
         shape[dimension] = count
-        value = one.meta["val"]
         return self.emit(aten.full.default, (shape, fill), f"{source.name}_padding", like, dtype=value.dtype, device=value.device)
 
     def buffer(self, node: fx.Node) -> fx.Node:

@@ -181,19 +181,19 @@ _KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], int], Mode
 
 
 def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGraph:
-    """Return the tiled graph, the same object for equal arguments; the graph itself if ``tiles`` is empty.
+    """Return ``stream``'s tiled graph, cached: the same object for equal arguments. Without tiles, return the graph itself.
 
     Args:
-        tiles: along each dimension of space.
-        budget: see ``passes.tiling.rewrite``.
+        tiles: how many along each dimension of space, outermost first.
+        budget: bytes up to which values are computed whole.
     """
     if not tiles:
         return graph
-    known = _KNOWN.setdefault(graph.module, {})
-    if (tiles, budget) not in known:
+    cached = _KNOWN.setdefault(graph.module, {})
+    if (tiles, budget) not in cached:
         axes = find_axes(graph.graph)
-        known[tiles, budget] = stream(graph, axes, grid_over(axes, tiles), budget)
-    return known[tiles, budget]
+        cached[tiles, budget] = stream(graph, axes, grid_over(axes, tiles), budget)
+    return cached[tiles, budget]
 
 
 def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:

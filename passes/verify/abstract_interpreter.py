@@ -155,10 +155,13 @@ class AbstractInterpreter(ABC):
         return UNKNOWN
 
     def _stage(self, module: StageCall, arguments: Sequence[Any]) -> Any:
+        """Return the results of a stage's graph; of an unknown tuple of saved values, each value is unknown."""
         placeholders = [each for each in module.graph.graph.nodes if each.op == "placeholder"][len(module.bound_names) :]
         if module.takes_tuple:
-            spread = arguments[0] if arguments[0] is not UNKNOWN else [UNKNOWN] * (len(placeholders) - len(arguments) + 1)
-            arguments = (*spread, *arguments[1:])
+            saved, *others = arguments
+            if saved is UNKNOWN:
+                saved = [UNKNOWN] * (len(placeholders) - len(others))
+            arguments = (*saved, *others)
         if len(placeholders) != len(arguments):
             raise self.error(f"gives {len(arguments)} values to a graph that takes {len(placeholders)}")
         return self.stage(module, placeholders, arguments)

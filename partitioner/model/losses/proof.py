@@ -209,7 +209,11 @@ def _example(graph: ModelGraph, output: Output, batch: int, device: torch.device
 
 
 def _result(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:
-    """A result from its rows: what is a mean or a sum over rows is computed as one, so that the batch is followed through it."""
+    """Return a result of the model, computed from its value for each row, so that the trace shows how it depends on the batch.
+
+    Args:
+        value: shaped as ``_example`` returns it.
+    """
     if output.combine == "mean":
         return value.mean(0)
     if output.combine == "sum":

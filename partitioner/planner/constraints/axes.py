@@ -10,7 +10,7 @@ tp_plan={"layers.*.mlp.down_proj": "rowwise"}  the input axis of the weight: con
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
@@ -110,7 +110,7 @@ def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, lay
     for name, where in (constraints.axes or {}).items():
         over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
         wanted = set(axes_named(name, names))
-        cut = any(cuts[index] is not None and cuts[index].axis in wanted for cuts in layouts.cuts.values() for index in over)  # type: ignore[union-attr]
+        cut = _cuts_any(layouts, wanted, over)
         places = (layout[index] for layout in layouts.stored.values() for index in over)
         held = any(isinstance(place, Shard) and place.axis in wanted for place in places)
         if not cut and not held and not wanted & may_stand_in:
@@ -120,12 +120,21 @@ def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, lay
 
 
 def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
-    """Return the axes that the user lets tiles shard instead of space, if the layouts shard any of them; else none."""
-    tiles = [index for index, name in enumerate(mesh.names) if name in TILES]
-    said = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
-    others = frozenset(axis for name in said for axis in axes_named(name, names) if not names[axis].startswith((*SPACE, "length")))
-    cut = any(cuts[index] is not None and cuts[index].axis in others for cuts in layouts.cuts.values() for index in tiles)  # type: ignore[union-attr]
-    return others if cut else frozenset()
+    """Return the axes that the user lets tiles shard instead of space, if the layouts shard any of them; else none.
+
+    axes={"batch": "tile", "height": "tile"}    the batch axes, where some layer is sharded by one of them
+    """
+    for_tiles = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
+    axes = [axis for name in for_tiles for axis in axes_named(name, names)]
+    not_spatial = frozenset(axis for axis in axes if not names[axis].startswith((*SPACE, "length")))
+    tile_dimensions = [index for index, name in enumerate(mesh.names) if name in TILES]
+    return not_spatial if _cuts_any(layouts, not_spatial, tile_dimensions) else frozenset()
+
+
+def _cuts_any(layouts: Layouts, axes: Collection[int], dimensions: Collection[int]) -> bool:
+    """Return whether an operation is cut along one of the axes, over one of the mesh dimensions (by index)."""
+    found = (cuts[index] for cuts in layouts.cuts.values() for index in dimensions)
+    return any(cut is not None and cut.axis in axes for cut in found)
 
 
 def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:

@@ -69,9 +69,11 @@ class WorkingMemory:
 
     Args:
         parameters: placeholders of parameters.
-        given: the allocations of a step's inputs, which are alive all the time.
+        given: the allocations of a training step's inputs, left out here: they are alive all the time.
+        cost: of the shard; it says which allocations each call touches.
         units: the calls of each unit, all in order.
         keeping: the activations saved for the backward.
+        policy: which others are recomputed.
     """
 
     def __init__(
@@ -84,16 +86,18 @@ class WorkingMemory:
         policy: Recompute,
     ) -> None:
         self._cost, self._policy = cost, policy
-        touched = {
-            name: [(name, [each for each in step if each not in given]) for step in all_steps] for name, all_steps in cost.touched.items()
-        }
-        steps = [[step for name in unit for step in touched[name]] for unit in units]
-        steps[-1] += touched["output"]
-        lengths = [len(unit) for unit in steps]
+
+        def steps_of(name: str) -> list[tuple[str, list[int]]]:
+            """Return (the call, the allocations touched) for each step of a call."""
+            return [(name, [each for each in touched if each not in given]) for touched in cost.touched[name]]
+
+        by_unit = [[step for name in unit for step in steps_of(name)] for unit in units]
+        by_unit[-1] += steps_of("output")
+        lengths = [len(steps) for steps in by_unit]
         self._n_steps = sum(lengths)
-        self._starts = np.cumsum([0, *lengths])[:-1]
-        self._unit = np.repeat(np.arange(len(units)), lengths)
-        self._values = _values_of(cost, [step for unit in steps for step in unit], keeping, frozenset(parameters))
+        self._starts = np.cumsum([0, *lengths])[:-1]  # (units,) the first step of each
+        self._unit = np.repeat(np.arange(len(units)), lengths)  # (steps,) the unit of each
+        self._values = _values_of(cost, [step for steps in by_unit for step in steps], keeping, frozenset(parameters))
 
     def at(self, numbers: Numbers, share: float, made: Floats, trained: Floats, *, alone: bool, called: bool) -> Working:
         """Return the transient memory of all units for one size of microbatches.

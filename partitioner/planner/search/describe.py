@@ -99,12 +99,19 @@ def compared(words: str, seconds: float, chosen: float) -> str:
 def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = False) -> str:
     """Describe a mesh, a candidate and a recomputation policy in words.
 
-    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full")
-    'data 2 x tensor 4, recompute full'
+    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full", beside=True)
+    'data 2 x tensor 4 with the sequence, recompute full'
+
+    Args:
+        policy: of recomputation.
+        beside: whether more than the usual axes is cut: another than space by tiles, the sequence by ``tensor``, or large weights.
     """
-    in_tiles = any(name in TILES for name in mesh.names)
-    besides = " with other axes than space" if in_tiles else " with the sequence" if "tensor" in mesh.names else " with large weights cut"
-    words = [mesh_words(mesh, candidate.replicas) + (besides if beside else "")]
+    where = mesh_words(mesh, candidate.replicas)
+    if beside and any(name in TILES for name in mesh.names):
+        where += " with other axes than space"
+    elif beside:
+        where += " with the sequence" if "tensor" in mesh.names else " with large weights cut"
+    words = [where]
     if any(name in STAGES for name in mesh.names) and mesh.size > 1:
         words.append(candidate_words(candidate))
     elif candidate.n_microbatches > 1:

@@ -179,16 +179,22 @@ def reduced(by: Reduction, *clauses: str) -> Callable[[Call], str]:
 
 
 def along(name: str = "dim", *clauses: str) -> Callable[[Call], str]:
-    """The result has the dimensions of the operand, and each element needs all of one of them."""
+    """Return the rule of ops that keep the shape, and need one dimension whole for each element.
+
+    softmax(x, dim=1) of three dimensions    "dim0 dim1! dim2 -> dim0 dim1! dim2"
+
+    Args:
+        name: the parameter that says which dimension.
+        clauses: of the line.
+    """
 
     def rule(call: Call) -> str:
-        source = call.operand("self", "input")
-        given = call.get(name)
-        if given is None:
+        rank = len(call.operand("self", "input").shape)
+        whole_dimension = call.get(name)
+        if whole_dimension is None:
             raise MisfitError(f"no {name} is named")
-        rank = len(source.shape)
-        both = numbered(rank, {dimension(rank, given): "!"})
-        return write([both], [both], *clauses)
+        term = numbered(rank, {dimension(rank, whole_dimension): "!"})
+        return write([term], [term], *clauses)
 
     return rule
 

@@ -167,17 +167,17 @@ def _nearest(write: WindowWriter, *, exact: bool) -> fx.Node:
 
 
 def _linear(write: WindowWriter) -> fx.Node:
-    """Between the two elements beside each step."""
+    """Interpolate linearly between the two elements around each step: ``below * (1 - weight) + above * weight``, in each dimension."""
     x = write.x
     for along, scale in zip(write.space, _scales(write), strict=True):
         centre = write.call(aten.clamp.default, _centres(write, along, scale), 0.0)
-        below = write.call(aten.clamp.default, write.call(aten.floor.default, centre), None, float(along.reach.size - 1))
-        weight = write.upright(write.call(aten.sub.Tensor, centre, below), along)
-        index = write.call(aten.to.dtype, below, torch.int64)
-        above = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, 1), None, along.reach.size - 1)
-        one, other = write.taken(x, along, index), write.taken(x, along, above)
-        of_one = write.call(aten.mul.Tensor, one, write.call(aten.rsub.Scalar, weight, 1.0))
-        x = write.call(aten.add.Tensor, of_one, write.call(aten.mul.Tensor, other, weight))
+        floor = write.call(aten.clamp.default, write.call(aten.floor.default, centre), None, float(along.reach.size - 1))
+        weight = write.upright(write.call(aten.sub.Tensor, centre, floor), along)
+        index = write.call(aten.to.dtype, floor, torch.int64)
+        next_index = write.call(aten.clamp.default, write.call(aten.add.Scalar, index, 1), None, along.reach.size - 1)
+        below, above = write.taken(x, along, index), write.taken(x, along, next_index)
+        weighted_below = write.call(aten.mul.Tensor, below, write.call(aten.rsub.Scalar, weight, 1.0))
+        x = write.call(aten.add.Tensor, weighted_below, write.call(aten.mul.Tensor, above, weight))
     return x
 
 

@@ -256,7 +256,7 @@ def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch
         read.append(len(steps))
         return steps
 
-    monkeypatch.setattr(stage_template, "gathered", as_read)
+    monkeypatch.setattr(stage_template, "combine_storages", as_read)
     monkeypatch.setattr(_ProgramReader, "_place", property(lambda self: self.program.rank))
     alone = run()
     assert len(read) == 2 * 4  # forward and backward of four ranks
