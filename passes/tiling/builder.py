@@ -123,10 +123,8 @@ class TileWriter:
 
     def _padding(self, source: fx.Node, dimension: int, count: int, fill: float, like: fx.Node) -> fx.Node:
         """Return ``count`` elements of ``fill`` along a dimension, of the source's shape in the others: (4, 9, 9) -> (4, count, 9)."""
-        one = self.emit(aten.slice.Tensor, (source, dimension, 0, 1), f"{source.name}_one", like)
-        value: Tensor = one.meta["val"]
-        shape = [self.size(size_of(size)) for size in value.shape]
-        shape[dimension] = count
+        value: Tensor = source.meta["val"]
+        shape = [count if place == dimension else self.size(size_of(size)) for place, size in enumerate(value.shape)]
         return self.emit(aten.full.default, (shape, fill), f"{source.name}_padding", like, dtype=value.dtype, device=value.device)
 
     def buffer(self, node: fx.Node) -> fx.Node:
