@@ -4,7 +4,7 @@ plan                                           step    beside the chosen  fulles
 data 2 x tensor 2                           1.20 ms               chosen      1.20 GiB  arithmetic
 data 4                                      1.31 ms         9.2 % slower      1.61 GiB  the sum of gradients over replicas
 
-choice              price of a step   without it
+choice              price in a step   without it
 mode="pipeline"    0.31 ms, +24.0 %   data 4
 schedule="GPipe"            nothing   no faster plan was found
 """

@@ -67,7 +67,7 @@ def page_html(
 
 
 def _tiles(simulation: Simulation) -> str:
-    """The four numbers that one looks for first."""
+    """Return the numbers that a reader looks for first: time, idle share, memory, bytes, throughput."""
     tiles = (
         (format_seconds(simulation.step_time), "a step, simulated"),
         (f"{100 * simulation.bubble_fraction:.0f} %", "of all devices' time idle"),

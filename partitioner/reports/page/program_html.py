@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from html import escape
 
+from passes.ir.comm.primitives import COMMUNICATION
+
 __all__ = ["program_html"]
 
-_COMMUNICATION = re.compile(r"= (send|receive|all_reduce|all_gather|reduce_scatter|all_to_all|wait|halo_exchange)\(")
+_COMMUNICATION = re.compile(rf"= ({'|'.join(function.__name__ for function in COMMUNICATION)})\(")
 
 
 def program_html(title: str, code: str, *, is_open: bool) -> str:

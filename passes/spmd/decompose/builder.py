@@ -42,7 +42,7 @@ class PartWriter:
     Attributes:
         emit: writes one call: function, arguments, keywords, name.
         arguments: the operation's, its tensors those of the part.
-        name: of the call that is written out.
+        name: of the call that is decomposed.
     """
 
     emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]

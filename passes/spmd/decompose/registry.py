@@ -25,7 +25,7 @@ SINGLE_BYTES = 4
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a rank runs for a call that is written out: kernels, and how often they read or write as many elements as the call's result has.
+    """What a rank runs for a call that is decomposed: kernels, and how often they read or write as many elements as the call's result has.
 
     Attributes:
         forward: of the call.
