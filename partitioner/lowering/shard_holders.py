@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from partitioner.lowering.variants import Variant
-from passes.analysis.batch_sizes import pair_nodes
 from passes.analysis.replicable import read_by_replicable
 from passes.autograd.staged_model import cut_stages
 from passes.ir.errors import ConfigError
@@ -31,7 +31,7 @@ class PlanCuts:
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
-        self._graph, self._plan, self._traced_for = graph, plan, traced_for
+        self._graph, self._plan, self._traced_for = graph, plan, functools.cache(traced_for)
         self._plan_cut = self._cut(Lowerer(Lowered(plan, graph)), Target())
         self._lowerers: dict[int | None, Lowerer] = {}
 
@@ -44,22 +44,15 @@ class PlanCuts:
 
     def at(self, variant: Variant) -> tuple[Lowerer, Target]:
         """Return the lowerer and the target of one variant of the model."""
-        size = None if variant.batch_size in (None, self._graph.batch_size) else variant.batch_size
+        size = variant.batch_size
         if size not in self._lowerers:
-            graph = self._graph if size is None else self._trace_for(size)
-            self._lowerers[size] = Lowerer(Lowered(self._plan, graph, held=self._plan_cut))
+            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), held=self._plan_cut))
+        if size != variant.whole_batch:
+            _check_microbatches(self._graph_for(size), self._graph_for(variant.whole_batch))
         return self._lowerers[size], Target(variant.in_parts, variant.results, variant.rows)
 
-    def _trace_for(self, size: int) -> ModelGraph:
-        """Trace the model for another batch size; raise ConfigError if its microbatches would not compute the same as the batch."""
-        graph = self._traced_for(size)
-        if self._plan.n_microbatches > 1 and (graph.mixed or pair_nodes(self._graph.graph, graph.graph) is None):
-            raise ConfigError(
-                f"the model computes something else for {size} rows than for {self._graph.batch_size}, so that microbatches would be "
-                "another model",
-                remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes",
-            )
-        return graph
+    def _graph_for(self, rows: int | None) -> ModelGraph:
+        return self._graph if rows is None or rows == self._graph.batch_size else self._traced_for(rows)
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
         """Return placeholder of a parameter, buffer or constant -> rank -> the block that the rank holds.
@@ -84,3 +77,16 @@ class PlanCuts:
         holders = {name: [rank for rank, names in read_by.items() if name in names] or [0] for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}
+
+
+def _check_microbatches(part: ModelGraph, whole: ModelGraph) -> None:
+    """Raise ConfigError if the model, traced for the rows of a microbatch, computes something else than for those of the batch."""
+    if part.digest is None or part.digest != whole.digest:
+        problem = (
+            f"the model computes something else for {part.batch_size} rows than for {whole.batch_size}, so that microbatches would be "
+            "another model"
+        )
+        raise ConfigError(problem, remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes")
+    if part.mixed:
+        problem = f"{whole.batch_size} rows cannot be cut into microbatches: rows of the batch are mixed in {', '.join(part.mixed)}"
+        raise ConfigError(problem, remedy="pass n_microbatches=1")

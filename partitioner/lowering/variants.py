@@ -24,6 +24,7 @@ class Variant:
 
     Attributes:
         batch_size: for a graph that is fixed to one size, the rows of one microbatch over all ranks; else None.
+        whole_batch: for such a graph, the rows of all microbatches; else None.
         in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``).
         results: what each rank of a sharded batch returns.
         rows: whether the batch is sharded over ranks; False if it does not divide.
@@ -31,6 +32,7 @@ class Variant:
     """
 
     batch_size: int | None
+    whole_batch: int | None
     in_parts: bool
     results: Results
     rows: bool
@@ -102,13 +104,13 @@ def variant_for(
     is_sharded = parts_of_rows.divides(batch)
     n_parts = parts_of_rows.count if is_sharded else 1
     count = min(plan.n_microbatches, batch // n_parts)
-    size = None
+    size, whole = None, None
     if graph.batch is None:
         count = next(divisor for divisor in range(count, 0, -1) if batch // n_parts % divisor == 0)
-        size = batch // count
+        size, whole = batch // count, batch
     is_split = count > 1 or n_parts > 1
     has_means = any(output.combine == "mean" for output in graph.outputs)
-    return count, Variant(size, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs)
+    return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs)
 
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -100,18 +100,25 @@ def _can_be_cut(graph: ModelGraph) -> bool:
 
 
 def _fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
-    """For one batch size; a second trace, with twice the batch, shows where the batch is."""
+    """For one batch size; a second trace, with twice the batch or half of it, shows where the batch is."""
     exported = export_fixed(model, inputs, training, layout, size)
-    graph = assemble(model, exported, training)
-    twin = _twin(model, inputs, training, exported)
-    pairs = None if twin is None else pair_nodes(graph.graph, twin.graph)
-    if twin is None or pairs is None:
-        return with_outputs(graph, None)
-    return with_outputs(graph, FittedSizes(pairs, (size, twin.batch_size), sympy.Symbol("batch", positive=True, integer=True)))
+    graph, found = assemble(model, exported, training), None
+    for sizes in _fits(model, dataclasses.replace(exported, inputs=inputs), training, graph):
+        found = sizes if found is None or sizes.digest is not None else found
+        if sizes.digest is not None:
+            break
+    described = with_outputs(graph, found)
+    return described if found is None else dataclasses.replace(described, digest=found.digest)
 
 
-def _twin(model: nn.Module, inputs: ModelInputs, training: bool, exported: Exported) -> ModelGraph | None:
-    try:
-        return assemble(model, export_fixed(model, inputs, training, exported.layout, 2 * exported.layout.size), training)
-    except TraceError:
-        return None
+def _fits(model: nn.Module, exported: Exported, training: bool, graph: ModelGraph) -> Iterator[FittedSizes]:
+    """Sizes fitted to a graph and a trace with another batch size, for each size at which the model makes the same calls."""
+    size = exported.layout.size
+    for other in (2 * size, *([size // 2] if size % 2 == 0 else [])):
+        try:
+            twin = assemble(model, export_fixed(model, exported.inputs, training, exported.layout, other), training)
+        except TraceError:
+            continue
+        pairs = pair_nodes(graph.graph, twin.graph)
+        if pairs is not None:
+            yield FittedSizes(pairs, (size, other), sympy.Symbol("batch", positive=True, integer=True))

@@ -8,8 +8,10 @@ A graph with a symbolic batch has them; for a graph with a fixed batch they are 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy
@@ -86,6 +88,22 @@ class FittedSizes:
         own, other = node.meta.get("val"), self.pairs[node].meta.get("val")
         return self._fit(own, other) if isinstance(own, int | float) and isinstance(other, int | float) else None
 
+    @cached_property
+    def digest(self) -> str | None:
+        """Digest of every call, with its numbers as expressions: equal for traces of two batch sizes that compute the same.
+
+        None: a number depends on the batch in no known way.
+        """
+        places = {node: place for place, pair in enumerate(self.pairs.items()) for node in pair}
+        calls = []
+        for pair in self.pairs.items():
+            own, other = (tuple(places.get(leaf, leaf) for leaf in tree_leaves((node.args, node.kwargs))) for node in pair)
+            fitted = self._fit(own, other)
+            if self._unknown in fitted:
+                return None
+            calls.append((pair[0].op, str(pair[0].target), fitted))
+        return hashlib.sha256(repr(calls).encode()).hexdigest()
+
     def _fit(self, own: Any, other: Any) -> Any:
         """Return one expression for the values in both traces: a constant, a multiple of the batch size, or a constant divided by it."""
         if isinstance(own, TensorSpec):
@@ -99,7 +117,12 @@ class FittedSizes:
             return sympy.nsimplify(own) / first * self.batch
         if own * first == other * second:
             return sympy.nsimplify(own) * first / self.batch
-        return self.batch ** sympy.Symbol("unknown", positive=True)  # depends on the batch in no known way
+        return self._unknown
+
+    @property
+    def _unknown(self) -> sympy.Expr:
+        """A number that depends on the batch in no known way."""
+        return self.batch ** sympy.Symbol("unknown", positive=True)
 
 
 Sizes: TypeAlias = OpenSizes | FittedSizes

@@ -143,6 +143,8 @@ class ModelGraph:
         output_tree: structure of the result.
         batch: the symbol of the batch size in every ``meta["val"]``; None when the graph serves ``batch_size`` alone.
         batch_size: the batch size that it was traced with.
+        digest: of what it computes at any batch size, where it serves one: equal for two sizes if the model computes the same for both
+            (``FittedSizes.digest``); None: not known.
         training: whether dropout and batch normalisation train; frozen.
         notes: what the user should know, one sentence each.
         mixing: where rows of the batch are mixed other than in results (batch normalisation ...).
@@ -171,6 +173,7 @@ class ModelGraph:
     updates: Mapping[str, Combine] = field(default_factory=dict)
     autocast: Autocast | None = None
     part: Part = Part()
+    digest: str | None = None
 
     @property
     def graph(self) -> fx.Graph:

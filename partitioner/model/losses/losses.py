@@ -119,7 +119,7 @@ class Losses:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
         asked = _Asked(inputs, target, loss_fn, reduction)
-        mixed = any(output.combine == "mixed" for output in self._graph.outputs)
+        mixed = any(output.combine == "mixed" for output in self._traced(lambda: lowering_for(inputs.batch)[1]).outputs)
         whole = loss_fn is not None and (mixed or reduction == "batch")
         prepared = self._prepare(asked, lowering_for, "whole" if mixed or whole else "loss")
         if loss_fn is None or whole or prepared.own or not _is_cut(prepared):
@@ -132,6 +132,10 @@ class Losses:
         weights = self._weights(asked, prepared, verdict.counts)
         extra = {rank: {**given, "loss_weights": weights.get(rank)} for rank, given in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
+
+    def _traced(self, lowering: Callable[[], Lowering]) -> ModelGraph:
+        """The model as it was traced for a batch; one that is fixed to a size may compute something else for another."""
+        return self._graph if self._graph.batch is not None else lowering().whole
 
     def _prepare(self, asked: _Asked, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
         batch = asked.inputs.batch
@@ -247,7 +251,7 @@ class Losses:
         if key not in self._proofs:
             assert asked.loss_fn is not None
             device = self._runtime.devices[self._here]
-            self._proofs[key] = prove(self._graph, lowering.graph, asked.loss_fn, target, local, device)
+            self._proofs[key] = prove(self._traced(lambda: lowering), lowering.graph, asked.loss_fn, target, local, device)
         return self._proofs[key]
 
     def _verdict(self, asked: _Asked, prepared: PreparedLoss, proof: Proof) -> _Verdict:
