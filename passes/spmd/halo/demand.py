@@ -51,6 +51,10 @@ class _Keeper:
             self._decide(node)
         for node in returned_values(self._graph.graph.output_node()):
             self._keep(node)
+        for node in [node for node in self._swept if self._calls[node].kind == "reduction"]:
+            if all(map(self._is_kept, self._axes.operands[node.name])):  # a later call reads them whole, or they are returned
+                self._swept.remove(node)
+                self._whole.add(node)
         return CheckpointSelection(self._calls, frozenset(self._whole), frozenset(self._swept), frozenset(self._statistics))
 
     def _keep(self, node: fx.Node) -> None:

@@ -83,6 +83,19 @@ class StridedAttention(nn.Module):
         return torch.as_tensor(self.lstm(attended)[0])
 
 
+class ReducedAndReturned(nn.Module):
+    """A value that is returned, and of which a layer reduces the tiled axis: the layer needs no tiles, since the value is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(11, 8, 2, stride=3, padding=2)
+        self.layers = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        return y, self.layers(y)
+
+
 def resampled() -> nn.Module:
     """Interpolation by factors that are whole and that are not, averages that count, instances."""
     return nn.Sequential(
@@ -279,6 +292,17 @@ def test_slices_of_the_model_that_have_steps() -> None:
     pm = partition(model, devices=1, mode={"tile": 2}, example_inputs=(x,), progress=False)
     pm.verify()
     trained_alike(model, pm, x)
+
+
+@pytest.mark.parametrize("budget", [0, 1000, 1536, 1920, 4000])
+def test_a_value_that_is_returned_and_reduced(budget: int) -> None:
+    model, x = made(ReducedAndReturned).train(), torch.randn(6, 11, 12, dtype=torch.float64)
+    plan = partition(model, devices=1, mode={"tile": 2}, example_inputs=(x,), progress=False).plan
+    pm = partition(model, devices=1, plan=dataclasses.replace(plan, tile_budget=budget, weights=""), example_inputs=(x,), progress=False)
+    graph = trace(model, (x,))
+    axes = find_axes(graph.graph)
+    assert stream_size(graph, axes, grid_over(axes, (2,)), budget).peak > 0
+    torch.testing.assert_close(pm(x), model(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
