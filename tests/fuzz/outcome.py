@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from partitioner import PartitionedModel, PartitionError, VerificationError, partition
+from tests.fuzz.derivative import is_fault_of_model
 from tests.fuzz.generator import Case
 from tests.fuzz.program import Program, build, loss_of, make_inputs
 
@@ -128,6 +129,8 @@ def _run(case: Case, on_reference: Callable[[], None]) -> Outcome:
     except Exception as error:  # noqa: BLE001  a reduced program need not run
         return Outcome("invalid", type(error).__name__, str(error))
     on_reference()
+    wanted: Any = None
+    got: Any = None
     try:
         args, kwargs, _ = make_inputs(case.program, case.program.rows)
         pm = partition(model, example_inputs=args, example_kwargs=kwargs, **case.configuration.arguments())
@@ -139,6 +142,8 @@ def _run(case: Case, on_reference: Callable[[], None]) -> Outcome:
         is_ours = isinstance(error, VerificationError) or str(error).startswith("plan.")
         return Outcome("raw" if is_ours else "refused", f"{type(error).__name__}: {refusal_class(str(error))}", str(error))
     except DifferenceError as error:
+        if error.what in ("gradients of parameters", "gradients of inputs") and is_fault_of_model(case.program, model, wanted, got):
+            return Outcome("invalid", "PyTorch's gradient is no derivative", error.detail)
         return Outcome("wrong", error.what, error.detail)
     except Exception as error:  # noqa: BLE001  whatever comes from inside is what we look for
         return Outcome("raw", f"{type(error).__name__} at {_place(error)}", traceback.format_exc())

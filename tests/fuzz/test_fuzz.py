@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from partitioner import ConfigError, PartitionedModel
 from tests.fuzz.configuration import Configuration
+from tests.fuzz.derivative import is_fault_of_model
 from tests.fuzz.generator import Case, generate
 from tests.fuzz.outcome import DifferenceError, LargestValue, Outcome, compare, run_case
-from tests.fuzz.program import Input, Layer, Program, Statement
+from tests.fuzz.program import Input, Layer, Program, Statement, build, loss_of, make_inputs
 from tests.fuzz.reduction import reduce_case, reproduction
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,6 +101,18 @@ def test_rounding_is_allowed_by_what_was_computed_on_the_way() -> None:
     compare("output", one, one + 5e-9, rounding=1e-8)
     with pytest.raises(DifferenceError):
         compare("output", one, one + 5e-9, rounding=1e-9)
+
+
+@pytest.mark.parametrize(("wanted", "got", "expected"), [(1.5, 1.0, True), (1.0, 1.5, False), (1.5, 1.5, False), (1.0, 1.0, False)])
+def test_gradient_that_is_no_derivative_is_told(wanted: float, got: float, expected: bool) -> None:
+    """Gradients, multiplied by these factors, are what the model and its partitions are said to compute."""
+    program = dataclasses.replace(chain(1).program, returned="v1")
+    model = build(program)
+    args, kwargs, target = make_inputs(program, program.rows)
+    loss_of(model(*args, **kwargs), target).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    scaled = [{name: factor * gradient for name, gradient in found.items() if gradient is not None} for factor in (wanted, got)]
+    assert is_fault_of_model(program, model, *scaled) is expected
 
 
 def test_failure_reduces_to_the_statement_behind_it() -> None:

@@ -1,0 +1,65 @@
+"""Tell which of two gradients is the derivative of a loss: some kernels of PyTorch compute others for unusual layouts in memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.program import Program, loss_of, make_inputs
+
+__all__ = ["is_fault_of_model"]
+
+STEP = 1e-6
+"""Of a difference quotient, in float64: its error is about 1e-9."""
+
+TOLERANCE = 1e-5
+"""Relative to the length of the gradient."""
+
+Gradients = Mapping[str, Tensor | None] | Sequence[Tensor | None]
+"""Of parameters, by name; or of the inputs that are floating-point tensors, in their order."""
+
+
+def is_fault_of_model(program: Program, model: nn.Module, wanted: Gradients, got: Gradients) -> bool:
+    """Return whether the model's own gradient is not the derivative of its loss in a random direction, and the other gradient is.
+
+    Args:
+        wanted: the gradient that PyTorch computes for the model in one piece.
+        got: the gradient that is compared with it.
+    """
+    of_inputs = not isinstance(wanted, Mapping)
+    variables = _inputs(program)[2] if of_inputs else list(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in variables]
+    high, low = (_loss(program, model, direction, step, of_inputs=of_inputs) for step in (STEP, -STEP))
+    derivative = (high - low) / (2 * STEP)
+    names = [name for name, _ in model.named_parameters()]
+    of_model, of_partitions = ([each[name] for name in names] if isinstance(each, Mapping) else [*each] for each in (wanted, got))
+    return _is_close(of_partitions, direction, derivative) and not _is_close(of_model, direction, derivative)
+
+
+def _inputs(program: Program) -> tuple[tuple[object, ...], dict[str, object], list[Tensor], Tensor]:
+    """Positional and keyword inputs, those of them that are floating-point tensors, and the target."""
+    args, kwargs, target = make_inputs(program, program.rows)
+    return args, kwargs, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()], target
+
+
+def _loss(program: Program, model: nn.Module, direction: Sequence[Tensor], step: float, *, of_inputs: bool) -> float:
+    """The loss a step away along a direction, with the random draws of the first call."""
+    moved = copy.deepcopy(model)
+    args, kwargs, leaves, target = _inputs(program)
+    with torch.no_grad():
+        for each, along in zip(leaves if of_inputs else moved.parameters(), direction, strict=True):
+            each.add_(step * along)
+        torch.manual_seed(0)
+        return float(loss_of(moved(*args, **kwargs), target))
+
+
+def _is_close(gradients: Sequence[Tensor | None], direction: Sequence[Tensor], derivative: float) -> bool:
+    pairs = [(gradient, along) for gradient, along in zip(gradients, direction, strict=True) if gradient is not None]
+    slope = sum(float((gradient * along).sum()) for gradient, along in pairs)
+    length = math.hypot(*(float(gradient.norm()) for gradient, _ in pairs))
+    return abs(slope - derivative) <= TOLERANCE * length
