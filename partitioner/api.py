@@ -79,24 +79,25 @@ def partition(
 
     Args:
         model: any module that ``torch.export`` traces.
-        devices: how many ranks, or where each runs; None takes all visible accelerators.
+        devices: the number of ranks, or the device of each; None takes all visible accelerators.
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
             pipeline as a number of ranks or, for each stage, how many share its microbatches round-robin, ``{"pipeline": (2, 1)}``;
             with ``devices=1`` the tiles are computed one after the other, for less memory; or ``"auto"``: the fastest of all, by
             predicted step time.
-        example_inputs: positional inputs of one call, the whole batch; a tensor is the only one. None: taken from the model where it
-            tells them.
+        example_inputs: positional inputs of one call, the whole batch; a single input needs no tuple. None: the model's own example
+            (``example_input_array``, ``dummy_inputs``), or one that its first layer implies.
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.
         n_microbatches: microbatches a step; None lets the planner choose.
         schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"``, ``"ZBV"``, ``"DualPipeV"``; None lets the planner choose.
-        stages_per_device: stages that each device runs; None: as the schedule wants.
-        recompute: ``"none"``, ``"selective"`` or ``"full"``: what the backward computes again to save memory. None: the planner chooses.
+        stages_per_device: stages that each device runs; None: the schedule's default.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``: activations that the backward recomputes, to save memory. None: the planner
+            chooses.
         cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
         memory_limit: per device, bytes or ``"16GiB"``.
-        optimizer: whose state the memory model counts.
+        optimizer: the memory model counts its state.
         precision: None: as the model is. ``"bf16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
             ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
@@ -106,7 +107,7 @@ def partition(
         inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
             as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
-        constraints: what is decided already: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
+        constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
         progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
@@ -153,13 +154,13 @@ class _Target:
     """Where the model will run.
 
     Attributes:
-        devices: for each rank, where it runs.
-        world_size: how many processes; None where this is the only one.
-        hardware: what is planned for.
-        mesh: the ranks; None where the planner chooses it.
-        sequential_tiles: the tiles that one device computes one after the other, if that is the mode.
-        inputs: what each process passes.
-        plan: the plan that was given, on these devices.
+        devices: one for each rank.
+        world_size: the number of processes; None: this is the only one.
+        hardware: to plan for.
+        mesh: of the ranks; None: the planner chooses it.
+        sequential_tiles: number or grid of the tiles that one device computes one after the other; None in any other mode.
+        inputs: whether processes pass the whole batch or their own rows.
+        plan: the plan that the caller passed, on these devices.
     """
 
     devices: tuple[torch.device, ...]
@@ -173,12 +174,12 @@ class _Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What is partitioned, in the precision that it will have.
+    """The model and the example of a call, in their final precision.
 
     Attributes:
         model: the caller's, or a converted copy of it.
         hooks: of its parameters.
-        dtype: what inputs are converted to; None: nothing is converted.
+        dtype: inputs are converted to it; None: nothing is converted.
         args, kwargs: the example of a call; None: taken from the model.
     """
 
@@ -192,19 +193,22 @@ class _Source:
 def _resolve_target(
     devices: DevicesArgument, mode: str | Mapping[str, int | Sequence[int]], cluster: Cluster | str | None, inputs: str, plan: Plan | None
 ) -> _Target:
-    """Find the ranks and their mesh; a given plan says both."""
-    world_size, local_world_size = _joined()  # before anything that takes time: who dies from here on is missed
+    """Find the ranks and their mesh: those of the plan, if the caller passes one."""
+    world_size, local_world_size = _join_processes()  # first: a process that dies later is reported
     placement = resolve_devices(devices, world_size, local_world_size)
     hardware = _hardware(cluster, placement, plan)
     n_ranks = len(placement.devices)
-    plan = plan and plan_on(plan, placement.devices)
-    tiles = sequential_tiles(mode, n_ranks) if plan is None else None
-    mesh = resolve_mode("model" if tiles is not None else mode, n_ranks) if plan is None else plan.grid
+    if plan is None:
+        tiles = sequential_tiles(mode, n_ranks)
+        mesh = resolve_mode("model" if tiles is not None else mode, n_ranks)
+    else:
+        plan = plan_on(plan, placement.devices)
+        tiles, mesh = None, plan.grid
     return _Target(placement.devices, world_size, hardware, mesh, tiles, _checked_inputs(inputs, world_size), plan)
 
 
-def _joined() -> tuple[int | None, int | None]:
-    """How many processes there are, of which this one says that it has come, in all and on this machine; None where it is the only one."""
+def _join_processes() -> tuple[int | None, int | None]:
+    """Announce this process to the others; return their number, in all and on this machine. ``(None, None)`` without torchrun."""
     if not torchrun.is_launched():
         return None, None
     torchrun.arrive()
@@ -212,14 +216,15 @@ def _joined() -> tuple[int | None, int | None]:
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:
-    """The hardware to plan for; a plan that is given needs none."""
-    found = read_cluster(cluster) or placement.cluster or hardware_of(placement.devices)
+    """Return the hardware to plan for. It needs a device for each rank, unless the caller passes a plan."""
+    hardware = read_cluster(cluster) or placement.cluster or hardware_of(placement.devices)
     if plan is None:
-        found.first(len(placement.devices))  # raises where there are fewer
-    return found
+        hardware.first(len(placement.devices))  # raises ConfigError if there are fewer
+    return hardware
 
 
 def _checked_inputs(inputs: str, world_size: int | None) -> Inputs:
+    """Return ``inputs``; raise ConfigError for local ones in a single process."""
     if inputs == "local" and world_size is None:
         raise ConfigError(
             'inputs="local" is for processes that each have their rows, and here all ranks are in one process',
@@ -229,17 +234,17 @@ def _checked_inputs(inputs: str, world_size: int | None) -> Inputs:
 
 
 def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, precision: str | None) -> _Source:
-    """Convert the model and the example of a call, where the precision says so. A converted copy has no hooks of parameters."""
+    """Convert the model and the example of a call, if the precision is a dtype of everything. Hooks are those of the original."""
     dtype, hooks = true_dtype(precision), tensor_hooks(model)
     if dtype is None:
         return _Source(model, hooks, None, args, kwargs)
     model = converted_model(model, dtype)
-    given = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
-    return _Source(model, hooks, dtype, *converted_inputs(given, dtype))
+    example = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
+    return _Source(model, hooks, dtype, *converted_inputs(example, dtype))
 
 
 def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
-    """Trace the model; a note and a warning say what its hooks do besides."""
+    """Trace the model; warn of side effects of its hooks, and note them in the graph."""
     with steps.step("tracing"):
         graph = trace(source.model, source.args, source.kwargs, training, autocast=autocast)
     note = side_effect_note(source.model)
@@ -250,7 +255,7 @@ def _trace_source(source: _Source, training: bool | None, autocast: Autocast | N
 
 
 def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runtime:
-    """The runtime of the target; raises ConfigError in all processes where one has traced another model, or another batch."""
+    """Start the runtime of the target; raise ConfigError in all processes if their models or batches differ."""
     runtime: Runtime = (EmbeddedRuntime if target.world_size is None else torchrun.TorchrunRuntime)(target.devices)
     if len(runtime.local_ranks) < runtime.n_ranks:
         runtime.agree("model", f"{type(source.model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
@@ -258,10 +263,11 @@ def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runti
 
 
 def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
-    """Solve the planning problem. By times that each process measures, plans differ: that of the first rank is taken."""
+    """Solve the planning problem. With measured times the plans of processes would differ: all take the plan of the first rank."""
     is_alone = len(runtime.local_ranks) == runtime.n_ranks
     with steps.step("planning"):
-        plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)  # interrupted, processes would differ
+        # Only a search that reports progress can be interrupted, and after an interruption the plans of processes would differ.
+        plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)
     if not isinstance(problem.cost_model, MeasuredCosts):
         return plan
     is_first = 0 in runtime.local_ranks
@@ -270,7 +276,7 @@ def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
 
 
 def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime) -> Plan:
-    """The plan, which all processes have and which is of this model; else each of them raises ConfigError, and none waits for another."""
+    """Return the plan; raise ConfigError in all processes if their plans differ, or if it is not one of this model."""
     assert plan is not None
     runtime.agree("plan", plan.hash)
     check_fits(plan, graph)
@@ -278,11 +284,12 @@ def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime) -> Pl
 
 
 def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None) -> None:
-    """Refuse a scaler whose processes would disagree and statistics of one value; warn where microbatches change the model's numbers."""
+    """Refuse a GradScaler that would skip steps by process, and BatchNorm over single values; warn if microbatches change numbers."""
     is_alone = len(runtime.local_ranks) == runtime.n_ranks
     check_scaler(precision, plan.grid, None if is_alone else runtime.n_ranks)
     rows = RowParts(plan.grid)
-    check_values_per_channel(graph, plan, rows, plan.batch_size, variant_for(graph, plan, rows, plan.batch_size)[0])
+    count, _ = variant_for(graph, plan, rows, plan.batch_size)
+    check_values_per_channel(graph, plan, rows, plan.batch_size, count)
     if 0 in runtime.local_ranks:
         warn_of_microbatches(graph, plan)
 
@@ -293,14 +300,15 @@ def _lower(source: _Source, graph: ModelGraph, plan: Plan, runtime: Runtime, inp
     model, graph = source.model, fixed_for(graph, plan)
 
     def trace_again(rows: int | None) -> ModelGraph:
-        found = trace(model, source.args, source.kwargs, graph.training, rows, graph.autocast)
-        return fixed_for(found, plan) if rows is None else found
+        """Trace for a fixed number of rows; None: as the graph was traced."""
+        traced = trace(model, source.args, source.kwargs, graph.training, rows, graph.autocast)
+        return fixed_for(traced, plan) if rows is None else traced
 
     cuts = PlanCuts(graph, plan, trace_again)
 
     def lower_at(variant: Variant) -> Lowering:
-        held = state.by_rank, state.slots
-        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *held, trainable, variant.inputs)
+        tensors = (state.by_rank, state.slots)
+        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
 
     blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks)

@@ -21,14 +21,14 @@ from passes.ir.errors import ConfigError
 __all__ = ["tracked_forward"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
-"""Gives the results, and what the backward needs."""
+"""Returns the outputs, and the saved tensors."""
 
 Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
-"""Takes that and the gradients of the results, None where there is none; gives those of the inputs that autograd tracks."""
+"""(saved tensors, gradients of the outputs or None) -> gradients of the inputs that autograd tracks."""
 
 
 class _PartitionedCall(torch.autograd.Function):
-    """One forward of all ranks as one node of the autograd graph. Parameter gradients are added to ``.grad`` by the backward programs."""
+    """One forward of all ranks as one node of the autograd graph. The backward programs add parameter gradients to ``.grad``."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, backward: Backward, tracked: Sequence[bool], anchor: Tensor, *inputs: Tensor) -> Any:
@@ -56,55 +56,53 @@ def tracked_forward(
     inputs: BoundInputs,
     accumulation: Accumulation,
 ) -> tuple[Tensor, ...]:
-    """Run the forward of one call; ``.backward()`` on its results runs the backward, or says why it cannot.
+    """Run the forward of one call; ``.backward()`` on its outputs runs the backward, or raises ConfigError where it cannot.
 
     Args:
-        count: how many microbatches.
-        accumulation: what becomes of gradients. A call inside ``no_sync()`` keeps its parts also where its backward runs outside.
+        count: number of microbatches.
+        accumulation: whether the backward sums gradients over ranks. After a call inside ``no_sync()`` it does not, wherever it runs.
     """
     here = runtime.local_ranks[0]
-    holds = accumulation.gradients == "keep"
+    in_no_sync = accumulation.gradients == "keep"
     training = lowering.training(differentiation)
     differentiated = differentiated_outputs(training)
-    names = calls.differentiated(differentiation.inputs)
+    names = calls.input_gradient_names(differentiation.inputs)
     shapes: dict[str, torch.Size] = {}
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process."""
-        found = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
-        outputs = found[here][0]
+        results = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
+        outputs = results[here][0]
         shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
-        return outputs, {rank: result[1] for rank, result in found.items()}
+        return outputs, {rank: result[1] for rank, result in results.items()}
 
     def backward(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        given = {name: each for name, each in zip(training.returned, gradients, strict=True) if each is not None}
-        example = next(iter(given.values()))
-        filled = tuple(given[name].contiguous() if name in given else example.new_zeros(shapes[name]) for name in differentiated)
+        """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
+        rows, graph = lowering.rows, lowering.graph
+        present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
+        example = next(iter(present.values()))
+        filled = tuple(present[name].contiguous() if name in present else example.new_zeros(shapes[name]) for name in differentiated)
         extra = {
-            rank: {"saved": saved[rank], "output_gradients": lowering.rows.of_results(lowering.graph, differentiated, filled, rank)}
+            rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
         }
-        mode: Gradients = "keep" if holds else accumulation.gradients
-        found = calls.run(lowering, lowering.backward(differentiation, count, frozenset(given), mode), inputs, extra)[here]
-        of_inputs = lowering.rows.of_input_gradients(lowering.graph, names, found)
-        return tuple(gradient for name, gradient in zip(names, of_inputs, strict=True) if name in inputs.tensors)
+        mode: Gradients = "keep" if in_no_sync else accumulation.gradients
+        programs = lowering.backward(differentiation, count, frozenset(present), mode)
+        input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
+        return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
 
     # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
     anchor = torch.empty(0, requires_grad=True)
-    reachable = runtime.backward_anywhere or lowering.n_stage_ranks == 1
+    reaches_all_ranks = runtime.backward_anywhere or lowering.n_stage_ranks == 1
     leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
     tracked = tuple(name in differentiated for name in training.returned)
-    way_back = backward if reachable else _refuse_backward
-    results: tuple[Tensor, ...] = _PartitionedCall.apply(forward, way_back, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
-    return results
+    run_backward = backward if reaches_all_ranks else _refuse_backward
+    outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, run_backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def _refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The backward of a pipeline whose stages are in several processes.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise ConfigError: the stages of a pipeline are in several processes, and ``.backward()`` runs in one."""
     raise ConfigError(
         ".backward() on the result cannot reach the other processes of a pipeline",
         remedy="loss = pm.train_step(*inputs, target=target, loss_fn=loss_fn) runs forward and backward on all ranks",

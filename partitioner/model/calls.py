@@ -1,8 +1,8 @@
-"""What a call brings, and what each rank of this process gets of it.
+"""Match the arguments of a call with the traced inputs, and run each rank's program on its part of them.
 
 pm(x)     args, kwargs -> one tensor an input -> a rank's rows of it, on the rank's device -> its program
 
-A process may leave out what its stages do not read: it learns from the others how many rows the batch has.
+A process may leave out inputs that its stages do not read: it learns the number of rows from the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.ir.torch_private import pytree
 __all__ = ["Calls"]
 
 _NONE = "none"
-"""What ranks tell each other where no input requires a gradient."""
+"""The text on which ranks agree where no input requires a gradient."""
 
 
 class Calls:
@@ -38,11 +38,9 @@ class Calls:
 
     Args:
         original: the model; its signature says which argument has which name.
-        graph: of the model.
-        runtime: runs programs.
-        state: what programs read, and where their gradients go.
-        rows: what each process passes.
-        dtype: what floating-point inputs are converted to, if anything.
+        state: the parameters, buffers and gradients of this process's ranks.
+        rows: cuts batches into the rows of ranks.
+        dtype: floating-point inputs are converted to it; None: they are not converted.
     """
 
     def __init__(
@@ -57,67 +55,68 @@ class Calls:
         self.dtype = dtype
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
-        """The tensors of one call, on which all ranks agree.
+        """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.
 
         Raises:
-            ConfigError: they do not fit what was traced, or ranks differ in them.
+            ConfigError: the inputs do not fit the trace, or ranks differ in them.
         """
         self._check_autocast()
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
-        kind = "local batch size" if self._rows.inputs == "local" else "batch size"
-        passed = self._runtime.agree(kind, given.batch, in_step=True)
-        wanted = given.requiring_gradient
-        unsure = bool(given.lacking) and not wanted
-        said = None if unsure else ", ".join(sorted(wanted)) or _NONE
-        told = self._runtime.agree("inputs that require gradients", said, in_step=True)
-        if passed is None:
+        question = "local batch size" if self._rows.inputs == "local" else "batch size"
+        rows_passed = self._runtime.agree(question, given.batch, in_step=True)
+        requiring = given.requiring_gradient
+        is_unsure = bool(given.lacking) and not requiring  # an input that this process lacks may require a gradient
+        answer = None if is_unsure else ", ".join(sorted(requiring)) or _NONE
+        agreed = self._runtime.agree("inputs that require gradients", answer, in_step=True)
+        if rows_passed is None:
             raise missing_inputs(given.lacking)
-        requiring = wanted if not unsure or told in (None, _NONE) else frozenset(str(told).split(", "))
-        return BoundInputs(given.tensors, self._rows.whole(int(passed)), requiring)
+        if is_unsure and agreed not in (None, _NONE):
+            requiring = frozenset(str(agreed).split(", "))
+        return BoundInputs(given.tensors, self._rows.batch_size(int(rows_passed)), requiring)
 
     def run(
         self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> dict[int, Any]:
-        """Run the program of every rank of this process; returns each one's result.
+        """Run the program of every rank of this process; return rank -> result.
 
         Args:
-            extra: rank -> what its program takes besides inputs of the model.
+            extra: rank -> arguments of its program besides inputs of the model.
 
         Raises:
-            ConfigError: a rank was not given an input that it reads.
+            ConfigError: the call lacks an input that a rank reads.
         """
-        given: dict[int, dict[str, Any]] = {}
+        arguments: dict[int, dict[str, Any]] = {}
         for rank in self._runtime.local_ranks:
             names = programs.programs[rank].placeholders
             lacking = [leaf.name for leaf in self._graph.inputs if leaf.placeholder in names and leaf.placeholder not in inputs.tensors]
             if lacking:
                 with self._runtime.failing_together():
                     raise missing_inputs(lacking)
-            given[rank] = {
+            arguments[rank] = {
                 "batch": inputs.batch // lowering.rows.count,
-                **to_device(lowering.rows.of_inputs(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
+                **to_device(lowering.rows.inputs_of_rank(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
                 **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
         self._state.gradients.begin()
         with without_autocast():  # casts are operations of the programs
-            if len(given) == self._runtime.n_ranks:
-                results = self._runtime.run(programs, given)
+            if len(arguments) == self._runtime.n_ranks:
+                results = self._runtime.run(programs, arguments)
             else:
-                results = self._runtime.run(programs, given, self._passed(inputs, extra), self._optimizer_steps.counts())
+                results = self._runtime.run(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
         with self._runtime.failing_together():
             self._state.finish()
         return results
 
-    def _passed(self, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None) -> dict[str, Tensor]:
-        """What the script passes to this call that other ranks pass, too; of its own rows, that other ranks of the same rows pass."""
+    def _common_tensors(self, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None) -> dict[str, Tensor]:
+        """Return the tensors that other ranks pass, too, by name: ``{"x": ..., "target of rows 1": ...}`` on ranks of the second rows."""
         (rank,) = self._runtime.local_ranks
-        rows = f" of rows {self._rows.place(rank)}" if self._rows.count > 1 else ""
+        of_rows = f" of rows {self._rows.part_index(rank)}" if self._rows.count > 1 else ""
         names = {leaf.placeholder: leaf.name for leaf in self._graph.inputs}
-        whole = rows if self._rows.inputs == "local" else ""
-        found = {f"{names[placeholder]}{whole}": tensor for placeholder, tensor in inputs.tensors.items()}
-        leaves = pytree.tree_leaves(extra[rank].get("target")) if extra else []
-        return found | {f"target{rows}": leaf for leaf in leaves[:1] if isinstance(leaf, Tensor)}
+        suffix = of_rows if self._rows.inputs == "local" else ""
+        tensors = {f"{names[placeholder]}{suffix}": tensor for placeholder, tensor in inputs.tensors.items()}
+        target_leaves = pytree.tree_leaves(extra[rank].get("target")) if extra else []
+        return tensors | {f"target{of_rows}": leaf for leaf in target_leaves[:1] if isinstance(leaf, Tensor)}
 
     def _check_autocast(self) -> None:
         """Raise ConfigError for a call inside an autocast that the programs were not traced in."""
@@ -130,13 +129,13 @@ class Calls:
                         remedy='partition(model, ..., precision="bf16-mixed" or "16-mixed") computes as inside of one',
                     )
 
-    def differentiated(self, wanted: frozenset[str]) -> list[str]:
+    def input_gradient_names(self, wanted: frozenset[str]) -> list[str]:
         """Return the inputs whose gradients are wanted, in the order in which programs return the gradients."""
         return [leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in wanted]
 
     def result(self, values: Sequence[Tensor], batch: int) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results."""
-        batch = self._rows.passed(batch)
+        rows = self._rows.rows_passed(batch)
         by_node = dict(zip(self._graph.returned, values, strict=True))
-        leaves = [at_batch(output.constant, batch) if output.node is None else by_node[output.node] for output in self._graph.outputs]
+        leaves = [at_batch(output.constant, rows) if output.node is None else by_node[output.node] for output in self._graph.outputs]
         return pytree.tree_unflatten(leaves, self._graph.output_tree)

@@ -1,4 +1,4 @@
-"""Looking at what came out: pictures, and differences.
+"""Pictures and differences of partitioned models, plans and programs.
 
 draw(pm).save("model.svg")                      the model over its ranks, coloured by stage; .dot() for Graphviz
 print(draw_weight(pm, "blocks.0.up.weight"))    which rank holds which block
@@ -33,20 +33,16 @@ __all__ = ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"]
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of a partitioned model; notebooks show it.
-
-    Attributes:
-        diagram: what is drawn.
-    """
+    """A picture of a partitioned model, drawn from a diagram; notebooks show it."""
 
     diagram: Diagram
 
     def svg(self) -> str:
-        """As SVG, light or dark as the page is; nothing needs to be installed."""
+        """Return the picture as SVG, light or dark as the page is; nothing needs to be installed."""
         return diagram_svg(self.diagram)
 
     def dot(self) -> str:
-        """As text for Graphviz: ``dot -Tpdf model.dot``."""
+        """Return the picture as text for Graphviz: ``dot -Tpdf model.dot``."""
         return dot_text(self.diagram)
 
     @checked_arguments()
@@ -63,7 +59,6 @@ def draw(pm: PartitionedModel, *, depth: int | None = None, ranks: Sequence[int]
     """Draw the model over its ranks: modules coloured by stage, messages and collectives between devices with their bytes in a step.
 
     Args:
-        pm: the model.
         depth: of the modules that become boxes: at 1 ``blocks``, at 2 ``blocks.0``; None: the deepest at which a rank fits a page.
         ranks: those that are drawn; None: all, or the first eight of more.
 
@@ -78,16 +73,12 @@ def draw(pm: PartitionedModel, *, depth: int | None = None, ranks: Sequence[int]
 
 @dataclass(frozen=True)
 class WeightDrawing:
-    """A table of which rank holds which block of a tensor; it prints, and notebooks show the picture.
-
-    Attributes:
-        table: the blocks.
-    """
+    """A table of the blocks of a tensor and the ranks that hold them; it prints, and notebooks show the picture."""
 
     table: BlockTable
 
     def svg(self) -> str:
-        """As SVG, in proportion, light or dark as the page is."""
+        """Return the blocks as SVG, in proportion, light or dark as the page is."""
         return blocks_svg(self.table)
 
     @checked_arguments()
@@ -104,11 +95,7 @@ class WeightDrawing:
 
 @checked_arguments()
 def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
-    """Draw which rank holds which block of a parameter or buffer.
-
-    Args:
-        pm: the model.
-        name: as in the original ``state_dict()``.
+    """Draw which rank holds which block of a parameter or buffer, by its name in the original ``state_dict()``.
 
     Raises:
         ConfigError: the model has no such tensor.
@@ -129,16 +116,16 @@ Comparable = PartitionedModel | Plan | fx.GraphModule
 
 
 def diff(left: Comparable, right: Comparable) -> Difference:
-    """Two ranks' programs, two plans or two partitioned models (by their explanations), side by side.
+    """Compare two ranks' programs, two plans or two partitioned models (by their explanations), side by side.
 
     Args:
         left, right: ``pm.graph(0)`` and ``pm.graph(1)``, ``pm.plan`` and another's, or two models: of one kind.
 
     Returns:
-        What prints as two columns; false where nothing differs.
+        An object that prints as two columns, and is false if nothing differs.
 
     Raises:
-        ConfigError: they are of unlike kinds.
+        ConfigError: they are of different kinds.
     """
     for kind, lines in _LINES.items():
         if isinstance(left, kind) and isinstance(right, kind):

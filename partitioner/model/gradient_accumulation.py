@@ -15,7 +15,7 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """Whether steps sum gradients, and whether some are still to be summed."""
+    """Decides whether a step sums gradients over ranks, and knows whether parts of earlier steps are still to be summed."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._parameters = tuple(parameters)
@@ -23,6 +23,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Keep each rank's part of gradients inside; see ``PartitionedModel.no_sync``."""
         before, self._holds = self._holds, True
         try:
             yield
@@ -36,13 +37,13 @@ class Accumulation:
 
     @property
     def gradients(self) -> Gradients:
-        """What the next step does with gradients."""
+        """What the next step does with gradients: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
         if self._holds:
             return "keep"
         return "add" if any(is_unsummed(parameter) for _, parameter in self._parameters) else "sum"
 
     def check(self, what: str) -> None:
-        """Raise ConfigError while gradients are parts of sums, which ``what`` would take for sums."""
+        """Raise ConfigError while a gradient is this rank's part of a sum; ``what`` names the call that needs whole gradients."""
         name = next((name for name, parameter in self._parameters if is_unsummed(parameter)), None)
         if name is not None:
             raise ConfigError(

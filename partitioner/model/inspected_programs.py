@@ -1,4 +1,4 @@
-"""Which of a model's programs are looked at: printed, explained, simulated."""
+"""The programs of a model that reports describe: printed, explained, simulated."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from passes.ir.program import Program
 __all__ = ["InspectedPrograms", "LastStep"]
 
 LastStep: TypeAlias = tuple[bool, Results, Differentiation, LossForm]
-"""What the last training step was: whether means were sums of parts, what ranks returned, what was differentiated, the loss."""
+"""Of the last training step: whether means were sums of parts, the results that ranks returned, the differentiation and the loss."""
 
 
 @dataclass(frozen=True)
 class InspectedPrograms:
-    """Which programs are looked at.
+    """The programs that reports describe.
 
     Attributes:
         lowering: the model, lowered for the plan's batch.
         n_microbatches: of that batch.
-        differentiation: what a training step differentiates; None: a forward.
+        differentiation: of a training step; None: the programs are a forward.
         loss: of the training step.
     """
 
@@ -35,12 +35,12 @@ class InspectedPrograms:
 
     @property
     def stages(self) -> LoweredStages:
-        """The stages behind the programs."""
+        """The stages that the programs run."""
         return self.lowering.stages if self.differentiation is None else self.lowering.training(self.differentiation)
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """One a rank."""
+        """One program for each rank."""
         if self.differentiation is None:
             return self.lowering.forward(self.n_microbatches).programs
         return self.lowering.train_step(self.differentiation, self.n_microbatches, self.loss).programs

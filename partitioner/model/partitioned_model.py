@@ -60,10 +60,10 @@ __all__ = ["PartitionedModel"]
 
 
 class PartitionedModel(nn.Module):
-    """A model whose layers run on several devices; made by ``partition``.
+    """A model whose layers run on several devices; returned by ``partition``.
 
-    Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. Read
-    ``graphs`` to see what every rank does, and ``plan`` for where everything is.
+    Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. ``graphs`` are the
+    programs of the ranks; ``plan`` says where everything runs.
     """
 
     def __init__(self, session: Session) -> None:
@@ -82,20 +82,20 @@ class PartitionedModel(nn.Module):
     # -- running -------------------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns: same structure, same values, on every rank.
+        """Return what the original returns: same structure, same values, on every rank.
 
-        With ``inputs="local"`` of this rank's rows, where results have rows. The loss of ``.backward()`` is then one of these rows, and
-        gradients of parameters are those of the mean over ranks, as DistributedDataParallel has them.
+        With ``inputs="local"`` results hold this rank's rows, where they have rows. The loss for ``.backward()`` is then one of these
+        rows, and gradients of parameters are those of the mean over ranks, as in DistributedDataParallel.
         """
         inputs = self._bind(args, kwargs)
         count, lowering = self.lowering_for(inputs.batch)
-        wanted = inputs.requiring_gradient
-        differentiation = lowering.everything(wanted)
+        differentiation = lowering.everything(inputs.requiring_gradient)
         if not (torch.is_grad_enabled() and differentiation.outputs):
-            return self._calls.result(self._calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
+            results = self._calls.run(lowering, lowering.forward(count), inputs)
+            return self._calls.result(results[self._here], inputs.batch)
         self._check_parameters()
-        call = (self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return self._calls.result(tracked_forward(*call), inputs.batch)
+        outputs = tracked_forward(self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return self._calls.result(outputs, inputs.batch)
 
     def train_step(
         self,
@@ -112,22 +112,22 @@ class PartitionedModel(nn.Module):
         targets that are left.
 
         Args:
-            args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read none
-                may pass none, and one that computes no loss no target.
-            target: what ``loss_fn`` compares with: tensors, in any structure, whose first dimension is the batch.
+            args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read no
+                input may pass none; a rank that computes no loss may pass no target.
+            target: second argument of ``loss_fn``: tensors, in any structure, whose first dimension is the batch.
             loss_fn: ``loss_fn(output, target)``, a tensor of one number. None: the model returns its loss (``.loss``, or a scalar).
-            loss_reduction: what ``loss_fn`` is over the rows of the batch. ``"mean"`` or ``"sum"``: it is taken of each microbatch, on each
-                rank that cuts the batch, and put together. ``"batch"``: a function of all rows at once (weighted or masked means,
-                contrastive losses, RMSE). All forwards come first then, every stage holds the activations of all microbatches, and ranks
-                that cut the batch gather the model's outputs; with ``inputs="local"`` such a loss takes no target.
+            loss_reduction: the reduction of ``loss_fn`` over the rows of the batch. ``"mean"`` or ``"sum"``: it is computed of each
+                microbatch, on each rank that cuts the batch, and combined. ``"batch"``: a function of all rows at once (weighted or masked
+                means, contrastive losses, RMSE). Then all forwards come first, every stage holds the activations of all microbatches, and
+                ranks that cut the batch gather the model's outputs; with ``inputs="local"`` such a loss takes no target.
             kwargs: the model's keyword inputs.
 
         Returns:
             The loss of the batch, on every rank.
 
         Raises:
-            ConfigError: inputs that do not fit what was traced, a loss that is no tensor of one number, or one that is not what
-                ``loss_reduction`` says: nothing is added to ``.grad``.
+            ConfigError: inputs do not fit the trace, the loss is no tensor of one number, or contradicts ``loss_reduction``. Nothing is
+                added to ``.grad`` then.
             CommunicationError: a rank could not communicate.
         """
         refuse_hooks(self, "train_step()")
@@ -138,13 +138,13 @@ class PartitionedModel(nn.Module):
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        is_same_form = self._last_step is not None and self._last_step[-1] == form
-        if form.reduction == "batch" and not is_same_form:
+        is_form_of_last_step = self._last_step is not None and self._last_step[-1] == form
+        if form.reduction == "batch" and not is_form_of_last_step:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
         loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
-        _backward_of_inputs(inputs.tensors, self._calls.differentiated(differentiation.inputs), gradients)
+        _backward_of_inputs(inputs.tensors, self._calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -154,68 +154,68 @@ class PartitionedModel(nn.Module):
         return self._session.runtime.local_ranks[0]
 
     def _check_parameters(self) -> None:
-        """Raise ConfigError where the gradient of a parameter would not be what its owner expects."""
+        """Raise ConfigError if a parameter was unfrozen since, or has hooks that would get another gradient than on the original."""
         self._freezing.check()
         refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+        """Match a call with the traced inputs, after bringing the parameters up to date."""
         check_values(self._session.state)
         refuse_global_hooks()
         self._session.state.refresh()
         return self._calls.bind(args, kwargs)
 
     def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
-        """How many microbatches a batch of this size has, and the programs that serve them; see ``Lowerings.for_batch``."""
+        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``."""
         return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results)
 
-    # -- looking at it -------------------------------------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """Where everything runs, and when."""
+        """The plan: where everything runs, and when."""
         return self._session.plan
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many parts the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
+        """Number of parts into which the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
         return self._session.lowerings.rows.count
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of these parts this process has: ``rank`` of a ``DistributedSampler``."""
-        return self._session.lowerings.rows.place(self._here)
+        """Index of this process's part of the batch: ``rank`` of a ``DistributedSampler``."""
+        return self._session.lowerings.rows.part_index(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
-        """For each rank the program that it runs: the training step if the model trains, else the forward."""
+        """The program of each rank: the training step if the model trains, else the forward."""
         return comment_programs(self.explained())
 
     @checked_arguments()
     def graph(self, rank: int) -> fx.GraphModule:
-        """The program of one rank."""
+        """Return the program of one rank."""
         if not 0 <= rank < self._session.plan.n_ranks:
             raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._session.plan.n_ranks - 1}")
         return self.graphs[rank]
 
     def programs(self) -> tuple[Program, ...]:
-        """The programs behind ``graphs``."""
+        """Return the programs whose modules are ``graphs``."""
         return self.inspected().programs
 
     @checked_arguments()
     def dump_passes(self, folder: str | Path) -> None:
         """Trace and lower the model once more, and write the graph, or the programs, after each phase into a folder.
 
-        Args:
-            folder: made if it is not there; ``phases.txt`` in it lists the phases, with seconds and nodes.
+        The folder is created if it does not exist; ``phases.txt`` in it lists the phases, with seconds and nodes.
         """
-        found = self.inspected()
-        whole = found.lowering.whole
-        target = found.lowering.target(found.differentiation, found.n_microbatches, found.loss)
-        size = whole.batch_size if whole.batch is None and self._session.graph.batch is None else None
-        dump_passes(Path(folder), lambda: self._session.lowerings.trace_again(size), self._session.plan, target)
+        inspected = self.inspected()
+        whole = inspected.lowering.whole
+        target = inspected.lowering.target(inspected.differentiation, inspected.n_microbatches, inspected.loss)
+        fixed_size = whole.batch_size if whole.batch is None and self._session.graph.batch is None else None
+        dump_passes(Path(folder), lambda: self._session.lowerings.trace_again(fixed_size), self._session.plan, target)
 
     def inspected(self) -> InspectedPrograms:
-        """Which programs are looked at: those of the last training step, if there was one."""
+        """Return the programs that reports describe: those of the last training step, if there was one."""
         return self._session.inspected(self._last_step)
 
     @checked_arguments()
@@ -223,7 +223,7 @@ class PartitionedModel(nn.Module):
         """Prove over all ranks that communication matches and cannot deadlock: of a training step, a forward and its backward.
 
         Raises:
-            VerificationError: naming nodes and ranks that do not fit; see ``passes.verify.programs``.
+            VerificationError: names the nodes and ranks that do not match; see ``passes.verify.programs``.
         """
         count, lowering = self.lowering_for(self._session.plan.batch_size)
         differentiation = lowering.everything(frozenset())
@@ -236,8 +236,8 @@ class PartitionedModel(nn.Module):
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:
         """Run the original beside this model on one batch, forward and backward, and report the first value that differs.
 
-        The batch is whole on every rank, also with ``inputs="local"``. Gradients, buffers and random numbers are afterwards what they
-        were. ``bool(report)`` says whether all is equal.
+        Pass the whole batch on every rank, also with ``inputs="local"``. Gradients, buffers and random states are restored afterwards.
+        ``bool(report)`` says whether all is equal.
         """
         session = self._session
         subject = Subject(session.original, session.graph, session.runtime, session.state, self._with_microbatches)
@@ -245,13 +245,11 @@ class PartitionedModel(nn.Module):
 
     @checked_arguments()
     def explain(self, *, prices: bool = False) -> str:
-        """The plan in words and tables: stages, layouts, communication and why, schedule, predicted time and what bounds it.
-
-        Beside the plan stand those that came next.
+        """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups.
 
         Args:
-            prices: tell also what everything that was decided beforehand costs (``mode=``, ``schedule=``, an entry of ``constraints=``).
-                Each price takes a search of its own, when it is first asked for: seconds for a small model.
+            prices: report also the cost of each choice of the user (``mode=``, ``schedule=``, an entry of ``constraints=``). Each takes
+                a search of its own, on the first call: seconds for a small model.
         """
         if prices and self._prices is None:
             problem = self._session.assumed.problem
@@ -260,34 +258,32 @@ class PartitionedModel(nn.Module):
 
     @checked_arguments(VALUES, EXAMPLES)
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
-        """Write all that there is to see as one HTML file, which opens in a browser and needs no network; simulated on a ``cluster``.
+        """Write all reports as one HTML file, which needs no network; the step is simulated on ``cluster``.
 
-        Prices of what was decided beforehand are in it if ``explain(prices=True)`` has found them.
+        The costs of the user's choices are part of it if ``explain(prices=True)`` was called before.
         """
         page = page_html(self.explained(), self._prices or (), self.device_table(), self.simulate(cluster), self.cost_formula)
         write_text(path, page, "the report")
 
     @checked_arguments()
     def cost_formula(self) -> StepFormula:
-        """Step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
+        """Return step time, memory and bytes moved as sympy expressions in batch, microbatches, replicas, device and links.
 
-        ``.model`` tells the FLOPs and bytes of every operation, before any is cut, in batch and sequence.
-        ``.evaluate`` takes whole grids of numbers; printed, each symbol is told with the plan's own value. See
-        ``cost_models.formulas.step``.
+        ``.model`` has the FLOPs and bytes of every operation of the unpartitioned model, in batch and sequence. ``.evaluate`` takes
+        arrays of values. Printed, each symbol has the plan's own value beside it. See ``cost_models.formulas.step``.
         """
         return cost_formula(self.explained(), self._session.assumed.cluster, self._session.assumed.optimizer)
 
     @checked_arguments()
     def record(self) -> AbstractContextManager[Recording]:
-        """Take down when every rank computes and communicates; slices are named as those of ``simulate().timeline``."""
+        """Record when every rank computes and communicates; slices have the names of those of ``simulate().timeline``."""
         return record(self._session.runtime)
 
     @checked_arguments(VALUES, EXAMPLES)
     def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
-        """One step of the programs on a clock: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
+        """Simulate one step of the programs: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
 
-        Args:
-            cluster: the machine; None: what the model was planned for.
+        It runs on ``cluster``; None: the hardware that the model was planned for.
         """
         return simulate(self._session, self.inspected(), cluster)
 
@@ -302,21 +298,21 @@ class PartitionedModel(nn.Module):
         survivors: Sequence[int | None] | None = None,
         constraints: Constraints | None = None,
     ) -> Replanned:
-        """Plan anew where the number of devices, their memory or the hardware changed, and tell what moves. Nothing is moved or run.
+        """Plan for other devices, memory or hardware, and list which tensors would move. Nothing is moved or run.
 
-        Checkpoints are the same for all plans. In one process ``new.load_state_dict(pm.full_state_dict())`` and
-        ``new.load_optimizer_state_dict(optimizer, pm.full_optimizer_state_dict(old_optimizer))`` take the training over; where processes
-        are started anew, what ``torch.distributed.checkpoint`` saved of ``pm.sharded_state_dict()`` and
+        Checkpoints fit all plans. In one process, ``new.load_state_dict(pm.full_state_dict())`` and
+        ``new.load_optimizer_state_dict(optimizer, pm.full_optimizer_state_dict(old_optimizer))`` continue the training; in newly started
+        processes, load with ``torch.distributed.checkpoint`` what it saved of ``pm.sharded_state_dict()`` and
         ``pm.sharded_optimizer_state_dict(...)``.
 
         Args:
             devices: as ``partition`` takes them; None: as many as now.
-            mode: what the new plan is to be; ``"auto"``: the fastest of all.
-            cluster: the hardware, if it is not what was planned for. More devices than that had are taken to be those of this machine.
-            memory_limit: per device; None: what the devices have.
-            survivors: for each new rank, the rank of now whose memory it has, or None for an empty one; an old rank that is not named is
-                gone, and what it alone held comes from a checkpoint. None: ranks keep their numbers, and those beyond are new.
-            constraints: what is decided already.
+            mode: of the new plan; ``"auto"``: the fastest of all.
+            cluster: the hardware, if it is not the one that was planned for. If that has too few devices, this machine's are assumed.
+            memory_limit: per device; None: the memory of the devices.
+            survivors: for each new rank, the old rank whose memory it still has, or None for an empty one; tensors that only an unnamed
+                old rank held come from a checkpoint. None: ranks keep their numbers, and additional ones are empty.
+            constraints: decisions that the new plan must keep to.
 
         Raises:
             ConfigError: an argument does not fit.
@@ -327,11 +323,11 @@ class PartitionedModel(nn.Module):
         )
 
     def explained(self) -> Explained:
-        """What reports read."""
+        """Return the model, its plan and its programs as reports read them."""
         return self._session.explained(self.inspected())
 
     def device_table(self) -> DeviceTable:
-        """A line for each rank: what ``print`` shows."""
+        """Return the table that ``print`` shows: a line for each rank."""
         return self._session.device_table(self.inspected())
 
     def __repr__(self) -> str:
@@ -341,63 +337,63 @@ class PartitionedModel(nn.Module):
         return self.device_table().html()
 
     def _with_microbatches(self, count: int | None) -> PartitionedModel:
-        """This model with its tensors and programs, remembering no loss; cut into so many microbatches if a number is given."""
-        twin = PartitionedModel(self._session.with_microbatches(count))
-        twin._freezing = self._freezing
-        return twin
+        """Return a model that shares tensors and programs, without a last step; with ``count`` microbatches unless that is None."""
+        sharing = PartitionedModel(self._session.with_microbatches(count))
+        sharing._freezing = self._freezing
+        return sharing
 
     # -- parameters ----------------------------------------------------------------------------------------------------------------
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under their original names, in the order of the original.
+        """Yield this process's parameters under their original names, in the order of the original.
 
-        With all ranks in one process on one device they are those of the model: whole, and each once. With a rank a process each is what
-        the rank holds of it. Parts of one parameter that lie on several devices of one process all have its name.
+        With all ranks in one process on one device, each is whole and comes once. With one rank a process, each is the rank's part of it.
+        Parts of one parameter on several devices of one process all have its name.
         """
         for name, parameter in self._session.state.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
     @checked_arguments()
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """What a rank of this process computes with: of each parameter its part, under the original name. To look at, not to change."""
+        """Yield a rank's part of each parameter, under the original name: the tensors that it computes with. Do not change them."""
         if rank not in self._session.runtime.local_ranks:
             ranks = ", ".join(map(str, self._session.runtime.local_ranks))
             raise ConfigError(f"rank {rank} is not in this process", remedy=f"the ranks in this process: {ranks}")
         return self._session.state.named_parts(rank)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer. Where its stages have none, one empty parameter: optimizers refuse to have none."""
-        found = [parameter for _, parameter in self.named_parameters()]
-        return iter(found or self._session.state.stand_in)
+        """Yield this process's parameters, for an optimizer; if there are none, one empty parameter: optimizers refuse an empty list."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return iter(parameters or self._session.state.stand_in)
 
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers under their original names."""
+        """Yield this process's buffers under their original names."""
         for name, buffer in self._session.state.named_buffers():
             yield (f"{prefix}.{name}" if prefix else name), buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What this process holds, whole, under the original names. What is cut over processes is put together: all ranks must call it."""
+        """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
         refuse_hooks(self, "state_dict()")
         prefix = kwargs.get("prefix", "")
         return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
 
     @checked_arguments()
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """What this process holds, in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+        """Return this process's shards for ``torch.distributed.checkpoint``, which saves and loads them without gathering.
 
         ``dcp.save(pm.sharded_state_dict())``; and, for any plan and number of processes, ``state = pm.sharded_state_dict()``,
-        ``dcp.load(state)``, ``pm.load_state_dict(state)``. A model in one piece loads the same checkpoint into its ``state_dict()``.
+        ``dcp.load(state)``, ``pm.load_state_dict(state)``. An unpartitioned model loads the same checkpoint into its ``state_dict()``.
         """
         return dict(self._session.state.sharded())
 
     @checked_arguments()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy in tensors under the original names, a full state dict or this process's part.
+        """Copy values into parameters and buffers, from a full state dict or this process's part of one.
 
         Args:
-            state_dict: name -> tensor.
+            state_dict: original name -> tensor.
             strict: refuse names that are missing or unknown.
-            assign: refused: parameters stay the tensors that they are, and take over values.
+            assign: refused: values are copied into the present tensors.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as ``nn.Module`` does.
@@ -412,85 +408,81 @@ class PartitionedModel(nn.Module):
 
     @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
-        """Give a model from the meta device its values, module by module: no process ever holds more than one module whole.
+        """Initialize a model from the meta device, module by module: no process ever holds more than one module whole.
 
         The values are those of one device: of the model built on the CPU, ``torch.manual_seed(seed)``, and ``model.apply(init_fn)``. Every
         rank must call it, with the same function.
 
         Args:
             init_fn: sets the parameters and buffers of one module. None: calls its ``reset_parameters()``.
-            seed: None goes on from the present random state.
+            seed: None: continue from the present random state.
 
         Raises:
-            ConfigError: something is left without a value, by name.
+            ConfigError: parameters or buffers that would be left without a value, by name.
         """
         self._session.runtime.agree("seed", seed_text(seed))
         initialize(self._session.original, self._session.state, self._gathered, init_fn, seed)
 
     @checked_arguments()
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer of ``pm.parameters()``, whole, under the original names, on every rank: all ranks must call it.
+        """Return the whole state of an optimizer of ``pm.parameters()``, under the original names. All ranks must call it.
 
         Returns:
-            ``"state"``: parameter -> ``exp_avg``, ``step``, ...; nothing for one that has had no gradient; ``"param_groups"``: the
-            options, with names of parameters.
+            ``"state"``: parameter -> ``exp_avg``, ``step``, ...; no entry for a parameter that has had no gradient; ``"param_groups"``:
+            the options, with names of parameters.
 
         Raises:
-            ConfigError: a parameter of the optimizer is none of this model; or a state is neither one number for its parameter nor one
-                for each element, and this process holds a part of the parameter: nobody can say whose parts these are.
+            ConfigError: a parameter of the optimizer is not one of this model; or a state is neither one number for its parameter nor one
+                for each element, and this process holds a part of the parameter, so that the state cannot be gathered.
         """
         return full_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
 
     @checked_arguments()
     def sharded_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The same in blocks, for ``torch.distributed.checkpoint``: saved and loaded without putting anything together.
+        """Return this process's shards of an optimizer's state, for ``torch.distributed.checkpoint`` to save and load without gathering.
 
-        An optimizer that has not stepped gets the state that its first step would make, all zeros, for ``dcp.load`` to fill.
+        An optimizer that has not stepped gets the state of its first step, all zeros, for ``dcp.load`` to fill.
         """
         return sharded_optimizer_state_dict(self._session.state, optimizer)
 
     @checked_arguments()
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Let an optimizer of ``pm.parameters()`` go on with the state of another, of any plan, or of the model in one piece.
+        """Load the state of another optimizer, of any plan or of the unpartitioned model, into one of ``pm.parameters()``.
 
         Args:
             optimizer: of the same kind.
-            state_dict: what one of the two above gave, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+            state_dict: from one of the two methods above, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
         Raises:
             ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
-                parameter; or parameters of one group come from groups with unlike options. Nothing is loaded then.
+                parameter; or parameters of one group come from groups with different options. Nothing is loaded then.
         """
         load_optimizer_state_dict(self._session.state, optimizer, state_dict)
 
     @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer of the original ``state_dict()``, on every rank."""
+        """Return every parameter and buffer of the original ``state_dict()``, on every rank. All ranks must call it."""
         return self._gathered.tensors()
 
     @checked_arguments()
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
+        """Return the gradient of every parameter of the original ``named_parameters()``, on every rank; None where there is none."""
         self._accumulation.check("full_gradients()")
         return self._gathered.gradients()
 
     @checked_arguments()
     def no_sync(self) -> AbstractContextManager[None]:
-        """Steps inside keep each rank's part of gradients in ``.grad``; the first step outside sums them, with its own.
+        """Accumulate gradients without communication: steps inside keep each rank's part in ``.grad``, the first step outside sums them.
 
-        What is held in parts (``"fsdp"``, ``"zero1"``, ``"zero2"``) is summed in every step: no rank has room for the whole. So are
-        gradients of weights that stages share (tied embeddings), over these stages: each has a part of every row's; and those of stages
-        that several ranks share round-robin (``{"pipeline": (2, 1)}``).
+        Some gradients are reduced in every step: of sharded parameters (``"fsdp"``, ``"zero1"``, ``"zero2"``), since no rank has room for
+        the whole; of parameters that stages share (tied embeddings), over these stages; and of stages that several ranks share round-robin
+        (``{"pipeline": (2, 1)}``).
         """
         return self._accumulation.no_sync()
 
     @checked_arguments({"max_norm": at_least(0), "norm_type": more_than(0)})
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model, each parameter counted once, is at most ``max_norm``.
-
-        Returns:
-            The norm before.
-        """
+        """Scale gradients so that their norm over the model, each parameter counted once, is at most ``max_norm``; return the old norm."""
         self._accumulation.check("clip_grad_norm_()")
         norm = gradient_norm(self._session.original, self._session.state, self._session.runtime, norm_type)
         scale_gradients(self.parameters(), norm, max_norm)
@@ -500,7 +492,7 @@ class PartitionedModel(nn.Module):
 
     @checked_arguments()
     def train(self, mode: bool = True) -> PartitionedModel:
-        """The mode is frozen when the model is traced; asking for that mode does nothing."""
+        """Do nothing for the mode in which the model was traced; raise ConfigError for the other one."""
         if mode != self._session.graph.training:
             raise ConfigError(
                 f"this model was partitioned in {'training' if self._session.graph.training else 'evaluation'} mode, which is frozen",
@@ -530,7 +522,7 @@ class PartitionedModel(nn.Module):
 
 
 def _backward_of_inputs(tensors: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-    """Continue the backward where the inputs came from: give autograd the gradient of each input that this process has."""
-    found = [(tensors[name], grad) for name, grad in zip(names, gradients, strict=True) if grad is not None and name in tensors]
-    if found:
-        torch.autograd.backward([tensor for tensor, _ in found], [grad.to(tensor.device) for tensor, grad in found])
+    """Continue the backward into the graph that computed the inputs: pass autograd the gradient of each input of this process."""
+    pairs = [(tensors[name], grad) for name, grad in zip(names, gradients, strict=True) if grad is not None and name in tensors]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [grad.to(tensor.device) for tensor, grad in pairs])

@@ -1,4 +1,4 @@
-"""``pm.replan(devices=...)``: another plan for the same model, where devices, their memory or the hardware changed, and what moves for it.
+"""``pm.replan(devices=...)``: another plan for the same model on other devices or hardware, and the tensors that move for it.
 
 old plan, 4 devices  ──>  new plan, 2 devices  ──>  moves: parameters, buffers, optimizer state, by rank
         │                        │
@@ -38,12 +38,12 @@ __all__ = ["Replanned", "replan"]
 
 @dataclass(frozen=True)
 class Replanned:
-    """Another plan, and what moves for it. Printed, a table of the ranks.
+    """A new plan, and the tensors that move for it. Printed, a table of the ranks.
 
     Attributes:
         before: the old plan.
         plan: the new one: ``partition(model, devices, plan=replanned.plan)`` lowers it.
-        moves: what ranks are to hold and do not.
+        moves: the elements that each rank needs and does not have.
     """
 
     before: Plan
@@ -64,13 +64,13 @@ def replan(
     survivors: Sequence[int | None] | None,
     constraints: Constraints | None,
 ) -> Replanned:
-    """Another plan, and what moves for it; see ``PartitionedModel.replan``."""
+    """Make the new plan, and list the moves; see ``PartitionedModel.replan``."""
     graph = session.graph
-    places, hardware = _places(session, devices, cluster)
-    mesh = resolve_mode(mode, len(places))
+    new_devices, hardware = _new_devices(session, devices, cluster)
+    mesh = resolve_mode(mode, len(new_devices))
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
-        devices=tuple(map(str, places)),
+        devices=tuple(map(str, new_devices)),
         replicas=ranks_of_stages(mode),
         memory_limit=memory_limit,
         optimizer=session.assumed.optimizer,
@@ -80,50 +80,53 @@ def replan(
     )
     plan = PlanProblem(graph, hardware, request, session.assumed.cost_model, mesh).solve()
     fixed = fixed_for(graph, plan)
-    variant = dataclasses.replace(first_variant(fixed, plan), batch_size=None)  # stages read the same at every size
-    after = PlanCuts(fixed, plan, lambda _rows: fixed).holdings(variant, places)
+    variant = dataclasses.replace(first_variant(fixed, plan), batch_size=None)  # ranks hold the same tensors for every batch size
+    after = PlanCuts(fixed, plan, lambda _rows: fixed).holdings(variant, new_devices)
     names = {**graph.parameters, **graph.buffers}
-    sizes = {node.name: _sizes(node.meta["val"], session.assumed.optimizer) for node in graph.graph.nodes if node.name in names}
-    left = _survivors(survivors, session.plan.n_ranks, len(places))
-    moves = moves_between(session.state.blocks, {name: after[name] for name in sizes}, sizes, left, len(places))
-    told = tuple(dataclasses.replace(move, name=names[move.name]) for move in moves.moves)
-    return Replanned(session.plan, plan, dataclasses.replace(moves, moves=told))
+    sizes = {node.name: _element_bytes(node.meta["val"], session.assumed.optimizer) for node in graph.graph.nodes if node.name in names}
+    old_ranks = _old_ranks(survivors, session.plan.n_ranks, len(new_devices))
+    moves = moves_between(session.state.blocks, {name: after[name] for name in sizes}, sizes, old_ranks, len(new_devices))
+    renamed = tuple(dataclasses.replace(move, name=names[move.name]) for move in moves.moves)
+    return Replanned(session.plan, plan, dataclasses.replace(moves, moves=renamed))
 
 
-def _places(
+def _new_devices(
     session: Session, devices: int | Sequence[str | torch.device] | Cluster | None, cluster: Cluster | str | None
 ) -> tuple[tuple[torch.device, ...], Cluster]:
-    """Where the ranks would run, and the hardware."""
-    now = tuple(session.state.devices)
+    """Return the device of each new rank, and the hardware to plan for."""
+    present = tuple(session.state.devices)
     if devices is None:
-        places = now
-    elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0 and len(set(now)) == 1:
-        places = now[:1] * devices
+        new_devices = present
+    elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0 and len(set(present)) == 1:
+        new_devices = present[:1] * devices
     else:
-        places = resolve_devices(devices, None).devices
+        new_devices = resolve_devices(devices, None).devices
     cluster = read_cluster(cluster)
-    described = cluster or (devices if isinstance(devices, Cluster) else None) or session.assumed.cluster
-    if len(described.devices) < len(places):
+    hardware = cluster or (devices if isinstance(devices, Cluster) else None) or session.assumed.cluster
+    count = len(new_devices)
+    if len(hardware.devices) < count:
         if cluster is not None or isinstance(devices, Cluster):
-            raise ConfigError(
-                f"{len(places)} devices were asked for and the cluster has {len(described.devices)}", remedy="pass a cluster with as many"
-            )
-        described = hardware_of(places)
-    return places, described.first(len(places))
+            problem = f"{count} devices were asked for and the cluster has {len(hardware.devices)}"
+            raise ConfigError(problem, remedy="pass a cluster with as many")
+        hardware = hardware_of(new_devices)
+    return new_devices, hardware.first(count)
 
 
-def _survivors(given: Sequence[int | None] | None, before: int, after: int) -> tuple[int | None, ...]:
-    if given is None:
-        return tuple(rank if rank < before else None for rank in range(after))
-    old = [rank for rank in given if rank is not None]
-    if len(given) != after or len(set(old)) < len(old) or not set(old) <= set(range(before)):
+def _old_ranks(survivors: Sequence[int | None] | None, n_old: int, n_new: int) -> tuple[int | None, ...]:
+    """Return, for each new rank, the old rank whose memory it has, or None; without ``survivors`` ranks keep their numbers."""
+    if survivors is None:
+        return tuple(rank if rank < n_old else None for rank in range(n_new))
+    old = [rank for rank in survivors if rank is not None]
+    if len(survivors) != n_new or len(set(old)) < len(old) or not set(old) <= set(range(n_old)):
         raise ConfigError(
-            f"survivors={list(given)!r} does not name, for each of {after} new ranks, another of the old ranks 0 to {before - 1}, or None",
-            remedy=f"survivors=[{', '.join(str(rank) if rank < before else 'None' for rank in range(after))}] keeps the numbers",
+            f"survivors={list(survivors)!r} does not name, for each of {n_new} new ranks, "
+            f"another of the old ranks 0 to {n_old - 1}, or None",
+            remedy=f"survivors=[{', '.join(str(rank) if rank < n_old else 'None' for rank in range(n_new))}] keeps the numbers",
         )
-    return tuple(given)
+    return tuple(survivors)
 
 
-def _sizes(value: Tensor, optimizer: str) -> TensorBytes:
+def _element_bytes(value: Tensor, optimizer: str) -> TensorBytes:
+    """Return the bytes of one element of a tensor, and of the optimizer state for it."""
     size = value.element_size()
     return TensorBytes(size, training_bytes(size, value.dtype, optimizer) if value.requires_grad else 0)

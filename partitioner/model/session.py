@@ -1,4 +1,4 @@
-"""A model, its plan, and where both run: what everything that a partitioned model can do reads."""
+"""The parts of a partitioned model, as its methods read them: the model, the plan, the runtime, tensors and programs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["Assumptions", "Session"]
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a model was planned for.
+    """Hardware, costs and optimizer that a model was planned for.
 
     Attributes:
         cluster: the machine.
         cost_model: prices; None: an analytic roofline.
-        optimizer: whose state is held.
-        problem: what the plan is the solution of; None: the plan was given.
+        optimizer: the memory model counts its state.
+        problem: the planning problem that the plan solves; None: the caller passed the plan.
     """
 
     cluster: Cluster
@@ -45,14 +45,14 @@ class Assumptions:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """For each rank the bytes that it may hold; empty where the plan was given, for whatever hardware."""
+        """Memory limit of each rank in bytes; empty if the caller passed the plan, whose hardware is not known."""
         if self.problem is None:
             return ()
         request = self.problem.request
         return memory_limits(self.problem.cluster.first(len(request.devices)), request)
 
     def planned_for(self, plan: Plan) -> str:
-        """Say for which hardware a plan was made: ``"2 x h100"``; empty where it is the hardware that runs it."""
+        """Return the hardware that a plan was made for, ``"2 x h100"``; empty if it is the hardware that runs it."""
         planned = self.cluster.first(plan.n_ranks)
         if planned == hardware_of([torch.device(name) for name in plan.devices]):
             return ""
@@ -61,17 +61,17 @@ class Assumptions:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """What was decided when a model was partitioned. Nothing in it changes but the values of the tensors.
+    """The parts of a partitioned model. Only the values of tensors change, and programs are lowered when first used.
 
     Attributes:
-        original: the model; it stays as it is.
+        original: the model; never changed.
         graph: its graph.
         plan: where everything runs, and when.
-        runtime: what runs the programs.
+        runtime: runs the programs.
         state: the tensors of this process's ranks.
         lowerings: the programs, for every size of the batch.
-        assumed: what it was planned for.
-        dtype: of floating inputs; None: as they are.
+        assumed: the hardware, costs and optimizer that it was planned for.
+        dtype: floating-point inputs are converted to it; None: they are not converted.
     """
 
     original: nn.Module
@@ -85,21 +85,21 @@ class Session:
 
     @property
     def name(self) -> str:
-        """Of the model's class."""
+        """Name of the model's class."""
         return type(self.original).__name__
 
     def with_microbatches(self, count: int | None) -> Session:
-        """The same tensors and programs; cut into so many microbatches if a number is given."""
+        """Return a session with the same tensors and programs, and ``count`` microbatches unless that is None."""
         plan = self.plan if count is None else replace(self.plan, n_microbatches=count)
         return replace(self, plan=plan, lowerings=self.lowerings.with_microbatches(count))
 
     def inspected(self, last_step: LastStep | None) -> InspectedPrograms:
-        """The last training step, before any the one that differentiates every result; a forward for a model that does not train."""
+        """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
         batch, lowering_for = self.plan.batch_size, self.lowerings.for_batch
         results = results_in_training(self.graph)
         if not self.graph.training or not lowering_for(batch, results=results)[1].everything(frozenset()).outputs:
             count, lowering = lowering_for(batch)
-            return InspectedPrograms(lowering, count, None, LossForm())
+            return InspectedPrograms(lowering, count, differentiation=None, loss=LossForm())
         if last_step is None:
             count, lowering = lowering_for(batch, results=results)
             return InspectedPrograms(lowering, count, lowering.everything(frozenset()), LossForm())
@@ -108,15 +108,15 @@ class Session:
         return InspectedPrograms(lowering, count, differentiation, form)
 
     def explained(self, inspected: InspectedPrograms) -> Explained:
-        """What reports read."""
+        """Return the model, its plan and these programs as reports read them."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         lowered, programs = inspected.stages, inspected.programs
         schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss) if lowered.training else None
-        found = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
-        return Explained(*found, self.assumed.limits, self.assumed.planned_for(self.plan))
+        parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
+        return Explained(*parts, self.assumed.limits, self.assumed.planned_for(self.plan))
 
     def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
-        """A line for each rank."""
+        """Return the table that ``print`` shows: a line for each rank."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))

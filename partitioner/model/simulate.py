@@ -16,7 +16,7 @@ from passes.ir.plan import Plan
 __all__ = ["is_inlined", "simulate"]
 
 _MOST_NODES = 100_000
-"""Programs that are written out with more nodes are simulated by representatives, their stages left as calls."""
+"""Programs with more nodes are simulated by representatives, whose stages stay calls."""
 
 
 @gc_paused()
@@ -24,9 +24,9 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
     """Simulate the programs of a plan.
 
     Args:
-        session: the plan, and what holds where nothing else is said.
+        session: the plan, and the hardware, cost model and optimizer that it was made for.
         inspected: its programs.
-        cluster: another machine, ``"h100:8x8"`` or a ``Cluster``.
+        cluster: the machine, ``"h100:8x8"`` or a ``Cluster``; None: the one that the plan was made for.
 
     Raises:
         ConfigError: the cluster has fewer devices than the plan has ranks.
@@ -39,11 +39,11 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
             remedy=f"pass a cluster of {plan.n_ranks} devices or more",
         )
     lowering, count, mesh = inspected.lowering, inspected.n_microbatches, plan.grid
-    nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
-    if not is_inlined(plan, nodes, count):
-        programs, of = lowering.representatives(inspected.differentiation, count, inspected.loss)
+    n_nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
+    if is_inlined(plan, n_nodes, count):
+        programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
     else:
-        programs, of = inspected.programs, {rank: rank for rank in range(mesh.size)}
+        programs, representative_of = lowering.representatives(inspected.differentiation, count, inspected.loss)
     return simulate_programs(
         programs,
         machine,
@@ -51,17 +51,15 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         plan.batch_size,
         optimizer=assumed.optimizer,
         n_row_parts=lowering.rows.count,
-        representatives=Representatives(mesh, of),
+        representatives=Representatives(mesh, representative_of),
     )
 
 
 def is_inlined(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
-    """Whether the programs of a plan are short enough to be simulated with their stages written out.
+    """Whether the programs of a plan are short enough to be simulated with their stages inlined.
 
-    Args:
-        plan: for a mesh; stages of a single pipeline are calls in any case.
-        n_forward_nodes: of all stages of a pipeline. Each is written out once forward and about twice backward for each microbatch.
-        n_microbatches: of a step.
+    Stages of a single pipeline are calls in any case. Each of the ``n_forward_nodes`` of a pipeline's stages is inlined once forward and
+    about twice backward for each microbatch.
     """
     n_pipelines = plan.grid.cutting.size
     return n_pipelines == 1 or 3 * n_forward_nodes * n_microbatches * n_pipelines <= _MOST_NODES

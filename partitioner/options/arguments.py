@@ -1,6 +1,6 @@
-"""Which values the options of ``partition`` have, beside the types of its signature: one table for every call that takes them.
+"""The allowed values of the options of ``partition``, beside the types of its signature, for every call that takes them.
 
-Each reader is the function that later reads the value, so that a value that passes here is understood there.
+``read_by`` names the function that later reads the value: a value that passes the check can be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
 
 
 def read_cluster(cluster: Cluster | str | None) -> Cluster | None:
-    """The hardware that a caller names, if any."""
+    """Return the hardware of ``cluster=``, from its name if it is one."""
     return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
 
@@ -41,7 +41,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "inputs": one_of(("global", "local")),
     }
 )
-"""Option -> which of its values there are."""
+"""Option -> check of its value."""
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
@@ -67,9 +67,9 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "progress": "True or False, or leave it out",
     }
 )
-"""Option -> how to write it, behind ``option=``."""
+"""Option -> an example of its value, for error messages."""
 
 
 def positional(example_inputs: tuple[Any, ...] | Tensor | None) -> tuple[Any, ...] | None:
-    """The positional inputs of a call; a tensor is the only one."""
+    """Return the positional inputs of a call as a tuple; a tensor is the only input."""
     return (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs

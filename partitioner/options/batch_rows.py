@@ -1,9 +1,9 @@
-"""Which rows of a batch belong to which rank, where mesh dimensions cut the batch.
+"""Cut a batch into the rows of each rank, where mesh dimensions shard the batch.
 
 mesh {"data": 2, "tensor": 2}, a batch of 8      ranks 0 and 1: rows 0 to 3      ranks 2 and 3: rows 4 to 7
 
 inputs="global"      every process passes all 8 rows, and gets the results of all
-inputs="local"       every process passes its own 4, and gets theirs
+inputs="local"       every process passes its own 4 rows, and gets the results of these
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from passes.ir.torch_private import pytree
 __all__ = ["Inputs", "RowParts"]
 
 Inputs = Literal["global", "local"]
-"""What each process passes under torchrun: the whole batch, or its own rows."""
+"""Whether each process passes the whole batch under torchrun, or its own rows."""
 
 
 class RowParts:
-    """Cuts what comes with a batch into the parts of ranks.
+    """Cuts inputs, targets and gradients of a batch into the rows of each rank.
 
     Args:
-        mesh: of all ranks.
-        inputs: whether processes pass the whole batch, or are local to their rows.
+        mesh: of all ranks; it cuts the batch into ``count`` parts.
+        inputs: whether processes pass the whole batch, or their own rows.
     """
 
     def __init__(self, mesh: Mesh, inputs: Inputs = "global") -> None:
@@ -38,57 +38,61 @@ class RowParts:
         self.count = math.prod(mesh.length(name) for name in self._names)
         self.inputs = inputs
 
-    def place(self, rank: int) -> int:
-        """Which part of the rows is a rank's."""
-        place, coordinate = 0, self._mesh.coordinate(rank)
+    def part_index(self, rank: int) -> int:
+        """Return which part of the batch a rank computes, from 0."""
+        index, coordinate = 0, self._mesh.coordinate(rank)
         for name in self._names:
-            place = place * self._mesh.length(name) + coordinate[name]
-        return place
+            index = index * self._mesh.length(name) + coordinate[name]
+        return index
 
-    def whole(self, passed: int) -> int:
-        """Rows of the batch, from those that each process passes."""
+    def batch_size(self, passed: int) -> int:
+        """Return the rows of the batch, from the rows that each process passes."""
         return passed * self.count if self.inputs == "local" else passed
 
-    def passed(self, batch: int) -> int:
-        """Rows that each process passes, and gets back."""
+    def rows_passed(self, batch: int) -> int:
+        """Return the rows that each process passes and gets back, from the rows of the batch."""
         return batch // self.count if self.inputs == "local" else batch
 
     def divides(self, batch: int) -> bool:
-        """Whether all ranks can have as many rows."""
+        """Whether the batch has equally many rows for each part."""
         return batch % self.count == 0
 
-    def of_inputs(self, graph: ModelGraph, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """A rank's rows of the inputs; whole what has none."""
+    def inputs_of_rank(self, graph: ModelGraph, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Return a rank's rows of the inputs; an input without rows is returned whole."""
         dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs}
         return {name: self._part(tensor, dims[name], rank) for name, tensor in tensors.items()}
 
-    def of_results(self, graph: ModelGraph, names: tuple[str, ...], gradients: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
-        """A rank's rows of the gradients of results; whole those of results that have none.
+    def output_gradients(self, graph: ModelGraph, names: tuple[str, ...], gradients: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
+        """Return a rank's rows of the gradients of outputs; whole those of outputs without rows.
 
-        Where inputs are local, every rank has a loss of its own rows: the gradients are those of the mean over ranks.
+        With local inputs every rank has a loss of its own rows, and the backward is that of the mean over ranks: divide by their number.
         """
         dims = {output.node: output.batch_dim if output.combine == "concatenate" else None for output in graph.outputs}
         if self.inputs == "local":
             return tuple(gradient if dims[name] is None else gradient / self.count for name, gradient in zip(names, gradients, strict=True))
         return tuple(self._part(gradient, dims[name], rank) for name, gradient in zip(names, gradients, strict=True))
 
-    def of_input_gradients(self, graph: ModelGraph, names: Sequence[str], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients of inputs from those of ``of_results``: where inputs are local, of a rank's own loss with respect to its rows."""
+    def input_gradients(self, graph: ModelGraph, names: Sequence[str], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Undo the division of ``output_gradients`` for inputs with rows: their gradients are those of the rank's own loss."""
+        if self.inputs != "local":
+            return tuple(gradients)
         dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs}
-        own = self.inputs == "local"
         return tuple(
-            gradient * self.count if own and gradient is not None and dims[name] is not None else gradient
+            gradient if gradient is None or dims[name] is None else gradient * self.count
             for name, gradient in zip(names, gradients, strict=True)
         )
 
-    def of_target(self, target: Any, batch: int, rank: int) -> Any:
-        """A rank's rows of every tensor in the target whose first dimension is the batch."""
-        return pytree.tree_map_only(
-            Tensor, lambda leaf: self._part(leaf, 0, rank) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf, target
-        )
+    def target_of_rank(self, target: Any, batch: int, rank: int) -> Any:
+        """Return a rank's rows of every tensor in the target whose first dimension is the batch."""
+
+        def part(leaf: Tensor) -> Tensor:
+            return self._part(leaf, 0, rank) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf
+
+        return pytree.tree_map_only(Tensor, part, target)
 
     def _part(self, value: Tensor, dim: int | None, rank: int) -> Tensor:
+        """Return a rank's rows of a value of the whole batch; ``dim``: its batch dimension, None if it has none."""
         if dim is None or self.count == 1 or self.inputs == "local":
             return value
         size = value.shape[dim] // self.count
-        return value.narrow(dim, self.place(rank) * size, size)
+        return value.narrow(dim, self.part_index(rank) * size, size)

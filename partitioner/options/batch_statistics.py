@@ -1,4 +1,4 @@
-"""Batch normalisation and microbatches: say what differs from the unpartitioned model, and refuse what has no statistics."""
+"""Batch normalisation and microbatches: report differences from the unpartitioned model, and refuse batches without statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDY = (
 
 
 def microbatch_effects(mixing: RowMixing, n_microbatches: int) -> tuple[str, ...]:
-    """Say what so many microbatches compute otherwise than the unpartitioned model, a sentence each; nothing for one microbatch."""
+    """Describe how the numbers of so many microbatches differ from the unpartitioned model's, a sentence each; empty for one."""
     if n_microbatches == 1 or not mixing:
         return ()
     effect = (
@@ -40,26 +40,23 @@ def warn_of_microbatches(graph: ModelGraph, plan: Plan) -> None:
 
 
 def check_values_per_channel(graph: ModelGraph, plan: Plan, parts: RowParts, batch: int, count: int) -> None:
-    """Refuse microbatches that leave batch normalisation in training a single value: its variance would be nan.
+    """Raise ConfigError if microbatches leave batch normalisation in training a single value per channel: its variance would be nan.
 
     Args:
         parts: how the mesh cuts the batch.
         batch: rows of the whole batch.
-        count: microbatches that it is cut into.
-
-    Raises:
-        ConfigError: a channel would have one value.
+        count: number of microbatches.
     """
     is_cut = parts.divides(batch)
     rows = min(microbatch_sizes(batch // parts.count if is_cut else batch, count))
-    together = rows * parts.count if is_cut and plan.batchnorm == "sync" else rows
-    alone = [module for module, values in values_per_channel(graph, together) if values < 2]
-    if alone:
+    rows_of_statistics = rows * parts.count if is_cut and plan.batchnorm == "sync" else rows
+    refused = [module for module, values in values_per_channel(graph, rows_of_statistics) if values < 2]
+    if refused:
         cut = f" in {count} microbatches" if count > 1 else ""
         ranks = f" over {parts.count} ranks" if is_cut and parts.count > 1 and plan.batchnorm == "local" else ""
         raise ConfigError(
             f"batch normalisation in training needs more than one value per channel: a batch of {batch}{cut}{ranks} leaves one",
-            place=Place(module=first_names(alone)),
+            place=Place(module=first_names(refused)),
             remedy="pass more rows or fewer microbatches, or partition(..., training=False)",
         )
 

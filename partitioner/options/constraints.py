@@ -1,4 +1,4 @@
-"""What a user has decided already: the planner decides the rest."""
+"""``constraints=``: decisions of the user; the planner makes the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.ir.mesh import TILE
 __all__ = ["TENSOR", "Constraints"]
 
 TENSOR = "tensor"
-"""The mesh dimension that patterns of ``tp_plan`` speak of."""
+"""The mesh dimension of the patterns of ``tp_plan``."""
 
 _EXAMPLES = {
     "device_map": '{"encoder": 0, "decoder": 1}, or leave it out to let the planner place the modules',
@@ -34,13 +34,13 @@ class Constraints:
 
     Attributes:
         device_map: module name -> rank, or device (``"cuda:1"``), as transformers and accelerate write it. A module has the entry of
-            its longest prefix; ``""`` is the entry of all the rest; a module with none is planned.
+            its longest prefix; ``""`` is the entry of all other modules; the planner places a module without an entry.
         tp_plan: transformers' tensor-parallel patterns -> how a weight is cut: ``{"layers.*.mlp.up_proj": "colwise"}``, over the
             mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,
-            what is named of space is cut, and other names say what may stand in for the rest of it: ``{"batch": "tile"}``.
+            spatial axes that are named are cut; other axes may be cut in place of the remaining spatial ones: ``{"batch": "tile"}``.
         pin: module or node name -> stage.
         halo: halo strategy for spatial sharding: ``"exchange"``, in front of every layer;
             ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
@@ -58,7 +58,7 @@ class Constraints:
         check_fields(self, examples=_EXAMPLES)
 
     def without_dimensions(self, names: Collection[str]) -> Constraints:
-        """What is left where some mesh dimensions have one rank, which holds all of everything that they would cut."""
+        """Return the constraints without those on mesh dimensions that have one rank, which cut nothing."""
         axes = {axis: where for axis, where in (self.axes or {}).items() if dimension_named(where) not in names}
         halo = None if TILE in names else self.halo
         return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo)

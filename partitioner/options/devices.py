@@ -1,4 +1,4 @@
-"""What ``devices=`` means here: how many ranks, and where each one runs."""
+"""Read ``devices=``: the number of ranks, and the device of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.ir.errors import ConfigError
 __all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
 
 DevicesArgument = int | Sequence[str | torch.device] | Cluster | DeviceMesh | None
-"""What a caller may pass as ``devices``."""
+"""The types of ``devices=``."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Placement:
     """Where ranks run.
 
     Attributes:
-        devices: for each rank, where it runs.
-        cluster: the hardware that the caller described, if any.
+        devices: one for each rank.
+        cluster: the hardware, if the caller passed a ``Cluster``.
     """
 
     devices: tuple[torch.device, ...]
@@ -35,47 +35,46 @@ Devices = tuple[torch.device, ...]
 
 
 def resolve_devices(devices: DevicesArgument, world_size: int | None, local_world_size: int | None = None) -> Placement:
-    """For each rank, where it runs.
+    """Return the device of each rank.
 
-    A number takes accelerators while there are enough of them, else the CPU for all ranks. Ranks in processes of their own run on
-    ``cuda`` without a number: the accelerator that torchrun means for the process (``LOCAL_RANK``), on whichever machine it is. A plan
-    then reads the same on all ranks. Where each process sees one accelerator alone, as some clusters have it, name it:
-    ``devices=["cuda:0"] * n``.
+    A number takes accelerators if there are enough of them, else the CPU for all ranks. Under torchrun the device of a rank is ``cuda``
+    without an index: the accelerator that torchrun assigns to the process (``LOCAL_RANK``). A plan then reads the same on all ranks. On
+    clusters where each process sees a single accelerator, name it: ``devices=["cuda:0"] * n``.
 
     Args:
-        world_size: processes, when launched by torchrun: each rank is one process.
-        local_world_size: how many of them run on this machine; None: all.
+        world_size: number of processes under torchrun, each of them a rank; None: all ranks are in this process.
+        local_world_size: number of processes on this machine; None: all.
 
     Raises:
         ConfigError: no devices, or not as many as there are processes.
     """
     cluster = devices if isinstance(devices, Cluster) else None
-    here = None if world_size is None else local_world_size or world_size
+    n_local = None if world_size is None else local_world_size or world_size
     if devices is None:
-        found = _accelerators(world_size, here)
+        of_ranks = _all_accelerators(world_size, n_local)
     elif isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigError(f"devices={devices!r}: there must be at least one device", remedy="pass devices=1 or more")
     elif isinstance(devices, int):
         check_count(devices)
-        found = _some(devices, world_size, here)
+        of_ranks = _first_devices(devices, world_size, n_local)
     elif isinstance(devices, Cluster):
-        found = _some(len(devices.devices), world_size, here)
+        of_ranks = _first_devices(len(devices.devices), world_size, n_local)
     elif isinstance(devices, DeviceMesh):
-        found = _some(devices.size(), world_size, here, devices.device_type)
+        of_ranks = _first_devices(devices.size(), world_size, n_local, devices.device_type)
     else:
-        found = tuple(_device(name, world_size) for name in devices)
-    if not found:
+        of_ranks = tuple(_device(name, world_size) for name in devices)
+    if not of_ranks:
         raise ConfigError("devices is empty: there must be at least one device", remedy='pass devices=4, or devices=["cuda:0", "cuda:1"]')
-    if world_size is not None and len(found) != world_size:
+    if world_size is not None and len(of_ranks) != world_size:
         raise ConfigError(
-            f"{len(found)} devices were asked for and there are {world_size} processes",
-            remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(found)}",
+            f"{len(of_ranks)} devices were asked for and there are {world_size} processes",
+            remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(of_ranks)}",
         )
-    return Placement(found, cluster)
+    return Placement(of_ranks, cluster)
 
 
 def hardware_of(devices: Sequence[torch.device]) -> Cluster:
-    """The preset that describes these devices best: by name for GPUs that have one, else a laptop's CPU for each rank."""
+    """Return the hardware preset of these devices: by the name of the first GPU (unknown: A100 40 GB), else a laptop's CPU for each."""
     if all(device.type == "cuda" for device in devices):
         name = torch.cuda.get_device_name(devices[0]).lower()
         for words, preset in _GPU_NAMES:
@@ -94,26 +93,29 @@ _GPU_NAMES = (
     (("l4",), "l4"),
     (("4090",), "rtx-4090"),
 )
-"""Words in the name that the driver gives -> preset."""
+"""Words in a GPU's name -> preset."""
 
 
-def _accelerators(world_size: int | None, here: int | None) -> Devices:
+def _all_accelerators(world_size: int | None, n_local: int | None) -> Devices:
+    """Return one device for each process; in a single process, every accelerator, or raise ConfigError if there is none."""
     if world_size is not None:
-        return _some(world_size, world_size, here)
+        return _first_devices(world_size, world_size, n_local)
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("devices=None means all accelerators, and there are none", remedy="pass devices=4 to run four ranks on the CPU")
     return tuple(torch.device("cuda", index) for index in range(count))
 
 
-def _some(count: int, world_size: int | None, here: int | None, kind: str | None = None) -> Devices:
-    needed_here = count if here is None else here
-    if kind == "cpu" or torch.cuda.device_count() < needed_here:
+def _first_devices(count: int, world_size: int | None, n_local: int | None, kind: str | None = None) -> Devices:
+    """Return the first accelerators, or the CPU for all ranks if this machine has too few, or if ``kind`` is ``"cpu"``."""
+    needed = count if n_local is None else n_local
+    if kind == "cpu" or torch.cuda.device_count() < needed:
         return (torch.device("cpu"),) * count
     return tuple(torch.device("cuda", index) if world_size is None else torch.device("cuda") for index in range(count))
 
 
 def _device(name: str | torch.device, world_size: int | None) -> torch.device:
+    """Return the device of a name: ``"cuda"`` is ``cuda:0``, but under torchrun that of the process."""
     if world_size is not None and str(name) == "cuda":
         return torch.device(name)
     device = parse_device(name)

@@ -1,4 +1,4 @@
-"""What a plan cannot combine: stages on several ranks with what these cannot compute, submeshes of unlike shape with shared parameters."""
+"""Refuse plans whose stages cannot be exact: replicated stages that write buffers, parameters shared by stages of unequal degrees."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ __all__ = ["check_shared_stages", "check_stage_degrees", "shared_by_unlike_stage
 
 
 def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
-    """The nodes that write buffers from the rows that they see, and the placeholders of these."""
-    found = {
-        node: [each.name for each in mutated_arguments(node) if each.name in graph.buffers and graph.updates.get(each.name) != "same"]
-        for node in graph.computing_nodes()
-    }
-    return {node: names for node, names in found.items() if names}
+    """Return node -> the buffers that it writes, for writes that depend on the rows of a batch, such as running statistics."""
+    written: dict[fx.Node, list[str]] = {}
+    for node in graph.computing_nodes():
+        buffers = [argument.name for argument in mutated_arguments(node) if argument.name in graph.buffers]
+        if names := [name for name in buffers if graph.updates.get(name) != "same"]:
+            written[node] = names
+    return written
 
 
 def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
-    """Each replica of a stage sees its own microbatches, so what a stage keeps of all of them would be another thing on each.
-
-    Raises:
-        ConfigError: a stage on several ranks writes a buffer, as batch normalisation does with running statistics.
-    """
+    """Raise ConfigError if a stage on several ranks writes a buffer: each rank sees its own microbatches, and the copies would diverge."""
     if not plan.replicas:
         return
     stages = stage_of_nodes(graph, plan.first_nodes)
@@ -43,28 +40,22 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
             )
 
 
-# -- stages of unequal degrees -----------------------------------------------------------------------------------------------------
-
-
 def check_stage_degrees(graph: ModelGraph, plan: Plan) -> None:
-    """Each rank sums its part of a gradient with the other ranks that hold the same part: of stages of unequal degrees none does.
-
-    Raises:
-        ConfigError: stages of unequal tensor-parallel degrees read one parameter.
-    """
+    """Raise ConfigError if stages of unequal tensor-parallel degrees read one parameter: gradients of unequal shards cannot be added."""
     if not plan.widths:
         return
     stages = stage_of_nodes(graph, plan.first_nodes)
     for node in graph.graph.nodes:
         if node.name in graph.parameters:
-            widths = {plan.widths[plan.stages[stages[user.name]].ranks[0]] for user in node.users if user.name in stages}
-            if len(widths) > 1:
-                raise shared_by_unlike_stages(graph.parameters[node.name], min(widths), max(widths))
+            positions = {plan.stages[stages[user.name]].ranks[0] for user in node.users if user.name in stages}
+            degrees = {plan.widths[position] for position in positions}
+            if len(degrees) > 1:
+                raise shared_by_unlike_stages(graph.parameters[node.name], min(degrees), max(degrees))
 
 
-def shared_by_unlike_stages(name: str, one: int, other: int) -> ConfigError:
-    """The error of a parameter that stages of unequal tensor-parallel degrees read."""
+def shared_by_unlike_stages(name: str, degree: int, other: int) -> ConfigError:
+    """Return the error of a parameter that stages of unequal tensor-parallel degrees read."""
     return ConfigError(
-        f"{name} is shared by stages with tensor-parallel degree {one} and {other}; degrees must match",
+        f"{name} is shared by stages with tensor-parallel degree {degree} and {other}; degrees must match",
         remedy="give these stages as many ranks, or cut so that one stage reads it (Constraints.split_spec)",
     )

@@ -1,4 +1,4 @@
-"""What ``precision=`` means, in Lightning's names.
+"""Read ``precision=``, by Lightning's names.
 
                 parameters    computed in                           gradients
 "32-true"       float32       float32                               float32
@@ -24,29 +24,21 @@ from passes.ir.torch_private import pytree
 __all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "true_dtype"]
 
 TRUE = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-"""Precisions that parameters and all floating-point inputs are converted to."""
+"""Precision -> dtype to which parameters and all floating-point inputs are converted."""
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""Precisions that ``torch.autocast`` computes in, beside that of the parameters."""
+"""Precision -> dtype of ``torch.autocast``; parameters stay as they are."""
 
 
 def true_dtype(precision: str | None) -> torch.dtype | None:
-    """The dtype of everything; None where a precision converts nothing.
-
-    Raises:
-        ConfigError: there is no such precision.
-    """
+    """Return the dtype to which a precision converts parameters and inputs, or None; raise ConfigError for an unknown precision."""
     if precision not in (None, *TRUE, *MIXED):
         raise ConfigError(f"there is no precision={precision!r}", remedy=f"choose one of {', '.join((*TRUE, *MIXED))}, or None")
     return TRUE.get(precision or "")
 
 
 def converted_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of the model in another precision; the model itself where it is in that one.
-
-    Raises:
-        ConfigError: the model cannot be copied.
-    """
+    """Return a copy of the model in another dtype, or the model itself if it has that dtype; raise ConfigError if it cannot be copied."""
     tensors = (*model.parameters(), *model.buffers())
     if dtype is None or all(tensor.dtype == dtype for tensor in tensors if tensor.is_floating_point()):
         return model
@@ -60,32 +52,33 @@ def converted_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def converted_inputs(values: Any, dtype: torch.dtype | None) -> Any:
-    """The same nested values with floating-point tensors in a precision."""
+    """Return the same nested values with floating-point tensors converted to a dtype."""
     if dtype is None:
         return values
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
 
 
 def autocast_of(precision: str | None, model: nn.Module, hardware: Cluster) -> Autocast | None:
-    """The mixed precision that a model is traced in: by the list of operations of the device where it is.
+    """Return the autocast in which a model is traced: that of its device type; None if the precision is not mixed.
 
-    A model on the meta device is traced with values on the CPU, by the list of the hardware that it is planned for.
+    A model on the meta device is traced on the CPU, with the casts of the hardware that it is planned for.
     """
     if precision not in MIXED:
         return None
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}
     if "meta" in devices:
-        return Autocast("cpu", MIXED[precision], planned_for="cuda" if any(device.asynchronous for device in hardware.devices) else "cpu")
+        has_gpu = any(device.asynchronous for device in hardware.devices)
+        return Autocast("cpu", MIXED[precision], planned_for="cuda" if has_gpu else "cpu")
     return Autocast(min(devices), MIXED[precision])
 
 
 def check_scaler(precision: str | None, mesh: Mesh, world_size: int | None) -> None:
-    """Raise ConfigError where processes that scale gradients would disagree on which step to leave out.
+    """Raise ConfigError if processes that scale gradients would skip different steps.
 
-    A ``GradScaler`` leaves out a step when it finds an infinite gradient. With parameters in parts, one process finds it and another not.
+    A ``GradScaler`` skips a step when it finds an infinite gradient. With sharded parameters one process may find it and another not.
     """
-    alone = world_size is None or all(name == "data" for name, _ in mesh.dimensions)
-    if precision == "16-mixed" and not alone:
+    sees_all_gradients = world_size is None or all(name == "data" for name, _ in mesh.dimensions)
+    if precision == "16-mixed" and not sees_all_gradients:
         kinds = ", ".join(name for name, _ in mesh.dimensions if name != "data")
         stages = "stages" if any(name in STAGES for name in mesh.names) else "parts"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A line on the terminal that says which step of a long work is under way, or how much of it is done."""
+"""A progress line on the terminal: the current step, or how much is done."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Progress", "ProgressBar"]
 
 
 class _Line:
-    """One line of the error stream.
+    """A line of the error stream that is overwritten.
 
     Args:
-        title: in front of the line.
-        total: how many pieces the work has.
-        show: False shows nothing; None shows it on a terminal alone.
+        title: at the beginning of the line.
+        total: number of pieces of work.
+        show: whether to write the line; None: only on a terminal.
     """
 
     def __init__(self, title: str, total: int, show: bool | None) -> None:
@@ -27,13 +27,14 @@ class _Line:
         self._show = sys.stderr.isatty() if show is None else show
 
     def _write(self, line: str) -> None:
+        """Return to the start of the line, clear it and write another."""
         if self._show:
             sys.stderr.write(f"\r\x1b[2K{line}")
             sys.stderr.flush()
 
 
 class Progress(_Line):
-    """Shows the step under way.
+    """Shows the current step.
 
     partition  [#--]  2/3  planning
     """
@@ -42,12 +43,12 @@ class Progress(_Line):
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody can see it."""
+        """Whether the line is written."""
         return self._show
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """One step; the line goes when the last one ends."""
+        """Show a step inside; clear the line at the end."""
         self._name = name
         self.tell("")
         try:
@@ -57,45 +58,45 @@ class Progress(_Line):
             self._write("")
 
     def tell(self, news: str) -> None:
-        """Say how far the step is, in place of what was said before."""
+        """Rewrite the line, with news of the current step behind its name."""
         bar = "#" * self._done + "-" * (self._total - self._done)
         text = f"{self._title}  [{bar}]  {self._done + 1}/{self._total}  {self._name}{'  ' if news else ''}{news}"
         self._write(_fitting(text) if news else text)
 
 
 class ProgressBar(_Line):
-    """Shows how much of a long work is done, how much of it failed and how long the rest may take.
+    """Shows how many pieces are done, how many failed and how long the rest may take.
 
     sweep  [########------------]   81/200  3 failed  0:52 left  gpt data=4,tensor=2 on 8 x h100:8x8
     """
 
     def __init__(self, title: str, total: int, show: bool | None) -> None:
         super().__init__(title, total, show)
-        self._counted = self._failed = 0
+        self._timed = self._failed = 0
         self._started = time.monotonic()
 
     def advance(self, name: str, *, failed: bool = False, known: bool = False) -> None:
-        """One piece is done.
+        """Count one piece as done.
 
         Args:
-            name: what is said of it.
-            failed: whether it came to nothing.
-            known: whether it was done before: it then tells nothing of how long the others take.
+            name: shown at the end of the line.
+            failed: whether it failed.
+            known: whether its result was stored before: it then does not count in the estimate of the time left.
         """
         self._done += 1
-        self._counted += not known
+        self._timed += not known
         self._failed += failed
         parts = [self._bar()]
         parts += [f"{self._failed} failed"] if self._failed else []
-        parts += [f"{_clock(self._left())} left"] if self._counted and self._done < self._total else []
+        parts += [f"{_clock(self._seconds_left())} left"] if self._timed and self._done < self._total else []
         self._write(_fitting("  ".join([*parts, name])))
 
     def say(self, name: str) -> None:
-        """What is under way, while nothing more is done."""
+        """Show the name of the piece that is being worked on."""
         self._write(_fitting(f"{self._bar()}  {name}"))
 
     def close(self) -> None:
-        """The line goes."""
+        """Clear the line."""
         self._write("")
 
     def _bar(self) -> str:
@@ -103,20 +104,20 @@ class ProgressBar(_Line):
         bar = "#" * full + "-" * (_BAR_WIDTH - full)
         return f"{self._title}  [{bar}]  {self._done:>{len(str(self._total))}}/{self._total}"
 
-    def _left(self) -> float:
-        return (time.monotonic() - self._started) / self._counted * (self._total - self._done)
+    def _seconds_left(self) -> float:
+        return (time.monotonic() - self._started) / self._timed * (self._total - self._done)
 
 
 _BAR_WIDTH = 20
 
 
 def _clock(seconds: float) -> str:
-    """Minutes and seconds, ``1:05``; hours in front where there are any."""
+    """Format a duration: ``"1:05"``, or ``"2:01:05"`` with hours."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _fitting(line: str) -> str:
-    """As much of a line as a terminal shows in one: a longer one would not go with the next."""
+    """Cut a line to the width of the terminal: only the last row of a wrapped line could be overwritten."""
     return line[: shutil.get_terminal_size().columns - 1]

@@ -160,7 +160,7 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
         ConfigError: a tensor in it cannot be cut into microbatches, for its first dimension is not the batch; or it holds the rows of one
             rank where the loss takes all.
     """
-    passed = rows.passed(batch)
+    passed = rows.rows_passed(batch)
     is_split = results != "whole" and (n_microbatches > 1 or rows.count > 1)
     for path, leaf in pytree.tree_flatten_with_path(target)[0]:
         if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -1,6 +1,6 @@
-"""Compare a loss of all rows with the same loss put together from parts, on random results and the target at hand.
+"""Compare a loss of all rows with the same loss combined from parts, on random results and the target at hand.
 
-What is found is proof that the loss is not what it is said to be. What is not found proves nothing: a mask may be full today.
+A difference proves that the loss is not the stated reduction. Equality proves nothing: the mask of this target may happen to be full.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from partitioner.model.losses.form import LossFunction
-from partitioner.model.losses.reachable_state import undisturbed
+from partitioner.model.losses.proof import entries_per_row, fake_value, has_rows
+from partitioner.model.losses.reachable_state import preserve_state
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import concatenate, microbatch_weights, split_batch, split_target, total
 from passes.ir.graph import ModelGraph, Output
@@ -22,121 +23,122 @@ from passes.ir.torch_private import pytree
 __all__ = ["contradiction"]
 
 _MOST_ENTRIES = 2**22
-"""Of all results together; a larger batch is looked at in its first parts."""
+"""Limit for all results together; of a larger batch the first parts are compared."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOOSE = 5e-2
-"""Relative differences that are no rounding: of a dtype, of any other."""
+"""Largest relative difference that counts as rounding, by dtype; ``_LOOSE`` for any other dtype."""
 
 
 def contradiction(
     graph: ModelGraph, loss_fn: LossFunction, target: Any, sizes: Sequence[int], reduction: str, device: torch.device
 ) -> str | None:
-    """Return what shows that a loss is not the mean, or the sum, of its parts; None where nothing does.
+    """Return how values contradict that a loss is the mean, or the sum, of its parts; None if they do not.
 
     Args:
-        graph: whose results it takes.
+        graph: the model; the loss takes its results.
         target: for all rows.
         sizes: rows of each part.
         reduction: ``"mean"`` or ``"sum"``.
         device: where the loss is computed.
     """
-    looked = _Look(graph, loss_fn, device)
-    if any(output.combine not in ("concatenate", "same") for output in looked.outputs):
+    comparison = _Comparison(graph, loss_fn, device)
+    if any(output.combine not in ("concatenate", "same") for output in comparison.outputs):
         return None
-    batch, sizes = sum(sizes), looked.affordable(sizes)
+    batch, sizes = sum(sizes), comparison.affordable_parts(sizes)
     rows = sum(sizes)
 
     def first_rows(leaf: Tensor) -> Tensor:
-        has_rows = leaf.dim() > 0 and leaf.shape[0] == batch
-        return (leaf[:rows] if has_rows else leaf).detach().to(device)
+        return (leaf[:rows] if has_rows(leaf, batch) else leaf).detach().to(device)
 
     target = pytree.tree_map_only(Tensor, first_rows, target)
     generator = torch.Generator().manual_seed(0)
-    for draw in (_mixture, _probabilities):
-        results = [looked.draw(output, rows, draw, generator) for output in looked.outputs]
-        with undisturbed(loss_fn, device):
-            found = looked.compare(results, target, sizes, reduction)
-        if found is not None:
-            return found
+    for distribution in (_scaled_normal, _probabilities):
+        results = [comparison.draw(output, rows, distribution, generator) for output in comparison.outputs]
+        with preserve_state(loss_fn, device):
+            difference = comparison.difference(results, target, sizes, reduction)
+        if difference is not None:
+            return difference
     return None
 
 
-class _Look:
+class _Comparison:
+    """Computes a loss, and its gradients, from random results of a model: of all rows at once, and of parts."""
+
     def __init__(self, graph: ModelGraph, loss_fn: LossFunction, device: torch.device) -> None:
         self.graph = graph
         self.loss_fn = loss_fn
         self.device = device
         self.outputs = [next(output for output in graph.outputs if output.node == name) for name in graph.returned]
-        self.values = {node.name: node.meta["val"] for node in graph.graph.nodes if node.name in graph.returned}
 
-    def affordable(self, sizes: Sequence[int]) -> Sequence[int]:
+    def affordable_parts(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the first parts whose outputs are small enough to draw, at least two."""
-        of_row = sum(int(torch.Size(self.shape(output, 1)).numel()) for output in self.outputs)
+        size_of_row = sum(int(torch.Size(self.shape(output, 1)).numel()) for output in self.outputs)
         count = len(sizes)
-        while count > 2 and sum(sizes[:count]) * of_row > _MOST_ENTRIES:
+        while count > 2 and sum(sizes[:count]) * size_of_row > _MOST_ENTRIES:
             count -= 1
         return sizes[:count]
 
     def shape(self, output: Output, rows: int) -> list[int]:
         """Return the shape of an output for a number of samples: its batch dimension may have several entries a sample."""
-        value = self.values[output.node]
-        shape = [size_of(size) for size in value.shape]
+        shape = [size_of(size) for size in fake_value(self.graph, output).shape]
         if output.combine == "concatenate" and output.batch_dim is not None:
-            size = shape[output.batch_dim]
-            of_row = size // self.graph.batch_size if isinstance(size, int) else int(size.subs(self.graph.batch, 1))
-            shape[output.batch_dim] = rows * of_row
+            shape[output.batch_dim] = rows * entries_per_row(self.graph, output)
         return [int(size) for size in shape]
 
     def draw(
-        self, output: Output, rows: int, draw: Callable[[Sequence[int], torch.Generator], Tensor], generator: torch.Generator
+        self, output: Output, rows: int, distribution: Callable[[Sequence[int], torch.Generator], Tensor], generator: torch.Generator
     ) -> Tensor:
-        dtype = self.values[output.node].dtype
-        drawn = draw(self.shape(output, rows), generator)
+        """Draw a random value of an output, in its dtype."""
+        dtype = fake_value(self.graph, output).dtype
+        drawn = distribution(self.shape(output, rows), generator)
         return (drawn > 0 if dtype is torch.bool else drawn).to(self.device, dtype)
 
-    def compare(self, results: Sequence[Tensor], target: Any, sizes: Sequence[int], reduction: str) -> str | None:
-        """Return which of value and gradients differs between the loss of all samples and that of the parts; None if none does."""
+    def difference(self, results: Sequence[Tensor], target: Any, sizes: Sequence[int], reduction: str) -> str | None:
+        """Return how the loss of all rows, or a gradient, differs from its combination from the parts; None if nothing does."""
         rows = sum(sizes)
         try:
-            whole = self.loss(results, target, rows)
+            loss, gradients = self.loss_and_gradients(results, target, rows)
         except Exception:  # noqa: BLE001  a loss that fails on random results shows nothing
             return None
         dims = [output.batch_dim if output.combine == "concatenate" else None for output in self.outputs]
-        cut = [[each] * len(sizes) if dim is None else split_batch(each, sizes, dim) for dim, each in zip(dims, results, strict=True)]
+        split = [[value] * len(sizes) if dim is None else split_batch(value, sizes, dim) for dim, value in zip(dims, results, strict=True)]
         parts = []
-        for index, (part, size) in enumerate(zip(split_target(target, sizes), sizes, strict=True)):
+        for index, (part_target, size) in enumerate(zip(split_target(target, sizes), sizes, strict=True)):
             try:
-                parts.append(self.loss([each[index] for each in cut], part, size))
+                parts.append(self.loss_and_gradients([of_parts[index] for of_parts in split], part_target, size))
             except Exception as error:  # noqa: BLE001  it takes all rows, and not these
                 return f"on {size} of {rows} rows it fails: {type(error).__name__}: {error}"
         weights = microbatch_weights(sizes, reduction)
-        together = total([part[0] * weight for part, weight in zip(parts, weights, strict=True)])
-        tolerance = max(_TOLERANCES.get(each.dtype, _LOOSE) for each in (whole[0], *results) if each.is_floating_point())
-        if _differ(whole[0], together, tolerance):
-            values = f"{float(whole[0]):.4g} on all {rows} rows, and {float(together):.4g} put together from {len(sizes)} parts"
+        combined = total([part_loss * weight for (part_loss, _), weight in zip(parts, weights, strict=True)])
+        tolerance = max(_TOLERANCES.get(value.dtype, _LOOSE) for value in (loss, *results) if value.is_floating_point())
+        if _differ(loss, combined, tolerance):
+            values = f"{float(loss):.4g} on all {rows} rows, and {float(combined):.4g} put together from {len(sizes)} parts"
             return f"for random outputs it is {values}"
-        for place, dim in enumerate(dims):
-            gradients = [part[1][place] * weight for part, weight in zip(parts, weights, strict=True)]
-            if _differ(whole[1][place], total(gradients) if dim is None else concatenate(gradients, dim), tolerance):
+        for index, dim in enumerate(dims):
+            weighted = [part_gradients[index] * weight for (_, part_gradients), weight in zip(parts, weights, strict=True)]
+            if _differ(gradients[index], total(weighted) if dim is None else concatenate(weighted, dim), tolerance):
                 return "for random outputs its gradients on all rows are not those of the parts put together"
         return None
 
-    def loss(self, results: Sequence[Tensor], target: Any, rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and its gradients of all outputs."""
+    def loss_and_gradients(self, results: Sequence[Tensor], target: Any, rows: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss, and its gradient with respect to each result: zeros where there is none."""
         with torch.enable_grad():
-            given = [each.detach().requires_grad_() if each.is_floating_point() else each for each in results]
-            by_node = {output.node: each for output, each in zip(self.outputs, given, strict=True)}
+            inputs = [value.detach().requires_grad_() if value.is_floating_point() else value for value in results]
+            by_node = {output.node: value for output, value in zip(self.outputs, inputs, strict=True)}
             leaves = [at_batch(o.constant, rows) if o.node is None else by_node[o.node] for o in self.graph.outputs]
             loss = call_loss(pytree.tree_unflatten(leaves, self.graph.output_tree), target, self.loss_fn, self.graph.autocast)
-        roots = [each for each in given if each.requires_grad]
-        found = torch.autograd.grad(loss, roots, allow_unused=True) if loss.requires_grad else [None] * len(roots)
-        gradients = iter(found)
-        of_all = [next(gradients) if each.requires_grad else None for each in given]
-        return loss.detach(), [torch.zeros_like(each) if g is None else g for each, g in zip(given, of_all, strict=True)]
+        gradients = [torch.zeros_like(value) for value in inputs]
+        tracked = [index for index, value in enumerate(inputs) if value.requires_grad]
+        if loss.requires_grad:
+            computed: Sequence[Tensor | None] = torch.autograd.grad(loss, [inputs[index] for index in tracked], allow_unused=True)
+            for index, gradient in zip(tracked, computed, strict=True):
+                if gradient is not None:
+                    gradients[index] = gradient
+        return loss.detach(), gradients
 
 
-def _mixture(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def _scaled_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Draw normal numbers, a quarter of them zero, with a different scale for each sample."""
     drawn = torch.randn(list(shape), generator=generator, dtype=torch.float64)
     if shape:

@@ -1,4 +1,4 @@
-"""Look at a loss once, without computing anything: which of the model's results it depends on, and its dtype.
+"""Find which of the model's results a loss depends on, and its dtype, without computing anything.
 
 A parameter that the loss does not depend on gets no gradient in eager PyTorch (None, not zero: optimizers treat the two differently).
 So the backward is lowered for exactly those results that the loss depends on.
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partitioner.model.losses.reachable_state import undisturbed
+from partitioner.model.losses.reachable_state import preserve_state
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
 from passes.ir.torch_private import FakeTensorMode, pytree
 
-__all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "without_warnings_of_fakes"]
+__all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "silence_fake_tensor_log"]
 
 LossFunction = Callable[..., Tensor]
 """``loss_fn(output, target)``, a tensor of one number."""
@@ -30,7 +30,7 @@ LossFunction = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class LossDependence:
-    """What a loss looks like from outside.
+    """Inputs and dtype of a loss.
 
     Attributes:
         outputs: nodes of the model's results that the loss depends on differentiably.
@@ -48,9 +48,9 @@ class ResultSizes:
     """How large the results are that a loss takes.
 
     Attributes:
-        batch: what the graph's batch symbol stands for.
-        repeats: of a graph that is fixed to the size of a microbatch, how many of them are put together.
-        rows: of the batch that these results are of.
+        batch: value of the graph's batch symbol.
+        repeats: of a graph that is fixed to the size of a microbatch, how many microbatches are concatenated.
+        rows: rows of the batch that the results are for; also the value of the batch symbol in results that are sizes.
     """
 
     batch: int
@@ -65,16 +65,17 @@ def loss_dependence(
 
     Args:
         requiring: nodes whose values autograd tracks.
+        loss_fn: None: the model returns its loss.
         target: for these results.
         device: where the loss is computed.
 
     Raises:
-        ConfigError: it is no number, or no gradient flows from it to the model's results alone.
+        ConfigError: the loss is no number, has no gradient, or has gradients for tensors that are no results of the model.
     """
-    with undisturbed(loss_fn, device):
+    with preserve_state(loss_fn, device):
         try:
-            with fake_tensors() as faked:
-                fake_target = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), faked(target))
+            with fake_tensors() as make_fake:
+                fake_target = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), make_fake(target))
                 return _dependence(graph, requiring, loss_fn, fake_target, sizes, device, torch.empty)
         except Exception:  # noqa: BLE001  whatever a user's loss raises on fake tensors, it is asked again with real ones
             # A loss that reads values (an `if` on a tensor) has none to read in a fake tensor.
@@ -84,14 +85,14 @@ def loss_dependence(
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[Callable[[Any], Any]]:
-    """Compute nothing inside; yields what makes fake tensors of those in a value."""
-    with without_warnings_of_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    """Enter a fake tensor mode; yields a function that replaces the tensors in nested containers by fake ones."""
+    with silence_fake_tensor_log(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield lambda value: pytree.tree_map_only(Tensor, mode.from_tensor, value)
 
 
 @contextlib.contextmanager
-def without_warnings_of_fakes() -> Iterator[None]:
-    """Keep torch from logging what fails on fake tensors: it is asked again with real ones, or raised."""
+def silence_fake_tensor_log() -> Iterator[None]:
+    """Keep torch from logging operations that fail on fake tensors: callers retry with real ones, or handle the error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -108,31 +109,32 @@ def _dependence(
     target: Any,
     sizes: ResultSizes,
     device: torch.device,
-    make: Callable[..., Tensor],
+    allocate: Callable[..., Tensor],
 ) -> LossDependence:
+    """Call the loss on results that ``allocate`` creates; see ``loss_dependence``."""
     nodes = {node.name: node for node in graph.graph.nodes}
     leaves: list[Any] = []
-    tracked: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for output in graph.outputs:
         if output.node is None:
             leaves.append(at_batch(output.constant, sizes.rows))
             continue
-        if output.node not in tracked:
+        if output.node not in results:
             value = nodes[output.node].meta["val"]
             shape = [at_batch(size_of(size), sizes.batch) for size in value.shape]
             if output.combine == "concatenate" and output.batch_dim is not None:
                 shape[output.batch_dim] *= sizes.repeats
-            tracked[output.node] = make(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
-        leaves.append(tracked[output.node])
+            results[output.node] = allocate(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
+        leaves.append(results[output.node])
     with torch.enable_grad():
         loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), target, loss_fn, graph.autocast)
-    own = next((name for name, tensor in tracked.items() if tensor is loss), None)
-    roots = {name: tensor for name, tensor in tracked.items() if tensor.requires_grad}
-    _check_gradients(loss, list(roots.values()))
-    if not roots:
+    own = next((name for name, result in results.items() if result is loss), None)
+    tracked = {name: result for name, result in results.items() if result.requires_grad}
+    _check_gradients(loss, list(tracked.values()))
+    if not tracked:
         return LossDependence(frozenset(), loss.dtype, own)
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(roots.values()), allow_unused=True)
-    reached = frozenset(name for name, gradient in zip(roots, found, strict=True) if gradient is not None)
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
+    reached = frozenset(name for name, gradient in zip(tracked, gradients, strict=True) if gradient is not None)
     return LossDependence(reached, loss.dtype, own)
 
 
@@ -143,7 +145,7 @@ def _check_gradients(loss: Tensor, results: Sequence[Tensor]) -> None:
             "the loss does not require a gradient: no operation that can be differentiated leads from the model's outputs to it",
             remedy="compute it with tensor operations on the outputs, without .item(), .detach(), torch.no_grad() or integers",
         )
-    others = _leaves(loss, results)
+    others = _other_leaves(loss, results)
     if others:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in others[:3]) + (", ..." if len(others) > 3 else "")
         raise ConfigError(
@@ -152,17 +154,17 @@ def _check_gradients(loss: Tensor, results: Sequence[Tensor]) -> None:
         )
 
 
-def _leaves(loss: Tensor, known: Collection[Tensor]) -> list[Tensor]:
-    """The leaves that autograd would accumulate gradients in, but for those that are known."""
-    found: dict[int, Tensor] = {}
-    seen, rest = set(), [loss.grad_fn]
-    while rest:
-        node = rest.pop()
+def _other_leaves(loss: Tensor, results: Collection[Tensor]) -> list[Tensor]:
+    """Walk the autograd graph of a loss; return the leaves that would get a gradient and are no results of the model."""
+    others: dict[int, Tensor] = {}
+    seen, pending = set(), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and not any(variable is each for each in known):
-            found[id(variable)] = variable
-        rest += [following for following, _ in node.next_functions]
-    return list(found.values())
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad node
+        if leaf is not None and not any(leaf is result for result in results):
+            others[id(leaf)] = leaf
+        pending += [following for following, _ in node.next_functions]
+    return list(others.values())

@@ -1,9 +1,9 @@
-"""Decide how a step computes its loss: inspect each loss function once, and let all ranks agree on the result."""
+"""Decide how a training step computes its loss: inspect each loss function once, and let all ranks agree on the result."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.losses.evidence import contradiction
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
-from partitioner.model.losses.proof import Proof, prove
+from partitioner.model.losses.proof import Proof, has_rows, prove
 from partitioner.model.losses.reachable_state import loss_key
 from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
@@ -38,18 +38,18 @@ class PreparedLoss:
     Attributes:
         n_microbatches: of the batch.
         lowering: the model, lowered for this loss.
-        results: what ranks return to the loss.
-        own: whether the model returns the loss.
-        in_parts: whether means that the model returns are sums of parts.
+        results: which results of the model ranks pass to the loss.
+        is_own_loss: whether the model itself returns the loss.
+        in_parts: whether means that the model returns are computed as sums over microbatches and ranks.
         outputs: nodes of the model's results that the loss depends on differentiably.
-        form: what programs know of it.
-        extra: rank of this process -> what its program takes besides inputs of the model.
+        form: reduction and dtype of the loss, for the programs.
+        extra: rank of this process -> arguments of its program besides inputs of the model.
     """
 
     n_microbatches: int
     lowering: Lowering
     results: Results
-    own: bool
+    is_own_loss: bool
     in_parts: bool
     outputs: frozenset[str]
     form: LossForm
@@ -57,7 +57,7 @@ class PreparedLoss:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Step:
     """The arguments of a training step."""
 
     inputs: BoundInputs
@@ -67,25 +67,25 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """How the loss of all rows follows from that of parts.
+class _Combination:
+    """How the loss of the batch is combined from the losses of its parts: the microbatches of all ranks.
 
     Attributes:
-        kind: ``"mean"``: weighted by their rows; ``"sum"``: added; ``"counted"``: weighted by the targets that count; ``"batch"``: it is
-            taken of all rows; ``"neither"``: values show that it is not what was said.
-        problem: what they show.
-        counts: of each microbatch, the targets that count.
-        per_row: what ranks must agree on besides.
+        kind: ``"mean"``: weighted by rows; ``"sum"``: added; ``"counted"``: weighted by the targets that are not ignored; ``"batch"``: not
+            at all, the loss takes all rows at once; ``"neither"``: a test contradicts ``loss_reduction``.
+        problem: for ``"neither"``, the contradiction.
+        counts: for ``"counted"``, the targets of each microbatch that are not ignored.
+        targets_per_row: text that all ranks must agree on besides ``kind``.
     """
 
     kind: str
     problem: str = ""
     counts: tuple[float, ...] = ()
-    per_row: str = ""
+    targets_per_row: str = ""
 
 
 def check_loss(loss_fn: object, loss_reduction: object) -> None:
-    """Raise ConfigError for a loss function that cannot be called, or a reduction that there is not."""
+    """Raise ConfigError for a loss function that cannot be called, or an unknown reduction."""
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(
             f"loss_fn is {loss_fn!r}, which cannot be called",
@@ -96,43 +96,54 @@ def check_loss(loss_fn: object, loss_reduction: object) -> None:
 
 
 class Losses:
-    """What is known of losses."""
+    """Decides how training steps compute their loss. Caches the inspection of each loss function."""
 
     def __init__(self, runtime: Runtime, graph: ModelGraph) -> None:
         self._runtime = runtime
         self._graph = graph
-        self._known: dict[Any, LossDependence] = {}
+        self._dependences: dict[Any, LossDependence] = {}
         self._proofs: dict[Any, Proof] = {}
         self._contradictions: dict[tuple[Proof, tuple[int, ...]], str | None] = {}
         self._warned: set[Proof] = set()
 
     @property
     def _here(self) -> int:
+        """The rank whose results this process returns."""
         return self._runtime.local_ranks[0]
 
     def prepare(
         self, inputs: BoundInputs, target: Any, loss_fn: LossFunction | None, reduction: LossReduction, lowering_for: LoweringFor
     ) -> PreparedLoss:
-        """Decide how a step computes its loss.
+        """Decide how a step computes its loss: from the parts of the batch if that gives the same number, else from all rows at once.
 
         Raises:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
+<<<<<<< HEAD
         asked = _Asked(inputs, target, loss_fn, reduction)
         mixed = any(output.combine == "mixed" for output in self._traced(lambda: lowering_for(inputs.batch)[1]).outputs)
         whole = loss_fn is not None and (mixed or reduction == "batch")
         prepared = self._prepare(asked, lowering_for, "whole" if mixed or whole else "loss")
         if loss_fn is None or whole or prepared.own or not _is_cut(prepared):
+=======
+        step = _Step(inputs, target, loss_fn, reduction)
+        mixes_rows = any(output.combine == "mixed" for output in self._graph.outputs)
+        takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
+        prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
+        is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
+        if loss_fn is None or takes_all_rows or prepared.is_own_loss or not is_cut:
+>>>>>>> sw1
             return prepared
-        verdict = self._checked(asked, prepared)
-        if verdict.kind == "batch":
-            return self._prepare(asked, lowering_for, "whole")
-        if verdict.kind != "counted":
+        combination = self._agreed_combination(step, prepared)
+        if combination.kind == "batch":
+            return self._prepare(step, lowering_for, "whole")
+        if combination.kind != "counted":
             return prepared
-        weights = self._weights(asked, prepared, verdict.counts)
-        extra = {rank: {**given, "loss_weights": weights.get(rank)} for rank, given in prepared.extra.items()}
+        weights = self._weights(step, prepared, combination.counts)
+        extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
+<<<<<<< HEAD
     def _traced(self, lowering: Callable[[], Lowering]) -> ModelGraph:
         """The model as it was traced for a batch; one that is fixed to a size may compute something else for another."""
         return self._graph if self._graph.batch is not None else lowering().whole
@@ -141,180 +152,189 @@ class Losses:
         batch = asked.inputs.batch
         of_all_rows = results == "whole" and asked.loss_fn is not None
         if asked.loss_fn is None:
+=======
+    def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
+        """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on."""
+        batch = step.inputs.batch
+        takes_all_rows = results == "whole" and step.loss_fn is not None
+        if step.loss_fn is None:
+>>>>>>> sw1
             count, lowering = lowering_for(batch)
         else:
-            count, lowering = lowering_for(batch, in_parts=of_all_rows, results=results)
-        check_target(asked.target, lowering.rows, batch, count, results)
+            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results)
+        check_target(step.target, lowering.rows, batch, count, results)
         targets = {
-            rank: asked.target if results == "whole" else lowering.rows.of_target(asked.target, batch, rank)
+            rank: step.target if results == "whole" else lowering.rows.target_of_rank(step.target, batch, rank)
             for rank in self._runtime.local_ranks
         }
-        dependence = self._dependence(asked, lowering, targets[self._here], None if of_all_rows else count)
-        outputs, reduction = dependence.outputs, "batch" if of_all_rows else asked.reduction
-        if dependence.own is not None:
-            # The model's own loss: its graph knows better than a weight per row what each microbatch counts.
-            place = lowering.graph.returned.index(dependence.own)
-            count, lowering = lowering_for(batch)
-            own = lowering.graph.returned[place]
-            outputs = frozenset({own}) if outputs else outputs
-            results, reduction = "rows", "sum" if lowering.graph.combine(own) == "sum" else "mean"
-        form = LossForm(reduction, dependence.dtype)
-        extra = {rank: {"target": targets[rank], "loss_fn": asked.loss_fn} for rank in self._runtime.local_ranks}
-        own_loss = dependence.own is not None
-        return PreparedLoss(count, lowering, results, own_loss, own_loss or of_all_rows, outputs, form, extra)
+        dependence = self._agreed_dependence(step, lowering, targets[self._here], None if takes_all_rows else count)
+        extra = {rank: {"target": targets[rank], "loss_fn": step.loss_fn} for rank in self._runtime.local_ranks}
+        if dependence.own is None:
+            form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype)
+            outputs, in_parts = dependence.outputs, takes_all_rows
+            return PreparedLoss(count, lowering, results, is_own_loss=False, in_parts=in_parts, outputs=outputs, form=form, extra=extra)
+        # The model returns this loss: lowered for its own results, it combines its loss exactly over the parts of the batch.
+        index = lowering.graph.returned.index(dependence.own)
+        count, lowering = lowering_for(batch)
+        own = lowering.graph.returned[index]
+        outputs = frozenset({own}) if dependence.outputs else dependence.outputs
+        form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
+        return PreparedLoss(count, lowering, "rows", is_own_loss=True, in_parts=True, outputs=outputs, form=form, extra=extra)
 
-    # -- what it depends on --------------------------------------------------------------------------------------------------------
+    def _agreed_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
+        """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.
 
-    def _dependence(self, asked: _Asked, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
-        """What a loss depends on. A rank that computes no loss may be without a target: the others tell it.
-
-        Args:
-            target: for the rows of this rank, or for all where results are whole.
-            n_microbatches: None: the loss takes all rows at once.
+        ``target`` is for the rows of this rank; if ``n_microbatches`` is None, the loss takes all rows at once, and it is for all.
         """
-        known, error = None, None
+        dependence, error = None, None
         try:
-            known = self._own_dependence(asked, lowering, target, n_microbatches)
+            dependence = self._local_dependence(step, lowering, target, n_microbatches)
         except Exception as raised:
             if target is not None or not lowering.collectors.isdisjoint(self._runtime.local_ranks):
                 raise
             error = raised
-        told = self._runtime.agree("dependence of the loss", None if known is None else _text(known), in_step=True)
-        if told is None:
+        text = None if dependence is None else _encode_dependence(dependence)
+        agreed = self._runtime.agree("dependence of the loss", text, in_step=True)
+        if agreed is None:
             assert error is not None
             raise error
-        return _dependence(told)
+        return _decode_dependence(agreed)
 
-    def _own_dependence(self, asked: _Asked, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
-        wanted = asked.inputs.requiring_gradient
+    def _local_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
+        """Return which results the loss of this rank depends on, inspected on the first microbatch, or on all rows; cached."""
         leaves, tree = pytree.tree_flatten(target)
         kinds = (str(tree), *(leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
-        # A batch that is not cut has other names.
-        key = (loss_key(asked.loss_fn), wanted, tuple(lowering.graph.returned), n_microbatches is None, kinds)
-        if key in self._known:
-            return self._known[key]
-        device = self._runtime.devices[self._here]
-        requiring = lowering.requiring(wanted)
-        batch = asked.inputs.batch
-        local = batch // lowering.rows.count
+        # The names of results are part of the key: they differ where the batch is not cut.
+        names = tuple(lowering.graph.returned)
+        key = (loss_key(step.loss_fn), step.inputs.requiring_gradient, names, n_microbatches is None, kinds)
+        if key not in self._dependences:
+            part, sizes = _inspected_part(lowering, target, step.inputs.batch, n_microbatches)
+            self._dependences[key] = self._inspect(step, lowering, part, sizes)
+        return self._dependences[key]
 
-        def look(part: Any, sizes: ResultSizes) -> LossDependence:
-            return loss_dependence(lowering.graph, requiring, asked.loss_fn, part, sizes, device)
-
-        of_microbatch = microbatch_sizes(local, n_microbatches or 1)
-        if n_microbatches is None:
-            repeats = local // lowering.graph.batch_size if lowering.graph.batch is None else 1
-            part, sizes = target, ResultSizes(local, repeats, batch)
-        else:
-            part, sizes = split_target(target, of_microbatch)[0], ResultSizes(of_microbatch[0], 1, of_microbatch[0])
+    def _inspect(self, step: _Step, lowering: Lowering, part: Any, sizes: ResultSizes) -> LossDependence:
+        """Call the loss on results of these sizes and a part of the target; raise ConfigError, with a remedy, if it fails."""
+        batch, device = step.inputs.batch, self._runtime.devices[self._here]
+        requiring = lowering.requiring(step.inputs.requiring_gradient)
         try:
-            self._known[key] = look(part, sizes)
+            return loss_dependence(lowering.graph, requiring, step.loss_fn, part, sizes, device)
         except PartitionError:
             raise
         except Exception as error:
-            of = f"{sizes.rows} of {batch} rows" if sizes.rows < batch else f"{batch} rows"
+            rows = f"{sizes.rows} of {batch} rows" if sizes.rows < batch else f"{batch} rows"
             hint = "call it as train_step does: loss_fn(model(x), target)"
-            can_ask = sizes.rows < batch and lowering.graph.batch is not None
-            if can_ask and _succeeds(lambda: look(asked.target, ResultSizes(batch, 1, batch))):
+            can_take_all_rows = sizes.rows < batch and lowering.graph.batch is not None
+            arguments = (lowering.graph, requiring, step.loss_fn, step.target, ResultSizes(batch, 1, batch), device)
+            if can_take_all_rows and _succeeds(lambda: loss_dependence(*arguments)):
                 hint = f"it takes all {batch} rows: {_BATCH_REMEDY}"
-            raise ConfigError(f"loss_fn fails on outputs of {of}: {type(error).__name__}: {error}", remedy=hint) from error
-        return self._known[key]
+            raise ConfigError(f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}", remedy=hint) from error
 
-    # -- whether it is what it is said to be ---------------------------------------------------------------------------------------
-
-    def _checked(self, asked: _Asked, prepared: PreparedLoss) -> _Verdict:
-        """Return how the loss of the batch follows from its parts, agreed by all ranks; ``"batch"`` if nothing is proved.
-
-        Raises:
-            ConfigError: the loss contradicts the ``loss_reduction`` of the user.
-        """
-        proof = self._proof(asked, prepared)
-        found = None if proof is None else self._verdict(asked, prepared, proof)
-        told = self._runtime.agree("reduction of the loss", None if found is None else found.kind + found.per_row, in_step=True)
-        kind, said = (told or "").partition(" ")[0], asked.reduction
-        if kind in ("mean", "sum") and kind != said:
+    def _agreed_combination(self, step: _Step, prepared: PreparedLoss) -> _Combination:
+        """Return how the loss of the batch is combined, agreed by all ranks; raise ConfigError if it is not the stated reduction."""
+        proof = self._proof(step, prepared)
+        local = None if proof is None else self._local_combination(step, prepared, proof)
+        text = None if local is None else local.kind + local.targets_per_row
+        agreed = self._runtime.agree("reduction of the loss", text, in_step=True)
+        kind, stated = (agreed or "").partition(" ")[0], step.reduction
+        if kind in ("mean", "sum") and kind != stated:
             hint = "leave loss_reduction out" if kind == "mean" else 'pass loss_reduction="sum"'
-            raise ConfigError(f"loss_fn is a {kind} over the rows of the batch, and loss_reduction says a {said}", remedy=hint)
+            raise ConfigError(f"loss_fn is a {kind} over the rows of the batch, and loss_reduction says a {stated}", remedy=hint)
         if kind == "neither":
-            problem = "a rank that has the target says why" if found is None else found.problem
-            raise ConfigError(f"loss_fn is no {said} over the rows of the batch: {problem}", remedy=_BATCH_REMEDY)
-        return found or _Verdict(kind)
+            problem = "a rank that has the target says why" if local is None else local.problem
+            raise ConfigError(f"loss_fn is no {stated} over the rows of the batch: {problem}", remedy=_BATCH_REMEDY)
+        return local or _Combination(kind)
 
-    def _proof(self, asked: _Asked, prepared: PreparedLoss) -> Proof | None:
+    def _proof(self, step: _Step, prepared: PreparedLoss) -> Proof | None:
         """Return the proved form of the loss; None on a rank that has no target and needs none."""
         target, lowering = prepared.extra[self._here]["target"], prepared.lowering
         if target is None and lowering.collectors.isdisjoint(self._runtime.local_ranks):
             return None
-        local = asked.inputs.batch // lowering.rows.count
-        shapes = tuple(_kind_of_leaf(leaf, local) for leaf in pytree.tree_leaves(target))
-        key = (loss_key(asked.loss_fn, exact=False), tuple(lowering.graph.returned), shapes)
+        rows_of_rank = step.inputs.batch // lowering.rows.count
+        shapes = tuple(_kind_of_leaf(leaf, rows_of_rank) for leaf in pytree.tree_leaves(target))
+        key = (loss_key(step.loss_fn, exact=False), tuple(lowering.graph.returned), shapes)
         if key not in self._proofs:
-            assert asked.loss_fn is not None
+            assert step.loss_fn is not None
             device = self._runtime.devices[self._here]
+<<<<<<< HEAD
             self._proofs[key] = prove(self._traced(lambda: lowering), lowering.graph, asked.loss_fn, target, local, device)
+=======
+            self._proofs[key] = prove(self._graph, lowering.graph, step.loss_fn, target, rows_of_rank, device)
+>>>>>>> sw1
         return self._proofs[key]
 
-    def _verdict(self, asked: _Asked, prepared: PreparedLoss, proof: Proof) -> _Verdict:
-        """Return how the loss of the batch follows from its parts: proved, or else tested on the step's target and random outputs."""
+    def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:
+        """Return how the loss of the batch is combined from its parts: proved, or else tested on the step's target and random outputs."""
         rows = prepared.lowering.rows
         is_local = rows.inputs == "local" and rows.count > 1
-        sizes = microbatch_sizes(asked.inputs.batch // rows.count, prepared.n_microbatches) * (1 if is_local else rows.count)
-        if proof.kind == "counted" and asked.reduction == "mean":
-            counts = [counter.counts(asked.target, sizes) for counter in proof.counters]
-            follow_rows = all(count * sizes[0] == each[0] * size for each in counts for count, size in zip(each, sizes, strict=True))
-            per_row = "".join(f" {each[0] / sizes[0]}" for each in counts) if is_local and not proof.is_sole else ""
-            if proof.is_sole or follow_rows:
-                return _Verdict("counted", counts=counts[0], per_row=per_row)
+        sizes = microbatch_sizes(step.inputs.batch // rows.count, prepared.n_microbatches) * (1 if is_local else rows.count)
+        if proof.kind == "counted" and step.reduction == "mean":
+            counts = [counter.counts(step.target, sizes) for counter in proof.counters]
+            if proof.is_sole:
+                return _Combination("counted", counts=counts[0])
+            if all(_is_proportional(of_mean, sizes) for of_mean in counts):
+                targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
+                return _Combination("counted", counts=counts[0], targets_per_row=targets_per_row)
             reason = "it adds means over unlike numbers of targets"
-        elif proof.kind is not None and not (proof.is_fitted and self._contradicted(asked, prepared, proof, sizes)):
-            return _Verdict("mean" if proof.kind == "counted" else proof.kind)
+        elif proof.kind is not None and not (proof.is_fitted and self._contradiction(step, prepared, proof, sizes)):
+            return _Combination("mean" if proof.kind == "counted" else proof.kind)
         else:
             reason = proof.reason
         if is_local:
-            return _Verdict("neither", f'{reason}; with inputs="local" no rank has the target of all rows')
-        if (found := self._contradicted(asked, prepared, proof, sizes)) is not None:
-            return _Verdict("neither", f"{found} ({reason})" if reason else found)
+            return _Combination("neither", f'{reason}; with inputs="local" no rank has the target of all rows')
+        if (problem := self._contradiction(step, prepared, proof, sizes)) is not None:
+            return _Combination("neither", f"{problem} ({reason})" if reason else problem)
         if proof not in self._warned:
             self._warned.add(proof)
             warnings.warn(
-                f"loss_fn cannot be proved to be a {asked.reduction} over rows ({reason}), so it is taken of all rows at once: "
+                f"loss_fn cannot be proved to be a {step.reduction} over rows ({reason}), so it is taken of all rows at once: "
                 'each rank holds the activations of all microbatches. loss_reduction="batch" says so without this warning',
                 stacklevel=6,
             )
-        return _Verdict("batch")
+        return _Combination("batch")
 
-    def _contradicted(self, asked: _Asked, prepared: PreparedLoss, proof: Proof, sizes: tuple[int, ...]) -> str | None:
+    def _contradiction(self, step: _Step, prepared: PreparedLoss, proof: Proof, sizes: tuple[int, ...]) -> str | None:
         """Return how values contradict the stated reduction; computed once for each division of a batch."""
         if (proof, sizes) not in self._contradictions:
-            assert asked.loss_fn is not None
+            assert step.loss_fn is not None
             device = self._runtime.devices[self._here]
-            found = contradiction(prepared.lowering.graph, asked.loss_fn, asked.target, sizes, asked.reduction, device)
-            self._contradictions[proof, sizes] = found
+            problem = contradiction(prepared.lowering.graph, step.loss_fn, step.target, sizes, step.reduction, device)
+            self._contradictions[proof, sizes] = problem
         return self._contradictions[proof, sizes]
 
-    def _weights(self, asked: _Asked, prepared: PreparedLoss, counts: tuple[float, ...]) -> Mapping[int, tuple[float, ...]]:
-        """For each rank that computes a loss, what each of its microbatches counts: its part of the targets that are not ignored.
+    def _weights(self, step: _Step, prepared: PreparedLoss, counts: tuple[float, ...]) -> Mapping[int, tuple[float, ...]]:
+        """Return rank -> the weight of each of its microbatches: its share of all targets that are not ignored.
 
-        Args:
-            counts: of the microbatches of all ranks, or of this process's rows; empty on a rank that has no target.
+        ``counts`` are of the microbatches of all ranks; with local inputs, of this process; empty on a rank that has no target.
         """
-        rows, batch = prepared.lowering.rows, asked.inputs.batch
+        rows, batch = prepared.lowering.rows, step.inputs.batch
         sizes = microbatch_sizes(batch // rows.count, prepared.n_microbatches)
         is_local = rows.inputs == "local" and rows.count > 1
         total = sum(counts)
         if is_local:
             collectors = prepared.lowering.collectors
             own = torch.tensor(total if self._here in collectors else 0.0, dtype=torch.float64, device=self._runtime.devices[self._here])
+            # All collectors of a replica count the same rows.
             total = float(self._runtime.reduce(own, "sum")) * rows.count / len(collectors)
-        if not total:  # the loss is no number; so it is in one piece
+        if not total:  # weights by rows: the loss is NaN, as it is unpartitioned
             counts, total = tuple(map(float, sizes * (1 if is_local else rows.count))), float(batch)
         weights = tuple(count / total for count in counts)
-        starts = {rank: 0 if is_local else rows.place(rank) * len(sizes) for rank in self._runtime.local_ranks}
+        starts = {rank: 0 if is_local else rows.part_index(rank) * len(sizes) for rank in self._runtime.local_ranks}
         return {rank: weights[start : start + len(sizes)] for rank, start in starts.items()}
 
 
-def _is_cut(prepared: PreparedLoss) -> bool:
-    return prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
+def _inspected_part(lowering: Lowering, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
+    """Return the target of the first microbatch, or of all rows if ``n_microbatches`` is None, and the sizes of the results for it."""
+    rows_of_rank = batch // lowering.rows.count
+    if n_microbatches is None:
+        repeats = rows_of_rank // lowering.graph.batch_size if lowering.graph.batch is None else 1
+        return target, ResultSizes(rows_of_rank, repeats, batch)
+    sizes = microbatch_sizes(rows_of_rank, n_microbatches)
+    return split_target(target, sizes)[0], ResultSizes(sizes[0], 1, sizes[0])
+
+
+def _is_proportional(counts: Sequence[float], sizes: Sequence[int]) -> bool:
+    """Whether every microbatch has as many counted targets a row as the first."""
+    return all(count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True))
 
 
 def _succeeds(call: Callable[[], object]) -> bool:
@@ -329,17 +349,18 @@ def _kind_of_leaf(leaf: object, rows: int) -> Any:
     """Return the key of one leaf of a target: a proof holds for all targets with equal keys (dtype and shape without samples)."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    has_rows = leaf.dim() > 0 and leaf.shape[0] == rows
-    return leaf.dtype, has_rows, tuple(leaf.shape[1:] if has_rows else leaf.shape)
+    is_cut = has_rows(leaf, rows)
+    return leaf.dtype, is_cut, tuple(leaf.shape[1:] if is_cut else leaf.shape)
 
 
-def _text(dependence: LossDependence) -> str:
-    """Encode a dependence as one line, to send it to the ranks that compute no loss."""
+def _encode_dependence(dependence: LossDependence) -> str:
+    """Encode a dependence as one line, ``"float32: out_1 out_2 = out_1"``, to send it to the ranks that compute no loss."""
     dtype = str(dependence.dtype).removeprefix("torch.")
-    return " ".join([f"{dtype}:", *sorted(dependence.outputs), *([f"= {dependence.own}"] if dependence.own is not None else [])])
+    own = [f"= {dependence.own}"] if dependence.own is not None else []
+    return " ".join([f"{dtype}:", *sorted(dependence.outputs), *own])
 
 
-def _dependence(text: str) -> LossDependence:
+def _decode_dependence(text: str) -> LossDependence:
     dtype, _, rest = text.partition(":")
     outputs, _, own = rest.partition("=")
     return LossDependence(frozenset(outputs.split()), getattr(torch, dtype), own.strip() or None)

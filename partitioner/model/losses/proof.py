@@ -1,4 +1,4 @@
-"""Prove what a loss function is over the rows of a batch: their mean, their sum, or a mean over targets that are not ignored.
+"""Prove that a loss function is a mean or a sum over the rows of a batch, or a mean over the targets that are not ignored.
 
 The loss is traced as a model is, its arguments the model's results and the target, and the batch is followed through its graph
 (``passes.analysis.batch_semantics``). What is proved holds for all values and for every batch size:
@@ -19,8 +19,8 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.model.losses.form import LossFunction, fake_tensors, without_warnings_of_fakes
-from partitioner.model.losses.reachable_state import undisturbed
+from partitioner.model.losses.form import LossFunction, fake_tensors, silence_fake_tensor_log
+from partitioner.model.losses.reachable_state import preserve_state
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
@@ -30,22 +30,22 @@ from passes.ir.graph import ModelGraph, Output
 from passes.ir.torch_private import pytree
 from passes.spmd.mean_to_sum import counted_means, with_totals
 
-__all__ = ["Counter", "Proof", "prove"]
+__all__ = ["Counter", "Proof", "entries_per_row", "fake_value", "has_rows", "prove"]
 
 _LEAST_ROWS = 3
-"""Of the batch that a loss is traced with: the next number that is no other size of its arguments."""
+"""A loss is traced with a batch of at least this many rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """What is proved of a loss.
+    """The proved reduction of a loss.
 
     Attributes:
-        kind: None: nothing.
-        reason: why nothing is.
-        counters: for ``"counted"``, of each mean over targets that are not ignored, what counts these.
+        kind: the reduction; None: nothing is proved.
+        reason: why nothing is proved.
+        counters: for ``"counted"``, one for each mean over the targets that are not ignored.
         is_sole: whether the loss is one such mean: then microbatches may be weighted by its targets.
-        is_fitted: whether all this holds for the rows of two traces alone, so that it should be looked at for others.
+        is_fitted: whether the proof holds only for the batch sizes of its traces, so that other batches need a test.
     """
 
     kind: Literal["mean", "sum", "counted"] | None
@@ -61,62 +61,62 @@ class Counter:
 
     Attributes:
         module: the graph that counts.
-        leaves: which leaves of the target are its arguments.
+        leaves: indices of its arguments among the leaves of the target.
     """
 
     module: fx.GraphModule
     leaves: tuple[int, ...]
 
     def counts(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
-        """How many targets each microbatch counts."""
-        parts = [pytree.tree_leaves(part) for part in split_target(target, sizes)]
-        return tuple(map(float, torch.stack([self.module(*(part[leaf] for leaf in self.leaves)) for part in parts]).tolist()))
+        """Count the targets of each microbatch; ``sizes`` are the rows of these."""
+        microbatches = [pytree.tree_leaves(part) for part in split_target(target, sizes)]
+        counts = [self.module(*(leaves[index] for index in self.leaves)) for leaves in microbatches]
+        return tuple(map(float, torch.stack(counts).tolist()))
 
 
 def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: Any, rows: int, device: torch.device) -> Proof:
     """Trace a loss and follow the batch through it.
 
     Args:
-        model: whole, as it was traced.
-        graph: as a rank computes it: its outputs are those that the loss takes.
-        target: for a batch of so many rows.
+        model: the whole model, as it was traced.
+        graph: the model as a rank computes it; the loss takes its outputs.
+        target: for a batch of ``rows`` rows.
         device: where the loss is computed.
     """
     results = {output.node: output for output in graph.outputs if output.node is not None}
-    if any(output.combine == "mean" for output in results.values()) and _counts(model):
+    if any(output.combine == "mean" for output in results.values()) and _returns_counted_mean(model):
         return Proof(None, "the model returns a mean that leaves targets out")
     try:
         loss = _Loss(graph, loss_fn)
-        leaves = pytree.tree_leaves(target)
-        batch = _rows_to_trace(graph, leaves, rows)
-        given = [_example(graph, results[name], batch, device) for name in _in_order(graph)]
-        tree = pytree.tree_structure(target)
-        like = [_example_target(leaf, rows, batch, device) for leaf in leaves]
-        with undisturbed(loss_fn, device), without_warnings_of_fakes():
-            traced = trace(loss, (given, pytree.tree_unflatten(like, tree)), training=loss.training, autocast=graph.autocast)
-        if _changes_state(loss, given, pytree.tree_unflatten(like, tree), device):
+        leaves, tree = pytree.tree_flatten(target)
+        batch = _batch_to_trace(graph, leaves, rows)
+        example_results = [_example_result(graph, results[name], batch, device) for name in _results_in_order(graph)]
+        example_leaves = [_example_target_leaf(leaf, rows, batch, device) for leaf in leaves]
+        with preserve_state(loss_fn, device), silence_fake_tensor_log():
+            arguments = (example_results, pytree.tree_unflatten(example_leaves, tree))
+            traced = trace(loss, arguments, training=loss.training, autocast=graph.autocast)
+        if _changes_state(loss, example_results, pytree.tree_unflatten(example_leaves, tree), device):
             return Proof(None, "it changes what later calls read")
     except Exception as error:  # noqa: BLE001  whatever a user's code, or a trace of it, raises: then nothing is proved
         return Proof(None, str(getattr(error, "problem", error)).replace("_Loss", "loss_fn").splitlines()[0])
-    if any(
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch and traced.inputs[index].batch_dim != 0
-        for index, leaf in enumerate([*given, *like])
-    ):
-        return Proof(None, "it fixes the number of rows")
-    return _conclude(traced, n_results=len(given))
+    for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
+        if has_rows(leaf, batch) and traced_input.batch_dim != 0:
+            return Proof(None, "it fixes the number of rows")
+    return _conclude(traced, n_results=len(example_results))
 
 
 def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: torch.device) -> bool:
-    """Whether a call of a loss leaves anything for the next one. The first may: a GradScaler makes its scale."""
-    with undisturbed(loss.loss_fn, device) as is_changed, fake_tensors() as faked:
-        fake = faked((results, target))
-        loss(*fake)
+    """Whether the second call of a loss changes state that later calls read. The first call may: a GradScaler creates its scale."""
+    with preserve_state(loss.loss_fn, device) as is_changed, fake_tensors() as make_fake:
+        arguments = make_fake((results, target))
+        loss(*arguments)
         is_changed()
-        loss(*fake)
+        loss(*arguments)
         return is_changed()
 
 
 def _conclude(traced: ModelGraph, n_results: int) -> Proof:
+    """Read the reduction of a loss off its traced graph. The first ``n_results`` inputs are results of the model, the others the target."""
     (output,) = traced.outputs
     if traced.mixing:
         return Proof(None, f"it mixes rows in {', '.join(traced.mixing.normalizations)}")
@@ -125,34 +125,35 @@ def _conclude(traced: ModelGraph, n_results: int) -> Proof:
     if output.combine == "same":
         return Proof("mean")  # a constant is the mean of itself
     if output.combine not in ("mean", "sum"):
-        return Proof(None, _where(traced))
+        return Proof(None, _mixing_operation(traced))
     if not counted_means(traced):
         return Proof(output.combine, is_fitted=traced.batch is None)
     parts = with_totals(traced)
     if parts.outputs[0].combine != "sum":
         return Proof(None, "it computes more than a weighted sum with a mean that leaves targets out")
-    places = {leaf.placeholder: index - n_results for index, leaf in enumerate(traced.inputs)}
+    target_leaves = {leaf.placeholder: index for index, leaf in enumerate(traced.inputs[n_results:])}
     counted = [total for total in parts.totals if total.arguments != ("batch",)]
-    if any(places.get(name, -1) < 0 for total in counted for name in total.arguments):
+    if any(name not in target_leaves for total in counted for name in total.arguments):
         return Proof(None, "its rows are weighted by class")
-    counters = tuple(Counter(total.module, tuple(places[name] for name in total.arguments)) for total in counted)
-    return Proof("counted", "", counters, len(parts.totals) == 1, traced.batch is None)
+    counters = tuple(Counter(total.module, tuple(target_leaves[name] for name in total.arguments)) for total in counted)
+    return Proof("counted", counters=counters, is_sole=len(parts.totals) == 1, is_fitted=traced.batch is None)
 
 
-def _where(traced: ModelGraph) -> str:
-    """The operation in which rows meet."""
+def _mixing_operation(traced: ModelGraph) -> str:
+    """Name the operation that mixes rows, from the last note of the trace."""
     reason = traced.notes[-1].partition(":")[0] if traced.notes else "rows of the batch meet"
     return reason.replace("module (the model itself), ", "").partition(", at ")[0]
 
 
-def _counts(model: ModelGraph) -> bool:
+def _returns_counted_mean(model: ModelGraph) -> bool:
+    """Whether a mean that the model returns is computed from a mean over targets that are not ignored."""
     nodes = {node.name: node for node in model.graph.nodes}
     means = [nodes[output.node] for output in model.outputs if output.combine == "mean" and output.node is not None]
     return bool(set(counted_means(model)) & set(with_ancestors(means)))
 
 
 class _Loss(nn.Module):
-    """A loss as a model: results over the batch, whose rows come first, and the target."""
+    """A loss as a module, to be traced. It takes ``_results_in_order``, in the shapes of ``_example_result``, and the target."""
 
     def __init__(self, graph: ModelGraph, loss_fn: LossFunction) -> None:
         super().__init__()
@@ -162,45 +163,53 @@ class _Loss(nn.Module):
 
     def forward(self, results: Sequence[Tensor], target: Any) -> Tensor:
         (graph,) = self._graph
-        found: dict[str, Tensor] = {}
-        for name, value in zip(_in_order(graph), results, strict=True):
-            found[name] = _result(graph, next(output for output in graph.outputs if output.node == name), value)
-        leaves = [_of_rows(output.constant, results) if output.node is None else found[output.node] for output in graph.outputs]
+        outputs = {output.node: output for output in graph.outputs}
+        values = {name: _result_of_rows(graph, outputs[name], rows) for name, rows in zip(_results_in_order(graph), results, strict=True)}
+        leaves = [_constant_result(output.constant, results) if output.node is None else values[output.node] for output in graph.outputs]
         loss: Tensor = self.loss_fn(pytree.tree_unflatten(leaves, graph.output_tree), target)
         return loss
 
 
-def _of_rows(constant: Any, results: Sequence[Tensor]) -> Any:
-    """A leaf that no node computes; where it is a size, for the batch of a trace."""
+def _constant_result(constant: Any, results: Sequence[Tensor]) -> Any:
+    """Return a result that no node computes: a constant, or a size such as ``2 * batch`` at the batch of the trace."""
     if not isinstance(constant, sympy.Expr):
         return constant
     return sympy.lambdify(list(constant.free_symbols), constant)(results[0].shape[0])
 
 
-def _in_order(graph: ModelGraph) -> list[str]:
-    """The results, those that have rows first: the first argument of a trace says where the batch is."""
+def _results_in_order(graph: ModelGraph) -> list[str]:
+    """Return the names of the results, those with rows first: a trace reads the batch from its first argument."""
     return sorted(graph.returned, key=lambda name: graph.combine(name) == "same")
 
 
-def _entries(graph: ModelGraph, output: Output) -> int:
-    """How many entries of its batch dimension a row of a result has."""
-    assert output.batch_dim is not None
-    size = size_of(_value(graph, output).shape[output.batch_dim])
-    return size // graph.batch_size if isinstance(size, int) else int(size.subs(graph.batch, 1))
-
-
-def _value(graph: ModelGraph, output: Output) -> Tensor:
+def fake_value(graph: ModelGraph, output: Output) -> Tensor:
+    """Return the fake tensor of a result that a node computes."""
     value = next(node for node in graph.graph.nodes if node.name == output.node).meta["val"]
     assert isinstance(value, Tensor)
     return value
 
 
-def _example(graph: ModelGraph, output: Output, batch: int, device: torch.device) -> Tensor:
-    """What ``_result`` makes a result of: rows first, the other entries of the batch dimension second."""
-    value = _value(graph, output)
+def entries_per_row(graph: ModelGraph, output: Output) -> int:
+    """Return how many entries of its batch dimension a result has for each row: ``s`` for logits of shape ``(batch * s, vocab)``."""
+    assert output.batch_dim is not None
+    size = size_of(fake_value(graph, output).shape[output.batch_dim])
+    return size // graph.batch_size if isinstance(size, int) else int(size.subs(graph.batch, 1))
+
+
+def has_rows(leaf: Any, rows: int) -> bool:
+    """Whether a leaf of a target is a tensor whose first dimension is the batch."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def _example_result(graph: ModelGraph, output: Output, batch: int, device: torch.device) -> Tensor:
+    """Return an argument of ``_result_of_rows``: a result with the batch first, then the other entries of a row, if there are any.
+
+    Logits ``(batch * s, vocab)``: ``(batch, s, vocab)``; a mean or sum over the batch, ``()``: ``(batch,)``; without rows: unchanged.
+    """
+    value = fake_value(graph, output)
     shape = [size_of(size) for size in value.shape]
     if output.combine == "concatenate" and output.batch_dim is not None:
-        entries = _entries(graph, output)
+        entries = entries_per_row(graph, output)
         del shape[output.batch_dim]
         shape = [batch, *([entries] if entries > 1 else []), *shape]
     elif output.combine in ("mean", "sum"):
@@ -208,33 +217,32 @@ def _example(graph: ModelGraph, output: Output, batch: int, device: torch.device
     return torch.empty([int(size) for size in shape], dtype=value.dtype, device=device)
 
 
-def _result(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:
-    """Return a result of the model, computed from its value for each row, so that the trace shows how it depends on the batch.
-
-    Args:
-        value: shaped as ``_example`` returns it.
-    """
+def _result_of_rows(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:
+    """Compute a result from a value in the shape of ``_example_result``, so that the trace shows how it depends on the batch."""
     if output.combine == "mean":
         return value.mean(0)
     if output.combine == "sum":
         return value.sum(0)
     if output.combine != "concatenate" or output.batch_dim is None:
         return value
-    if _entries(graph, output) > 1:
+    if entries_per_row(graph, output) > 1:
         value = value.flatten(0, 1)
     return value if output.batch_dim == 0 else value.movedim(0, output.batch_dim)
 
 
-def _rows_to_trace(graph: ModelGraph, leaves: Sequence[Any], rows: int) -> int:
-    sizes = {size for output in graph.outputs if output.node is not None for size in map(size_of, _value(graph, output).shape)}
+def _batch_to_trace(graph: ModelGraph, leaves: Sequence[Any], rows: int) -> int:
+    """Return a batch size that is no other size of a result or of a target leaf, so that the trace tells them apart."""
+    values = [fake_value(graph, output) for output in graph.outputs if output.node is not None]
+    sizes = {size for value in values for size in map(size_of, value.shape)}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            sizes.update(leaf.shape[1:] if leaf.dim() > 0 and leaf.shape[0] == rows else leaf.shape)
+            sizes.update(leaf.shape[1:] if has_rows(leaf, rows) else leaf.shape)
     return next(number for number in range(_LEAST_ROWS, len(sizes) + _LEAST_ROWS + 1) if number not in sizes)
 
 
-def _example_target(leaf: Any, rows: int, batch: int, device: torch.device) -> Any:
+def _example_target_leaf(leaf: Any, rows: int, batch: int, device: torch.device) -> Any:
+    """Return a leaf of the target with ``batch`` rows in place of ``rows``."""
     if not isinstance(leaf, Tensor):
         return leaf
-    has_rows = leaf.dim() > 0 and leaf.shape[0] == rows
-    return torch.empty((batch, *leaf.shape[1:]) if has_rows else leaf.shape, dtype=leaf.dtype, device=device)
+    shape = (batch, *leaf.shape[1:]) if has_rows(leaf, rows) else leaf.shape
+    return torch.empty(shape, dtype=leaf.dtype, device=device)

@@ -1,4 +1,4 @@
-"""What a loss function can reach besides its arguments: to recognise equal functions, and to leave their state as it was."""
+"""The state that a loss function can reach besides its arguments: recognise equal functions, and restore their state after a call."""
 
 from __future__ import annotations
 
@@ -15,63 +15,65 @@ from torch import Tensor, nn
 
 from partitioner.tracing.restore import preserved
 
-__all__ = ["loss_key", "undisturbed"]
+__all__ = ["loss_key", "preserve_state"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
-    """Equal to itself for the same object alone, which it keeps alive so that no other gets its identity."""
+class _ById:
+    """Compares an object by identity, and keeps it alive so that no other object gets its id."""
 
     value: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _ById) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 def loss_key(loss_fn: object, *, exact: bool = True) -> Hashable:
-    """Return a key that is equal for functions of the same code over alike values: a lambda written inside a loop is traced once.
+    """Return a key that is equal for functions with the same code and captured values: a lambda written inside a loop is traced once.
 
-    Numbers and texts that a function reads from around it count by value, for they may switch parts of a loss on and off; tensors by
-    their type; other objects by identity and by the numbers and texts among their attributes.
+    Captured numbers and strings are compared by value, since they may switch parts of a loss on and off; tensors by their type; other
+    objects by identity and by the numbers and strings among their attributes.
 
     Args:
-        exact: whether finite floats count by value; else by their sign, for a factor that changes from step to step.
+        exact: whether finite floats are compared by value; else by their sign, for a factor that changes from step to step.
     """
     return _key(loss_fn, exact, set())
 
 
 def _key(value: object, exact: bool, seen: set[int]) -> Hashable:
+    """Return the key of a loss function, or of a value that it captures. ``seen``: ids of the objects on the way, against cycles."""
     if isinstance(value, float) and not exact and math.isfinite(value):
         return float, value > 0, value < 0
     if isinstance(value, bool | int | float | str | None):
         return type(value), value
-    if isinstance(value, Tensor | types.ModuleType | type):
-        return type(value) if isinstance(value, Tensor) else _Same(value)
-    if id(value) in seen or _is_of_torch(value):
-        return _Same(value)
+    if isinstance(value, Tensor):
+        return type(value)
+    if isinstance(value, types.ModuleType | type) or id(value) in seen or _is_of_torch(value):
+        return _ById(value)
     seen.add(id(value))
     if isinstance(value, types.FunctionType):
-        return value.__code__, tuple((name, _key(each, exact, seen)) for name, each in _reads(value))
+        return value.__code__, tuple((name, _key(captured, exact, seen)) for name, captured in _captured_values(value))
     if isinstance(value, types.MethodType):
         return _key(value.__func__, exact, seen), _key(value.__self__, exact, seen)
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
-        return functools.partial, tuple(value.keywords), tuple(_key(each, exact, seen) for each in parts)
-    simple = [(name, each) for name, each in getattr(value, "__dict__", {}).items() if isinstance(each, bool | int | float | str | None)]
-    return _Same(value), tuple((name, _key(each, exact, seen)) for name, each in simple)
+        return functools.partial, tuple(value.keywords), tuple(_key(part, exact, seen) for part in parts)
+    attributes = getattr(value, "__dict__", {}).items()
+    simple = [(name, attribute) for name, attribute in attributes if isinstance(attribute, bool | int | float | str | None)]
+    return _ById(value), tuple((name, _key(attribute, exact, seen)) for name, attribute in simple)
 
 
 def _is_of_torch(value: object) -> bool:
     return isinstance(value, types.FunctionType) and (value.__module__ or "").partition(".")[0] == "torch"
 
 
-def _reads(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """What a function reads that is no argument: cells of its closure, globals, and defaults."""
+def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield what a function reads besides its arguments: cells of its closure, globals, and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that has no value yet
+        with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     for name in function.__code__.co_names:
         if name in function.__globals__:
@@ -81,29 +83,25 @@ def _reads(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-# -- calling it without a trace ----------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def undisturbed(loss_fn: Callable[..., Any] | None, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Call a loss inside, and restore what it changes: attributes, lists, dicts, tensors, closed-over names and random states.
+def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore, at the end, what calls of a loss change: attributes, lists, dicts, buffers, closure cells, globals and random states.
 
     Yields:
-        A function that says whether what the loss can reach differs from what it was when it was last asked.
+        A function that returns whether this state has changed since its last call, or since the beginning.
     """
-    functions, objects = _reached(loss_fn)
+    functions, objects = _reachable(loss_fn)
     cells = [cell for function in functions for cell in function.__closure__ or ()]
-    contents = [_content(cell) for cell in cells]
+    contents = [_cell_content(cell) for cell in cells]
     names = [(function, name) for function in functions for name in function.__code__.co_names if name in function.__globals__]
     values = [function.__globals__[name] for function, name in names]
-    modules = [each for each in objects if isinstance(each, nn.Module)]
-    tensors = [buffer for each in modules for buffer in each.buffers()]
-    copies = [tensor.detach().clone() for tensor in tensors]
-    states = [_state(functions, objects)]
+    buffers = [buffer for value in objects if isinstance(value, nn.Module) for buffer in value.buffers()]
+    copies = [buffer.detach().clone() for buffer in buffers]
+    snapshots = [_snapshot(functions, objects)]
 
     def is_changed() -> bool:
-        states.append(_state(functions, objects))
-        return states[-1] != states[-2]
+        snapshots.append(_snapshot(functions, objects))
+        return snapshots[-1] != snapshots[-2]
 
     devices = [] if device.type == "cpu" else [device]
     with preserved(*objects), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -111,63 +109,66 @@ def undisturbed(loss_fn: Callable[..., Any] | None, device: torch.device) -> Ite
             yield is_changed
         finally:
             for cell, content in zip(cells, contents, strict=True):
-                if content is not _EMPTY and _content(cell) is not content:
+                if content is not _EMPTY and _cell_content(cell) is not content:
                     cell.cell_contents = content
             for (function, name), value in zip(names, values, strict=True):
                 if function.__globals__.get(name, _EMPTY) is not value:
                     function.__globals__[name] = value
             with torch.no_grad():
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    if not torch.equal(tensor, copy):
-                        tensor.copy_(copy)
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    if not torch.equal(buffer, copy):
+                        buffer.copy_(copy)
 
 
 _EMPTY = object()
+"""Stands for the content of an empty cell."""
 
 
-def _content(cell: types.CellType) -> object:
+def _cell_content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:
         return _EMPTY
 
 
-def _reached(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]:
-    """The functions that a loss calls by name, and the objects that these read."""
+def _reachable(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]:
+    """Return the functions that a loss calls by name, and the objects that these capture: modules, lists, dicts and others."""
     functions: list[types.FunctionType] = []
     objects: list[object] = []
-    rest = [loss_fn]
-    while rest:
-        value = rest.pop()
-        if any(value is each for each in (*functions, *objects)):
+    pending = [loss_fn]
+    while pending:
+        value = pending.pop()
+        if any(value is known for known in (*functions, *objects)):
             continue
         if isinstance(value, types.FunctionType):
             if not _is_of_torch(value):
                 functions.append(value)
-                rest += [each for _, each in _reads(value)]
+                pending += [captured for _, captured in _captured_values(value)]
         elif isinstance(value, types.MethodType):
-            rest += [value.__func__, value.__self__]
+            pending += [value.__func__, value.__self__]
         elif isinstance(value, functools.partial):
-            rest += [value.func, *value.args, *value.keywords.values()]
+            pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, list | dict) or (hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | Tensor)):
             objects.append(value)
     return functions, objects
 
 
-def _state(functions: list[types.FunctionType], objects: list[object]) -> Hashable:
-    """What tells a changed state. A tensor that is written in place is still the same: a trace shows that."""
-    read = [each for function in functions for _, each in _reads(function)]
-    for value in objects:
-        for module in value.modules() if isinstance(value, nn.Module) else [value]:
-            read += list(getattr(module, "__dict__", {}).values()) if not isinstance(module, list | dict) else [module]
-        if isinstance(value, nn.Module):
-            read += [*value.parameters(), *value.buffers()]
-    return tuple(_mark(value) for value in read)
+def _snapshot(functions: list[types.FunctionType], objects: list[object]) -> Hashable:
+    """Summarize the state that functions and objects hold. Writes into tensors are not part of it: a trace shows them."""
+    values = [captured for function in functions for _, captured in _captured_values(function)]
+    for holder in objects:
+        if isinstance(holder, list | dict):
+            values.append(holder)
+            continue
+        for owner in holder.modules() if isinstance(holder, nn.Module) else [holder]:
+            values += getattr(owner, "__dict__", {}).values()
+        if isinstance(holder, nn.Module):
+            values += [*holder.parameters(), *holder.buffers()]
+    return tuple(_fingerprint(value) for value in values)
 
 
-def _mark(value: object) -> Hashable:
-    if isinstance(value, Tensor):
-        return id(value)
+def _fingerprint(value: object) -> Hashable:
+    """Return a number or string by value, a container by its length, anything else by its id."""
     if isinstance(value, list | dict | set):
         return type(value), len(value)
     return (type(value), value) if isinstance(value, bool | int | float | str | None) else id(value)

@@ -70,7 +70,7 @@ def _walk(
             [
                 {
                     **{name: cut.blocks[rank][name].take(tensor).clone() for name, tensor in tensors.items()},
-                    **(inputs if rows is None else rows.of_inputs(graph, inputs, rank)),
+                    **(inputs if rows is None else rows.inputs_of_rank(graph, inputs, rank)),
                     "batch": batch if rows is None else batch // rows.count,
                 }
                 for rank in range(mesh.size)
