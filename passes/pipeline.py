@@ -1,10 +1,10 @@
-"""From a normalized graph and a plan to the programs of all ranks: the phases, in their order.
+"""Lower a normalized graph and a plan to the programs of all ranks: the phases, in their order.
 
     ModelGraph, Plan
-      mean_to_sum          means over the batch become sums of parts, where microbatches or ranks share the batch
-      tile                 regions become tiles in sequence on one device, where the plan says so
-      functional_rng       draws become values of the graph, where ranks compute parts of them
-      boundary_layouts     values that cross stages lie whole, where stages have submeshes of unlike shape
+      mean_to_sum          means over the batch become partial sums, if microbatches or ranks split the batch
+      tile                 regions are computed tile by tile on one device, if the plan says so
+      functional_rng       random draws become values of the graph, if ranks compute parts of them
+      boundary_layouts     values between stages are replicated, if stages have submeshes of different shapes
       shard                each rank's graph, with its collectives
       split                each pipeline's stages
       differentiate        their training graphs
@@ -12,13 +12,13 @@
       place                the programs of all ranks on the mesh
       verify               the proof that these fit together
 
-``PHASES`` is the order; nothing else knows it. ``Lowerer`` runs it and keeps what it made; ``passes.normalize.order.NORMALIZE`` is the
-order in front of it, from an exported graph to a ``ModelGraph``.
+``PHASES`` is the only place that knows this order. ``Lowerer`` runs the phases and caches their results. Before them,
+``passes.normalize.order.NORMALIZE`` turns an exported graph into a ``ModelGraph``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
@@ -60,23 +60,23 @@ Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward
 
 @dataclass(frozen=True)
 class Target:
-    """Which programs of a plan are written.
+    """The programs that a plan is lowered to.
 
     Attributes:
-        in_parts: whether means over the batch that the model returns are sums of parts.
-        results: what ranks return that cut the batch.
-        rows: whether the mesh cuts the batch; it does not cut one that it does not divide.
-        devices: for each rank, where it runs: graphs name the device that they create tensors on.
-        pipelines: ``"all"``, or ``"kinds"``: one pipeline for each kind of part, for programs that are inspected and do not run.
-        differentiation: what is differentiated, by the names of results in the first pipeline; None: nothing.
-        share: whether stages that compute alike share one training graph, with the names of one of them: enough to inspect costs.
+        in_parts: whether means over the batch that the model returns are computed as partial sums.
+        results: whether ranks that shard the batch return whole results or those of their own rows.
+        rows: whether the mesh shards the batch; False replicates it, for a batch that the mesh does not divide.
+        devices: of each rank: graphs name the device that they create tensors on.
+        pipelines: ``"all"``, or ``"kinds"``: one pipeline of each kind (``Lowered.first_of_kind``), for programs that are only inspected.
+        differentiation: the outputs (by their names in the first pipeline), inputs and parameters to differentiate; None: nothing.
+        share: whether stages that compute the same share one training graph, with the names of one of them: enough to inspect costs.
         kind: what the programs do.
-        n_microbatches: of a step.
+        n_microbatches: of a forward or backward.
         schedule: of a training step.
         loss: of a training step.
-        given: of a backward, the outputs whose gradients are not mere zeros, by their names in the first pipeline.
+        given: for a backward, the outputs that are given a gradient other than zero, by their names in the first pipeline.
         gradients: whether gradients of parameters are summed over ranks.
-        inputs: whether results that lie by rows are put together, or stay with the ranks that have the rows.
+        inputs: ``"global"`` gathers results that are sharded by rows; ``"local"`` leaves them on the ranks that have the rows.
         inline: whether all stages that communicate are inlined in programs of a mesh.
     """
 
@@ -99,21 +99,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A model on its way from a plan to programs: what the phases so far have made.
+    """The state of lowering: the results of the phases so far.
 
     Attributes:
-        plan: what was decided.
+        plan: the plan to lower.
         graph: the whole model.
-        held: another sharding by the same plan, as which ranks hold parameters, buffers and constants; None: as this one wants them.
-        cut: the model, sharded.
-        stages: (pipeline, number of a rank among those that share a stage) -> the stages for such ranks; equal ones are one object.
-        programs: of the pipelines, each with the number of its pipeline; after ``place``, of all ranks of the mesh.
-        shared: stages by what they were made from, for all targets: pipelines with equal parts on equal devices have the same object.
+        stored_like: another sharding by the same plan, whose layouts of parameters, buffers and constants ``shard`` uses; None: it chooses.
+        cut: the sharded model.
+        stages: (pipeline, replica) -> the stages for the ranks with that index in round-robin stages; equal ones are one object.
+        programs: (pipeline, program) of each rank: a rank of its pipeline, or after ``place``, a rank of the mesh.
+        shared: cache of ``stages`` for all targets, by inputs: pipelines with equal graphs on equal devices share one object.
     """
 
     plan: Plan
     graph: ModelGraph
-    held: StagedCut | None = None
+    stored_like: StagedCut | None = None
     cut: StagedCut | None = None
     stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
     programs: tuple[tuple[int, Program], ...] = ()
@@ -121,101 +121,101 @@ class Lowered:
 
     @property
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
-        """For each pipeline, the graphs that its ranks compute stages of."""
+        """For each pipeline, the sharded graphs that the stages of its ranks are split from, by pipeline position."""
         assert self.cut is not None
         return self.cut.parts
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """For each pipeline its ranks, in the order of its places."""
+        """For each pipeline its ranks, by pipeline position."""
         return pipelines(self.plan.grid)
 
     @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
-        """For each pipeline the first that computes equal parts: its programs stand for the other's.
+        """For each pipeline, the first pipeline with the same graphs, whose programs represent it.
 
-        Neighbours of a stage with a submesh of another shape send to unlike ranks: there each stands for itself.
+        With per-stage submeshes, equal graphs may communicate with different ranks, so that each pipeline represents itself.
         """
+        if self.plan.grid.widths:
+            return tuple(range(len(self.parts)))
         first: dict[tuple[int, ...], int] = {}
-        kinds = (tuple(map(id, parts)) for parts in self.parts)
-        return tuple(number if self.plan.grid.widths else first.setdefault(kind, number) for number, kind in enumerate(kinds))
+        return tuple(first.setdefault(tuple(map(id, graphs)), pipeline) for pipeline, graphs in enumerate(self.parts))
 
 
 def mean_to_sum(lowered: Lowered, target: Target) -> Lowered:
-    """Let means over the batch that the model returns be sums of parts."""
+    """Compute means over the batch that the model returns as partial sums."""
     return replace(lowered, graph=with_totals(lowered.graph)) if target.in_parts else lowered
 
 
 def tile(lowered: Lowered, _: Target) -> Lowered:
-    """Let regions be computed tile by tile on one device."""
+    """Compute the plan's tiled regions tile by tile, on one device."""
     plan = lowered.plan
     return replace(lowered, graph=streamed(lowered.graph, plan.tiles, plan.tile_budget)) if plan.tiles else lowered
 
 
 def functional_rng(lowered: Lowered, _: Target) -> Lowered:
-    """Let what is drawn be a value of the graph of which a rank takes its part."""
+    """Make random draws values of the graph, of which each rank takes its part."""
     return replace(lowered, graph=split_randomness(lowered.graph)) if lowered.plan.grid.cutting.size > 1 else lowered
 
 
 def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
-    """Let values that cross between stages with submeshes of unlike shape lie whole on the ranks of both."""
+    """Replicate values between stages over the ranks of both stages, if their submeshes have different shapes."""
     plan = lowered.plan
     return replace(lowered, graph=mark_boundaries(lowered.graph, plan.first_nodes)) if plan.grid.widths else lowered
 
 
 def shard(lowered: Lowered, target: Target) -> Lowered:
     """Shard the model over the mesh."""
-    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, like=lowered.held))
+    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, like=lowered.stored_like))
 
 
 def split(lowered: Lowered, target: Target) -> Lowered:
-    """Split each pipeline's part of the model into stages."""
+    """Split the graphs of each pipeline into stages, for the devices of each replica of round-robin stages."""
     stages: dict[tuple[int, int], LoweredStages] = {}
-    for number in _pipelines_of(lowered, target):
-        parts = lowered.parts[number]
-        for replica in range(max(map(len, lowered.plan.stage_ranks))):
-            devices = _stage_devices(lowered, target, number, replica)
-            key = ("split", tuple(map(id, parts)), devices)
+    n_replicas = max(map(len, lowered.plan.stage_ranks))
+    for pipeline in _pipelines_to_lower(lowered, target):
+        graphs = lowered.parts[pipeline]
+        for replica in range(n_replicas):
+            devices = _stage_devices(lowered, target, pipeline, replica)
+            key = ("split", tuple(map(id, graphs)), devices)
             if key not in lowered.shared:
-                lowered.shared[key] = cut_stages(parts, lowered.plan, devices)
-            stages[number, replica] = lowered.shared[key]
+                lowered.shared[key] = cut_stages(graphs, lowered.plan, devices)
+            stages[pipeline, replica] = lowered.shared[key]
     return replace(lowered, stages=stages)
 
 
-def _pipelines_of(lowered: Lowered, target: Target) -> Iterator[int]:
-    """The pipelines that the target asks for."""
-    numbers = range(len(lowered.pipelines))
-    yield from numbers if target.pipelines == "all" else (number for number in numbers if lowered.first_of_kind[number] == number)
+def _pipelines_to_lower(lowered: Lowered, target: Target) -> list[int]:
+    """Return the indices of all pipelines, or of the first pipeline of each kind, as the target asks."""
+    indices = range(len(lowered.pipelines))
+    return [index for index in indices if target.pipelines == "all" or lowered.first_of_kind[index] == index]
 
 
-def _stage_devices(lowered: Lowered, target: Target, number: int, replica: int) -> tuple[torch.device, ...]:
-    """For each stage of a pipeline, where one of its ranks runs."""
-    ranks = lowered.pipelines[number]
-    return tuple(target.devices[ranks[places[replica % len(places)]]] for places in lowered.plan.stage_ranks)
+def _stage_devices(lowered: Lowered, target: Target, pipeline: int, replica: int) -> tuple[torch.device, ...]:
+    """Return the device of each stage of a pipeline for one replica; a stage with fewer replicas uses them in turn."""
+    ranks = lowered.pipelines[pipeline]
+    return tuple(target.devices[ranks[positions[replica % len(positions)]]] for positions in lowered.plan.stage_ranks)
 
 
 def differentiate(lowered: Lowered, target: Target) -> Lowered:
     """Add the training graphs of all stages."""
-    wanted, recompute = target.differentiation, cast(Recompute, lowered.plan.recompute)
-    if wanted is None:
+    if target.differentiation is None:
         return lowered
-    trained: dict[tuple[int, int], LoweredStages] = {}
-    for position, stages in lowered.stages.items():
-        own = replace(wanted, outputs=_outputs_here(lowered, stages, wanted.outputs))
-        key = ("differentiate", id(stages), own, target.share)
+    recompute = cast(Recompute, lowered.plan.recompute)
+    training: dict[tuple[int, int], LoweredStages] = {}
+    for pipeline_and_replica, stages in lowered.stages.items():
+        outputs = _names_in_pipeline(lowered, stages, target.differentiation.outputs)
+        differentiation = replace(target.differentiation, outputs=outputs)
+        key = ("differentiate", id(stages), differentiation, target.share)
         if key not in lowered.shared:
-            lowered.shared[key] = differentiate_stages(stages, own, recompute, share=target.share)
-        trained[position] = lowered.shared[key]
-    return replace(lowered, stages=trained)
+            lowered.shared[key] = differentiate_stages(stages, differentiation, recompute, share=target.share)
+        training[pipeline_and_replica] = lowered.shared[key]
+    return replace(lowered, stages=training)
 
 
-def _outputs_here(lowered: Lowered, stages: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
-    """Return the names that results have in a pipeline's stages.
+def _names_in_pipeline(lowered: Lowered, stages: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
+    """Translate names of model outputs in the first pipeline to their names in the pipeline of ``stages``.
 
-    Parts of unequal sizes need unequal calls, so that a result may have another name in each, or the name of another value.
-
-    Args:
-        outputs: results, by their names in the first pipeline.
+    Shards of different sizes need different calls, so that the same name may even stand for different values.
     """
     pairs = zip(lowered.stages[0, 0].graph.outputs, stages.graph.outputs, strict=True)
     names = {first.node: own.node for first, own in pairs if first.node is not None and own.node is not None}
@@ -223,23 +223,26 @@ def _outputs_here(lowered: Lowered, stages: LoweredStages, outputs: frozenset[st
 
 
 def emit(lowered: Lowered, target: Target) -> Lowered:
-    """Write the programs of each pipeline: those of ranks that share a stage from graphs of their own devices, where these differ."""
-    replicas = {place: number for places in lowered.plan.stage_ranks for number, place in enumerate(places)}
-    owner, programs = homes(lowered.plan.grid), []
-    for number in _pipelines_of(lowered, target):
-        ranks = lowered.pipelines[number]
-        first: dict[tuple[torch.device, ...], int] = {}
-        alike = {each: first.setdefault(_stage_devices(lowered, target, number, each), each) for each in sorted(set(replicas.values()))}
+    """Emit the programs of each pipeline. Replicas of round-robin stages on other devices need graphs that name these devices."""
+    replica_of = {position: replica for positions in lowered.plan.stage_ranks for replica, position in enumerate(positions)}
+    owner = homes(lowered.plan.grid)
+    programs: list[tuple[int, Program]] = []
+    for pipeline in _pipelines_to_lower(lowered, target):
+        ranks = lowered.pipelines[pipeline]
         devices = [target.devices[rank] for rank in ranks]
-        given = _outputs_here(lowered, lowered.stages[number, 0], target.given)
-        emitted = {each: _emitted(lowered.stages[number, each], replace(target, given=given), devices) for each in first.values()}
-        own = (emitted[alike[replica]][place] for place, replica in sorted(replicas.items()))
-        programs += [(number, program) for program in own if owner[ranks[program.rank]] == number]
+        own_target = replace(target, given=_names_in_pipeline(lowered, lowered.stages[pipeline, 0], target.given))
+        stage_devices = {replica: _stage_devices(lowered, target, pipeline, replica) for replica in sorted(set(replica_of.values()))}
+        emitted: dict[tuple[torch.device, ...], tuple[Program, ...]] = {}
+        for replica, key in stage_devices.items():
+            if key not in emitted:
+                emitted[key] = _emit_pipeline(lowered.stages[pipeline, replica], own_target, devices)
+        by_position = [emitted[stage_devices[replica]][position] for position, replica in sorted(replica_of.items())]
+        programs += [(pipeline, program) for program in by_position if owner[ranks[program.rank]] == pipeline]
     return replace(lowered, programs=tuple(programs))
 
 
-def _emitted(stages: LoweredStages, target: Target, devices: Sequence[torch.device]) -> tuple[Program, ...]:
-    """The programs of one pipeline."""
+def _emit_pipeline(stages: LoweredStages, target: Target, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+    """Return the programs of one pipeline by pipeline position, given the device of each."""
     if target.kind == "train_step":
         assert target.schedule is not None
         return emit_train_step(stages, target.schedule, target.loss, devices)
@@ -249,21 +252,22 @@ def _emitted(stages: LoweredStages, target: Target, devices: Sequence[torch.devi
 
 
 def place(lowered: Lowered, target: Target) -> Lowered:
-    """Place the programs of pipelines on the mesh: sums over ranks, peers by their rank, stages that communicate inlined."""
-    placed = [_placed(lowered, target, number, program) for number, program in lowered.programs]
+    """Place the programs of pipelines on the mesh: sums over ranks, peers by mesh rank, stages that communicate inlined."""
+    placed = [_place_program(lowered, target, pipeline, program) for pipeline, program in lowered.programs]
     if len(lowered.parts) > 1 and not lowered.plan.tiles:
-        arrange_collectives((program.rank, own) for (_, program), own in zip(lowered.programs, placed, strict=True))
-    return replace(lowered, programs=tuple((number, own) for (number, _), own in zip(lowered.programs, placed, strict=True)))
+        arrange_collectives((program.rank, on_mesh) for (_, program), on_mesh in zip(lowered.programs, placed, strict=True))
+    return replace(lowered, programs=tuple((pipeline, on_mesh) for (pipeline, _), on_mesh in zip(lowered.programs, placed, strict=True)))
 
 
-def _placed(lowered: Lowered, target: Target, number: int, program: Program) -> Program:
-    mesh, parts, ranks = lowered.plan.grid, lowered.parts, lowered.pipelines[number]
+def _place_program(lowered: Lowered, target: Target, pipeline: int, program: Program) -> Program:
+    """Place one program of a pipeline on the mesh; a single unsharded pipeline stays, but for stages of tiles, which are inlined."""
+    mesh, parts, ranks = lowered.plan.grid, lowered.parts, lowered.pipelines[pipeline]
     if lowered.plan.tiles:
         assert isinstance(program.module, ProgramModule)
         return replace(program, module=inline_stages(program.module, mesh, program.rank))
     if len(parts) == 1:
         return program
-    return place_on_mesh(program, parts[number][program.rank], mesh, ranks, target.gradients, target.inputs, inlined=target.inline)
+    return place_on_mesh(program, parts[pipeline][program.rank], mesh, ranks, target.gradients, target.inputs, inlined=target.inline)
 
 
 def prove(lowered: Lowered, target: Target) -> Lowered:
@@ -289,42 +293,35 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("place", place, None),
     Phase("verify", prove, None),
 )
-"""The order, and what of a target each phase reads. Programs are made anew, because ``place`` rewrites what ``emit`` wrote."""
+"""The phases in order, each with the fields of ``Target`` that it reads; None: not cached, as ``place`` rewrites programs in place."""
 
 
 class Lowerer:
-    """Runs the phases on one model under one plan; what a phase made serves every target that agrees in what it reads.
-
-    Args:
-        start: the model and the plan.
-    """
+    """Runs the phases on ``start``, a model and a plan. A phase runs once for all targets that agree in the fields that it reads."""
 
     def __init__(self, start: Lowered) -> None:
         self._runner = PhaseRunner(PHASES, start, check_lowered)
 
     @gc_paused()
     def after(self, phase: str, target: Target) -> Lowered:
-        """The model after a phase, for a target."""
+        """Return the state after a phase, for a target."""
         return self._runner.after(phase, target)
 
     def programs(self, target: Target) -> tuple[Program, ...]:
-        """The programs of a target, in the order of their ranks."""
-        proved = (program for _, program in self.after("verify", target).programs)
-        return tuple(sorted(proved, key=lambda program: program.rank))
+        """Return the verified programs of a target, ordered by rank."""
+        verified = (program for _, program in self.after("verify", target).programs)
+        return tuple(sorted(verified, key=lambda program: program.rank))
 
 
 def check_lowered(lowered: Lowered, phase: str) -> None:
-    """Verify a graph that a phase has rewritten; later phases verify the graphs of parts and stages as they write them.
+    """Verify the model's graph after a phase; from ``shard`` on, phases verify the graphs that they write themselves.
 
     Raises:
-        VerificationError: a call writes memory that is no buffer's.
+        VerificationError: a call writes memory other than that of buffers.
     """
     if lowered.cut is None:
         lowered.graph.graph.lint()
         verify_writes(lowered.graph.graph, phase, owns_memory=bool(lowered.plan.tiles))
-
-
-# -- the training graphs of stages -------------------------------------------------------------------------------------------------
 
 
 def differentiate_stages(
@@ -332,47 +329,52 @@ def differentiate_stages(
 ) -> LoweredStages:
     """Add the training graphs, from the last stage to the first.
 
-    The order matters: a stage's backward takes the gradient of an output only if some later stage (or the loss) gives one, which is known
-    once those have been differentiated. So None stays None from the loss back to the parameters, as in eager PyTorch.
+    A stage's backward takes the gradient of an output only if a later stage or the loss gives one, which is known once those are
+    differentiated. So None stays None from the loss back to the parameters, as in eager PyTorch.
 
     Args:
-        share: whether stages that compute alike have one graph, whose names are those of one of them: enough to look at costs.
+        share: whether stages that compute the same share one graph, with the names of one of them: enough to inspect costs.
     """
     differentiable = differentiation.parameters | differentiation.inputs
     requiring = values_requiring_gradient(lowered, differentiable)
-    given = set(differentiation.outputs)
+    with_gradient = set(differentiation.outputs)
     training: list[DifferentiatedStage] = []
     known: dict[Hashable, tuple[StageGraph, DifferentiatedStage]] = {}
     for stage in reversed(lowered.stages):
-        wanted = frozenset(name for name in stage.bound + stage.arguments if name in differentiable or name in requiring)
-        form = form_of(stage, wanted, given & requiring) if share else stage.index
+        inputs = _differentiable_inputs(stage, differentiable | requiring)
+        form = form_of(stage, inputs, with_gradient & requiring) if share else stage.index
         if form in known:
-            other, found = known[form]
-            trained = renamed(found, other, stage)
+            first_stage, first_graphs = known[form]
+            graphs = renamed(first_graphs, first_stage, stage)
         else:
-            of_outputs = frozenset(name for name in stage.outputs if name in given and name in requiring)
+            outputs = frozenset(name for name in stage.outputs if name in with_gradient and name in requiring)
             if is_streamed(stage.module.graph):
-                trained = differentiate_tiles(stage, wanted, of_outputs, recompute)
+                graphs = differentiate_tiles(stage, inputs, outputs, recompute)
             else:
-                trained = split_backward(differentiate_regions(stage, wanted, of_outputs, lowered.templates), recompute)
-            known[form] = stage, trained
-        training.insert(0, trained)
-        given.update(trained.arguments_with_gradient)
+                graphs = split_backward(differentiate_regions(stage, inputs, outputs, lowered.templates), recompute)
+            known[form] = stage, graphs
+        training.insert(0, graphs)
+        with_gradient.update(graphs.arguments_with_gradient)
     return replace(lowered, training=tuple(training), differentiation=differentiation, requiring=requiring)
 
 
+def _differentiable_inputs(stage: StageGraph, requiring: frozenset[str]) -> frozenset[str]:
+    """Return the placeholders of a stage (parameters, model inputs, values of earlier stages) that require a gradient."""
+    return frozenset(name for name in stage.bound + stage.arguments if name in requiring)
+
+
 def values_requiring_gradient(lowered: LoweredStages, differentiable: frozenset[str]) -> frozenset[str]:
-    """Which values between stages autograd would track, found by running the stages on fake tensors."""
+    """Return the outputs of stages that autograd would track, found by running each different stage on fake tensors."""
     requiring: set[str] = set()
-    known: dict[Hashable, tuple[bool, ...]] = {}
+    tracked_by_form: dict[Hashable, tuple[bool, ...]] = {}
     for stage in lowered.stages:
         if is_streamed(stage.module.graph):
             requiring |= tiles_requiring_gradient(stage, differentiable)
             continue
-        wanted = frozenset(name for name in stage.bound + stage.arguments if name in differentiable or name in requiring)
-        form = form_of(stage, wanted, ())
-        if form not in known:
-            found = tracked_outputs(stage, wanted, lowered.templates)
-            known[form] = tuple(name in found for name in stage.outputs)
-        requiring.update(name for name, tracked in zip(stage.outputs, known[form], strict=True) if tracked)
+        inputs = _differentiable_inputs(stage, differentiable | requiring)
+        form = form_of(stage, inputs, ())
+        if form not in tracked_by_form:
+            tracked_names = tracked_outputs(stage, inputs, lowered.templates)
+            tracked_by_form[form] = tuple(name in tracked_names for name in stage.outputs)
+        requiring.update(name for name, is_tracked in zip(stage.outputs, tracked_by_form[form], strict=True) if is_tracked)
     return frozenset(requiring)

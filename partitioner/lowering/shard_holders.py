@@ -46,7 +46,7 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), held=self._plan_cut))
+            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self._plan_cut))
         if size != variant.whole_batch:
             _check_microbatches(self._graph_for(size), self._graph_for(variant.whole_batch))
         return self._lowerers[size], Target(variant.in_parts, variant.results, variant.rows)

@@ -1,6 +1,6 @@
-"""One call of an operator as rules and cost models see it: sizes and numbers, and no graph.
+"""One call of an op, as rules and cost models see it: with sizes for tensors, and without a graph.
 
-Calls compare and hash, so that the loops of equal layers are found once, and equal layers are priced once.
+Calls are hashable, so that the loops and costs of equal layers are computed once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Operand(TensorSpec):
     """A tensor among the arguments.
 
     Attributes:
-        index: its number among the tensors, in the order of the operator's schema.
+        index: among the tensor arguments, in the order of the operator's schema.
     """
 
     index: int
@@ -38,12 +38,12 @@ class Operand(TensorSpec):
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with sizes for tensors.
+    """A call of an operator, with shape and dtype for each tensor.
 
     Attributes:
-        operator: what is called.
-        values: of the operator's parameters, in order; tensors are ``Operand``, symbolic numbers expressions, lists tuples.
-        outputs: the tensors that it gives.
+        operator: the overload that is called.
+        values: (parameter, argument) in order; tensors are ``Operand``, symbolic numbers are expressions, lists are tuples.
+        outputs: the tensors that it returns.
     """
 
     operator: OpOverload
@@ -52,9 +52,9 @@ class Call:
 
     @classmethod
     def numbered(cls, operator: OpOverload, values: Iterable[tuple[str, Any]], outputs: tuple[TensorSpec, ...]) -> Call:
-        """Of values whose tensors are no operands yet, or operands of another call."""
-        counter = count()
-        return cls(operator, tuple((name, _numbered(value, counter)) for name, value in values), outputs)
+        """Return a call whose tensors become operands, numbered in order, also if they are operands of another call."""
+        indices = count()
+        return cls(operator, tuple((name, _to_operands(value, indices)) for name, value in values), outputs)
 
     @cached_property
     def _hash(self) -> int:
@@ -65,13 +65,13 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Parameter -> value."""
+        """Parameter -> argument."""
         return dict(self.values)
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
         """All tensors among the arguments."""
-        return tuple(each for _, value in self.values for each in tensors_in(value))
+        return tuple(operand for _, value in self.values for operand in tensors_in(value))
 
     @cached_property
     def results(self) -> tuple[Shape, ...]:
@@ -80,15 +80,15 @@ class Call:
 
     @cached_property
     def slots(self) -> tuple[Operand | None, ...]:
-        """A place for each parameter that takes a tensor, empty where the call gives none; a list has a place for each of its tensors."""
-        found: list[Operand | None] = []
+        """The operand of each parameter that takes a tensor, None if it is not passed; a list gives one for each of its tensors."""
+        slots: list[Operand | None] = []
         for name in tensor_parameters(self.operator):
             value = self.arguments[name]
             if isinstance(value, tuple):
-                found += [each for each in value if isinstance(each, Operand)]
+                slots += [item for item in value if isinstance(item, Operand)]
             else:
-                found.append(value if isinstance(value, Operand) else None)
-        return tuple(found)
+                slots.append(value if isinstance(value, Operand) else None)
+        return tuple(slots)
 
     @property
     def result(self) -> TensorSpec:
@@ -107,18 +107,18 @@ class Call:
         return self.arguments.get(name, default)
 
     def operand(self, *names: str) -> Operand:
-        """The tensor of the first of these parameters that the operator has."""
+        """Return the tensor of the first of these parameters that the operator has."""
         value = next(self.arguments[name] for name in names if name in self.arguments)
         assert isinstance(value, Operand)
         return value
 
     def operand_indices(self, name: str) -> tuple[int, ...]:
-        """The indices of a parameter's tensors."""
-        return tuple(each.index for each in tensors_in(self.arguments.get(name)))
+        """Return the indices of a parameter's tensors."""
+        return tuple(operand.index for operand in tensors_in(self.arguments.get(name)))
 
 
 def tensors_in(value: Any) -> Iterator[Operand]:
-    """The tensors of an argument."""
+    """Yield the tensors in an argument, also in nested lists."""
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, tuple):
@@ -127,25 +127,26 @@ def tensors_in(value: Any) -> Iterator[Operand]:
 
 
 def call_of(node: fx.Node) -> Call | None:
-    """What a node calls; None when a value in front of it is no tensor and no number of known meaning."""
+    """Return the call of a node; None if a result is no tensor, or an argument is computed and neither a tensor nor a number."""
     assert isinstance(node.target, OpOverload)
-    found = node.meta.get("val")
-    results = found if isinstance(found, list | tuple) else (found,)
+    value = node.meta.get("val")
+    results = value if isinstance(value, list | tuple) else (value,)
     tensors = [result for result in results if result is not None]
     if not tensors or not all(isinstance(result, Tensor) for result in tensors):
         return None
     try:
-        values = [(name, _value(value)) for name, value in bound_arguments(node).items()]
+        arguments = [(name, _describe(argument)) for name, argument in bound_arguments(node).items()]
     except _UnknownValueError:
         return None
-    return Call.numbered(node.target, values, tuple(_spec(each) for each in tensors))
+    return Call.numbered(node.target, arguments, tuple(_spec(tensor) for tensor in tensors))
 
 
 class _UnknownValueError(Exception):
-    """An argument that rules have no word for."""
+    """An argument is the result of a node, and neither a tensor nor a number."""
 
 
-def _value(value: Any) -> Any:
+def _describe(value: Any) -> Any:
+    """Replace nodes in an argument by what calls hold: a ``TensorSpec``, a number or an expression; and lists by tuples."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
         if isinstance(value, Tensor):
@@ -157,14 +158,15 @@ def _value(value: Any) -> Any:
             raise _UnknownValueError
         return value
     if isinstance(value, list | tuple):
-        return tuple(_value(each) for each in value)
+        return tuple(_describe(item) for item in value)
     return value
 
 
-def _numbered(value: Any, counter: Iterator[int]) -> Any:
+def _to_operands(value: Any, indices: Iterator[int]) -> Any:
+    """Replace each ``TensorSpec`` in an argument by an operand with the next index."""
     if isinstance(value, TensorSpec):
-        return Operand(value.shape, value.dtype, next(counter))
-    return tuple(_numbered(each, counter) for each in value) if isinstance(value, tuple) else value
+        return Operand(value.shape, value.dtype, next(indices))
+    return tuple(_to_operands(item, indices) for item in value) if isinstance(value, tuple) else value
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

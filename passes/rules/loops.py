@@ -1,4 +1,4 @@
-"""One call of an operation as loops over factors: what a rule says of it.
+"""One call of an op as loops over factors, as its rule describes it.
 
     linear(x, weight, bias), shapes (8, 16, 64), (256, 64), (256,):
 
@@ -27,10 +27,10 @@ Size: TypeAlias = "int | sympy.Expr"
 """A number, or an expression in the batch size."""
 
 Dimension: TypeAlias = tuple[int, ...]
-"""The factors of one dimension of a tensor, outermost first; none for a dimension of size one that is broadcast or that nobody cuts."""
+"""The factors of one dimension of a tensor, outermost first; none for a dimension of size one, or one that is not sharded."""
 
 Reduction = Literal["sum", "mean", "max", "min", "whole"]
-"""How the results of the parts make the result where a factor is in no result (``"mean"``: weighted by the sizes of the parts);
+"""How the results of parts are combined if no result has the factor (``"mean"``: weighted by the sizes of the parts);
 ``"whole"``: the factor cannot be cut."""
 
 
@@ -39,10 +39,10 @@ class Factor:
     """One loop of a call.
 
     Attributes:
-        name: as the rule calls it (``"in"``, ``"heads"``, ``"batch0"``); gives axes their readable names.
-        size: how often it runs.
-        reduction: None: each part gives its own part of every result that has the factor, and all results have it. Otherwise how the
-            parts' results are combined, or ``"whole"``.
+        name: in the rule (``"in"``, ``"heads"``, ``"batch0"``); gives axes their readable names.
+        size: number of steps.
+        reduction: None if all results have the factor, so that each part gives its own part of them. Otherwise how the parts' results are
+            combined, or ``"whole"``.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """What ``Loops.localize`` is given: the sizes of one part.
+    """The sizes of one part of a call, for ``Loops.localize``.
 
     Attributes:
-        arguments: the operator's parameters by name as the whole call has them.
+        arguments: of the whole call, by parameter.
         operands: shape of each tensor operand of the part.
         results: shape of each result of the part.
-        factors: size of each factor of the part; of one in an operand that another slides over, how much is read.
+        factors: size of each factor of the part; for a factor that a window slides over (``Window.part``), the number of elements read.
         cut: the factors that are cut.
     """
 
@@ -78,11 +78,11 @@ class Loops:
         operands: for each tensor among the arguments (in the order of the operator's schema, lists of tensors spread, None left out),
             its dimensions.
         results: for each tensor that it returns, its dimensions.
-        added: operands that are added to the result (a bias): where a part gives a summed result, one part alone adds them.
+        added: operands that are added to the result (a bias): if a factor is cut that is summed over, only one part adds them.
         linear: sets of operands in each of which the results are linear (homogeneous of degree one, all operands of the set together).
         windows: dimensions of operands over which a factor slides; no factor that is cut runs over them.
-        unread: operands that only lend a type or a place (``new_zeros``): neither their numbers nor their sizes are read.
-        localize: arguments that hold sizes -> what a part passes instead; None when a part passes the same arguments.
+        unread: operands of which only dtype and device are used (``new_zeros``), neither values nor sizes.
+        localize: returns the arguments that depend on sizes, by parameter, as a part passes them; None if there are none.
     """
 
     factors: tuple[Factor, ...]
@@ -96,6 +96,7 @@ class Loops:
 
     @cached_property
     def running(self) -> tuple[tuple[int, ...], ...]:
-        """For each factor the operands that have it in a dimension."""
-        held = [{factor for dimension in dimensions for factor in dimension} for dimensions in self.operands]
-        return tuple(tuple(place for place, each in enumerate(held) if factor in each) for factor in range(len(self.factors)))
+        """For each factor, the operands that have it in a dimension."""
+        factors_of = [{factor for dimension in dimensions for factor in dimension} for dimensions in self.operands]
+        operands = range(len(factors_of))
+        return tuple(tuple(operand for operand in operands if factor in factors_of[operand]) for factor in range(len(self.factors)))

@@ -1,6 +1,4 @@
-"""Look up the rule of an op, and bind it to a call.
-
-Rules of operators that this package does not know: the user's own.
+"""Look up the rule of an op, and bind it to a call; let users register rules for their own ops.
 
     register_rule(torch.ops.mine.gated_product, "batch* in, out in, out -> batch* out; linear input | weight")
 
@@ -30,10 +28,11 @@ __all__ = ["RULES", "Rule", "loops_of", "loops_of_call", "register_rule", "regis
 
 
 Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
-"""A line of the language, or what writes the line (or the loops) of a call."""
+"""A line of the language, or a function that returns the line (or the loops) of a call."""
 
 
-def _lines() -> Iterator[tuple[Any, Rule]]:
+def _rules_of_tables() -> Iterator[tuple[Any, Rule]]:
+    """Yield (op, rule) of all tables; later tables override earlier ones."""
     tables: tuple[Mapping[Any, list[Any]], ...] = (
         ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, RESHAPES, SHAPES, INDEXING, ALONG,
     )  # fmt: skip
@@ -42,27 +41,26 @@ def _lines() -> Iterator[tuple[Any, Rule]]:
             yield operator, rule
 
 
-RULES: Mapping[Any, Rule] = dict(_lines())
-"""Operator, or one of its overloads, -> its rule."""
+RULES: Mapping[Any, Rule] = dict(_rules_of_tables())
+"""Op (``aten.add``) or overload (``aten.max.dim``) -> its rule."""
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operation: of the overload, else of the operator; an in-place one follows the functional one.
+    """Return the rule of an overload, or of its op; None if there is none.
 
-    What PyTorch tags as pointwise is elementwise; None when there is no rule.
+    Rules that the user registered come first. An in-place op has the rule of its functional form. Ops that PyTorch tags as pointwise are
+    elementwise.
     """
     if not isinstance(target, OpOverload):
         return None
-    return registered_rule(target) or _rule_of_the_table(target)
+    return registered_rule(target) or _builtin_rule(target)
 
 
 @functools.cache
-def _rule_of_the_table(target: OpOverload) -> Rule | None:
+def _builtin_rule(target: OpOverload) -> Rule | None:
     target = functional(target) or target
-    found = RULES.get(target) or RULES.get(packet(target))
-    if found is None and torch.Tag.pointwise in target.tags:
-        return "..."
-    return found
+    rule = RULES.get(target) or RULES.get(packet(target))
+    return "..." if rule is None and torch.Tag.pointwise in target.tags else rule
 
 
 def loops_of(node: fx.Node) -> Loops | None:
@@ -81,20 +79,20 @@ def loops_of(node: fx.Node) -> Loops | None:
 
 
 def loops_of_call(call: Call) -> Loops | None:
-    """What a rule says of a call of which only sizes are known; see ``loops_of``."""
+    """Return the loops of a call of which only sizes and numbers are known; as ``loops_of``."""
     rule = rule_of(call.operator)
     if rule is None:
         return None
     try:
         return _cached_loops(call, rule)
-    except TypeError:  # an argument that does not hash
-        return _loops(call, rule)
+    except TypeError:  # an argument that is not hashable
+        return _apply_rule(call, rule)
 
 
-def _loops(call: Call, rule: Rule) -> Loops | None:
+def _apply_rule(call: Call, rule: Rule) -> Loops | None:
     try:
-        found = rule(call) if callable(rule) else rule
-        return bind(parse(found), call) if isinstance(found, str) else found
+        line_or_loops = rule(call) if callable(rule) else rule
+        return bind(parse(line_or_loops), call) if isinstance(line_or_loops, str) else line_or_loops
     except MisfitError as error:
         if rule == registered_rule(call.operator):
             raise ConfigError(
@@ -104,24 +102,24 @@ def _loops(call: Call, rule: Rule) -> Loops | None:
         return None
 
 
-_cached_loops = functools.lru_cache(maxsize=8192)(_loops)
+_cached_loops = functools.lru_cache(maxsize=8192)(_apply_rule)
 
 
-# -- rules of operators that this package does not know ----------------------------------------------------------------------------
+# -- rules that users register -----------------------------------------------------------------------------------------------------
 
 
 _registered: dict[Any, str] = {}
 
 
 def register_rule(operator: Any, rule: str) -> None:
-    """Say what loops an operator is. A rule of an overload goes before that of the operator, and both before those of this package.
+    """Register the sharding rule of an op. A rule of an overload overrides that of its op, and both override built-in rules.
 
     Args:
-        operator: ``torch.ops.mine.gated_product``, or one overload of it; a registration of before is replaced.
+        operator: ``torch.ops.mine.gated_product``, or one overload of it; an earlier registration is replaced.
         rule: a line of the rule language.
 
     Raises:
-        ConfigError: the line cannot be read (its token is shown), or it does not fit the operator's schema.
+        ConfigError: the line cannot be parsed (its token is shown), or it does not fit the operator's schema.
     """
     line = parse(rule)
     if isinstance(operator, OpOverload):
@@ -133,25 +131,26 @@ def register_rule(operator: Any, rule: str) -> None:
             f"{operator!r} is no operator", remedy="pass torch.ops.<namespace>.<name>; torch.library.custom_op defines operators"
         )
     for overload in overloads:
-        _check(overload, line)
+        _check_schema(overload, line)
     _registered[operator] = rule
 
 
 def registered_rule(target: Any) -> str | None:
-    """What the user registered for an operation; None when nothing."""
+    """Return the rule that the user registered for an overload or its op; None if there is none."""
     return _registered.get(target) or _registered.get(packet(target))
 
 
-def _check(operator: OpOverload, line: Line) -> None:
-    known = set(parameters_of(operator))
+def _check_schema(operator: OpOverload, line: Line) -> None:
+    """Raise if a line names parameters that an overload does not have, or has another number of operands."""
+    parameters = set(parameters_of(operator))
     named = {
         *(argument for argument in line.sizes.values() if isinstance(argument, str)),
         *(name for members in line.linear for name, _ in members),
         *([line.shape] if line.shape is not None else []),
     }
-    if named - known:
+    if named - parameters:
         raise ConfigError(
-            f"the rule of {operator} names {', '.join(sorted(named - known))}, which the operator does not take",
+            f"the rule of {operator} names {', '.join(sorted(named - parameters))}, which the operator does not take",
             remedy=f"its parameters are {', '.join(parameters_of(operator))}",
         )
     tensors = tensor_parameters(operator)

@@ -1,8 +1,6 @@
-"""Rules of matrix products, convolutions, attention, normalisation, recurrent layers, resampling and losses.
+"""The rules of all ops, as tables: rule -> ops. A rule is a line (``passes.rules.language``), or a function that returns one for a call.
 
-Rules of operations that compute each element from one element of each operand, and of those that make tensors.
-
-Operations that PyTorch tags as pointwise and that are not linear need no line.
+Ops that PyTorch tags as pointwise and that are not linear need no rule.
 """
 
 from __future__ import annotations
@@ -16,21 +14,18 @@ from passes.rules.call import Call
 from passes.rules.ops import conv_pool as spatial
 from passes.rules.ops import einsum as contractions
 from passes.rules.ops import indexing
-from passes.rules.ops import indexing as creation
 from passes.rules.ops import nn_layers as layers
-from passes.rules.ops import nn_layers as reductions
 from passes.rules.ops import shape as views
 from passes.rules.ops import slice_concat as moving
 from passes.rules.ops import unfold_fold as patches
 
 __all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "RESHAPES", "SHAPES", "SPACE"]
 
-
 aten = torch.ops.aten
 
 
-def _whole(rank: int) -> str:
-    """``(batch, channels, space*)`` to another space, each result of all of it."""
+def _uncut_space(rank: int) -> str:
+    """Return the line of an op from ``(batch, channels, space*)`` to another space, where space is not cut."""
     before, after = (" ".join(f"{name}{prime}!" for name in spatial.space(rank)) for prime in ("", "'"))
     return f"batch* channels {before} -> batch* channels {after}"
 
@@ -63,7 +58,7 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
     spatial.convolution(3, transposed=True): [aten.conv_transpose3d],
     spatial.convolution_of_arguments: [aten.convolution],
 }
-"""Rule -> operators."""
+"""Matrix products, attention and convolutions."""
 
 LAYERS: Mapping[Any, list[Any]] = {
     layers.embedding: [aten.embedding],
@@ -77,12 +72,12 @@ LAYERS: Mapping[Any, list[Any]] = {
     layers.recurrent: [aten.gru, aten.lstm, aten.rnn_relu, aten.rnn_tanh],
     layers.recurrent_cell: [aten.gru_cell, aten.lstm_cell, aten.rnn_relu_cell, aten.rnn_tanh_cell],
 }
-"""Rule -> operators."""
+"""Embedding, normalization and recurrent layers."""
 
 SPACE: Mapping[Any, list[Any]] = {
-    _whole(1): [aten.max_pool1d_with_indices, aten.adaptive_max_pool1d],
-    _whole(2): [aten.max_pool2d_with_indices, aten.adaptive_max_pool2d, aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa],  # noqa: SLF001
-    _whole(3): [aten.max_pool3d_with_indices, aten.adaptive_max_pool3d],
+    _uncut_space(1): [aten.max_pool1d_with_indices, aten.adaptive_max_pool1d],
+    _uncut_space(2): [aten.max_pool2d_with_indices, aten.adaptive_max_pool2d, aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa],  # noqa: SLF001
+    _uncut_space(3): [aten.max_pool3d_with_indices, aten.adaptive_max_pool3d],
     spatial.pool(1, "max"): [aten.max_pool1d],
     spatial.pool(2, "max"): [aten.max_pool2d],
     spatial.pool(3, "max"): [aten.max_pool3d],
@@ -118,7 +113,7 @@ SPACE: Mapping[Any, list[Any]] = {
     patches.unfold: [aten.im2col],
     patches.fold: [aten.col2im],
 }  # fmt: skip
-"""Rule -> operators."""
+"""Pooling, resampling and patches of images."""
 
 LOSSES: Mapping[Any, list[Any]] = {
     layers.elementwise_loss: [
@@ -131,10 +126,7 @@ LOSSES: Mapping[Any, list[Any]] = {
     layers.vector_loss("self", "weight"): [aten.multi_margin_loss],
     layers.classification: [aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_nd],
 }  # fmt: skip
-"""Rule -> operators."""
-
-
-# -- rules of operations on shapes -------------------------------------------------------------------------------------------------
+"""Losses."""
 
 
 RESHAPES: Mapping[Any, list[Any]] = {
@@ -144,7 +136,7 @@ RESHAPES: Mapping[Any, list[Any]] = {
     views.unflatten: [aten.unflatten],
     views.shaped_like: [aten.reshape_as, aten.view_as],
 }
-"""Rule -> operators that give the same elements in the same order another shape."""
+"""Ops that give the same elements in the same order another shape."""
 
 SHAPES: Mapping[Any, list[Any]] = {
     moving.permute: [aten.permute],
@@ -184,7 +176,7 @@ SHAPES: Mapping[Any, list[Any]] = {
     moving.meshgrid: [aten.meshgrid],
     "batch* rows! columns! -> batch* rows! columns!; linear self": [aten.tril, aten.triu],
 }  # fmt: skip
-"""Rule -> operators."""
+"""Ops that move, copy or drop elements."""
 
 INDEXING: Mapping[Any, list[Any]] = {
     indexing.index_select: [aten.index_select],
@@ -196,42 +188,39 @@ INDEXING: Mapping[Any, list[Any]] = {
     indexing.index: [aten.index],
     indexing.index_put: [aten.index_put],
 }
-"""Rule -> operators."""
+"""Ops that read or write elements at indices."""
 
 ALONG: Mapping[Any, list[Any]] = {
-    reductions.reduced("sum", "linear self"): [aten.sum],
-    reductions.reduced("sum"): [aten.nansum, aten.count_nonzero],
-    reductions.reduced("mean", "linear self"): [aten.mean],
-    reductions.reduced("max"): [aten.amax, aten.any, aten.max.default],
-    reductions.reduced("min"): [aten.amin, aten.all, aten.min.default],
-    reductions.reduced("whole"): [
+    layers.reduced("sum", "linear self"): [aten.sum],
+    layers.reduced("sum"): [aten.nansum, aten.count_nonzero],
+    layers.reduced("mean", "linear self"): [aten.mean],
+    layers.reduced("max"): [aten.amax, aten.any, aten.max.default],
+    layers.reduced("min"): [aten.amin, aten.all, aten.min.default],
+    layers.reduced("whole"): [
         aten.aminmax,
         aten.argmax, aten.argmin, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
         aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean, aten.nanmedian,
     ],
     "...": [aten.max.other, aten.min.other],
-    reductions.along(): [
+    layers.along(): [
         aten._log_softmax, aten._softmax, aten.argsort, aten.cummax, aten.cummin, aten.cumprod, aten.log_softmax,  # noqa: SLF001
         aten.logcumsumexp, aten.softmax, aten.sort,
     ],
-    reductions.along("dim", "linear self"): [aten.cumsum],
-    reductions.compared: [aten.cosine_similarity, aten.pairwise_distance],
-    reductions.transformed: [
+    layers.along("dim", "linear self"): [aten.cumsum],
+    layers.compared: [aten.cosine_similarity, aten.pairwise_distance],
+    layers.transformed: [
         aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn, aten.fft_irfft, aten.fft_irfft2,
         aten.fft_irfftn, aten.fft_rfft, aten.fft_rfft2, aten.fft_rfftn, aten.fft_fftshift, aten.fft_ifftshift,
     ],
-    reductions.glu: [aten.glu],
-    reductions.selected_along: [aten.topk, aten.kthvalue],
-    reductions.difference: [aten.diff],
+    layers.glu: [aten.glu],
+    layers.selected_along: [aten.topk, aten.kthvalue],
+    layers.difference: [aten.diff],
 }  # fmt: skip
-"""Rule -> operators."""
+"""Reductions, and ops along a dimension."""
 
 
-# -- rules of operations that compute each element from one element of each operand ------------------------------------------------
-
-
-def _divided(call: Call) -> str:
-    """Rounding after the division ends linearity."""
+def _division(call: Call) -> str:
+    """Elementwise; linear if the quotient is not rounded."""
     return "..." if call.get("rounding_mode") is not None else "...; linear self"
 
 
@@ -253,7 +242,7 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
     ],
     "...; linear self other": [aten.add, aten.sub, aten.rsub, aten.subtract, aten.where],
     "...; linear self | other": [aten.mul, aten.multiply],
-    _divided: [aten.div, aten.divide, aten.true_divide],
+    _division: [aten.div, aten.divide, aten.true_divide],
     "...; linear self value": [aten.masked_fill],
     "...; linear self end": [aten.lerp],
     "...; linear self tensor1 | self tensor2": [aten.addcmul],
@@ -269,7 +258,7 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
     layers.feature_dropout: [aten.feature_dropout, aten.feature_alpha_dropout],
     layers.prelu: [aten.prelu],
 }  # fmt: skip
-"""Rule -> operators."""
+"""Ops that compute each element from one element of each operand."""
 
 CREATION: Mapping[Any, list[Any]] = {
     "-> dim*; shape size": [aten.empty, aten.full, aten.ones, aten.rand, aten.randint, aten.randn, aten.zeros],
@@ -282,11 +271,11 @@ CREATION: Mapping[Any, list[Any]] = {
         aten.scalar_tensor, aten.tril_indices, aten.triu_indices,
     ],
     "dim* -> dim* classes!": [aten.one_hot],
-    creation.histogram: [aten.histc],
-    creation.bincount: [aten.bincount],
-    creation.everything: [
+    indexing.histogram: [aten.histc],
+    indexing.bincount: [aten.bincount],
+    indexing.everything: [
         aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
         aten.where.default,
     ],
 }  # fmt: skip
-"""Rule -> operators."""
+"""Ops that create tensors or count, and ops that are never cut."""

@@ -3,7 +3,7 @@
     convolution, kernel k, stride s, padding p, dilation d       first  s o - p                    last  s o - p + d (k - 1)
     transposed                                                   first  ceil((o + p - d (k - 1)) / s)      last  floor((o + p) / s)
     slice from a in steps of s                                   first  a + s o                    last  a + s o
-    interpolation between neighbours by a factor f               first  floor((o + 1/2) / f - 1/2)         last  one more
+    linear interpolation by a factor f                           first  floor((o + 1/2) / f - 1/2)         last  first + 1
 
 ``through`` substitutes the formulas of a chain of ops into each other: from a part of the last result to the first operand.
 """
@@ -25,7 +25,7 @@ STEP = sympy.Symbol("o", integer=True)
 """A step of the loop."""
 
 Border = Literal["fill", "clamp", "replicate", "reflect", "circular"]
-"""Elements read beyond the ends of a dimension: padding; none; the last element; the mirrored ones; those of the other end."""
+"""Reads beyond the ends of a dimension: a fill value; nothing; the last element; mirrored elements; elements of the other end."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Reach:
         first: the first element, in the part's first step.
         last: the last element, in the part's last step.
         size: of the dimension.
-        border: how reads beyond its ends are answered.
+        border: the elements beyond its ends.
         fill: value of the padding.
-        skip: the op on the elements read gives more results than the part: how many come before it, by the part's first step.
-        written: whether the op on the elements read is another one, which ``passes.spmd.decompose`` writes.
+        skip: number of surplus results before those of the part, if the op gives more on the elements read; by the part's first step.
+        written: whether a part needs another op on the elements read: a decomposition (``passes.spmd.decompose``).
     """
 
     first: sympy.Expr
@@ -52,7 +52,7 @@ class Reach:
 
     @functools.lru_cache(maxsize=2**16)  # noqa: B019  a reach is a value; the cache is of all of them
     def reads(self, start: int, stop: int) -> Runs:
-        """Return the elements that the steps from ``start`` to ``stop`` read."""
+        """Return the elements that the steps from ``start`` to ``stop`` (exclusive) read."""
         first, last = _at(self.first, start), _at(self.last, stop - 1)
         step = 1 if last >= first else -1
         return forward_runs(self._elements(range(first, last + step, step)))
@@ -80,11 +80,11 @@ class Window:
     """A dimension of an operand over which a loop slides.
 
     Attributes:
-        operand: which operand.
-        dimension: of it.
+        operand: index of the operand.
+        dimension: of the operand.
         factor: the loop; None for one of a single step.
-        reach: what a part of the loop reads.
-        part: of a dimension that holds two factors (places of patches, height times width), the one that is slid over; None: all of it.
+        reach: the elements that a part of the loop reads.
+        part: in a dimension of several factors (windows of ``fold``, rows times columns), the factor that is slid over; None: all of it.
     """
 
     operand: int
@@ -95,7 +95,7 @@ class Window:
 
 
 def through(reaches: Sequence[Reach]) -> tuple[sympy.Expr, sympy.Expr]:
-    """First and last element of the first operand of a chain, in the first and last step of its last loop.
+    """Return the first and last element that a chain of windows reads, as formulas in the first and last step of the last window.
 
     >>> three = Reach(STEP - 1, STEP + 1, 64)
     >>> through([three, Reach(2 * STEP - 1, 2 * STEP + 1, 64)])
@@ -108,7 +108,7 @@ def through(reaches: Sequence[Reach]) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def _mirrored(index: int, size: int) -> int:
-    """Without repeating the element at the end."""
+    """Reflect an index at the ends of a dimension, without repeating the element at the end: -1 is 1."""
     period = 2 * (size - 1)
     index = index % period if period else 0
     return min(index, period - index)
@@ -116,4 +116,5 @@ def _mirrored(index: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def _at(expression: sympy.Expr | int, step: int) -> int:
+    """Evaluate a formula in ``STEP`` at a step."""
     return int(sympy.sympify(expression).subs(STEP, step))

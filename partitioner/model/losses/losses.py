@@ -119,20 +119,12 @@ class Losses:
         Raises:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
-<<<<<<< HEAD
-        asked = _Asked(inputs, target, loss_fn, reduction)
-        mixed = any(output.combine == "mixed" for output in self._traced(lambda: lowering_for(inputs.batch)[1]).outputs)
-        whole = loss_fn is not None and (mixed or reduction == "batch")
-        prepared = self._prepare(asked, lowering_for, "whole" if mixed or whole else "loss")
-        if loss_fn is None or whole or prepared.own or not _is_cut(prepared):
-=======
         step = _Step(inputs, target, loss_fn, reduction)
-        mixes_rows = any(output.combine == "mixed" for output in self._graph.outputs)
+        mixes_rows = any(output.combine == "mixed" for output in self._traced(lambda: lowering_for(inputs.batch)[1]).outputs)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
         if loss_fn is None or takes_all_rows or prepared.is_own_loss or not is_cut:
->>>>>>> sw1
             return prepared
         combination = self._agreed_combination(step, prepared)
         if combination.kind == "batch":
@@ -143,22 +135,15 @@ class Losses:
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
-<<<<<<< HEAD
     def _traced(self, lowering: Callable[[], Lowering]) -> ModelGraph:
         """The model as it was traced for a batch; one that is fixed to a size may compute something else for another."""
         return self._graph if self._graph.batch is not None else lowering().whole
 
-    def _prepare(self, asked: _Asked, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
-        batch = asked.inputs.batch
-        of_all_rows = results == "whole" and asked.loss_fn is not None
-        if asked.loss_fn is None:
-=======
     def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
         """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on."""
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
         if step.loss_fn is None:
->>>>>>> sw1
             count, lowering = lowering_for(batch)
         else:
             count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results)
@@ -255,11 +240,7 @@ class Losses:
         if key not in self._proofs:
             assert step.loss_fn is not None
             device = self._runtime.devices[self._here]
-<<<<<<< HEAD
-            self._proofs[key] = prove(self._traced(lambda: lowering), lowering.graph, asked.loss_fn, target, local, device)
-=======
-            self._proofs[key] = prove(self._graph, lowering.graph, step.loss_fn, target, rows_of_rank, device)
->>>>>>> sw1
+            self._proofs[key] = prove(self._traced(lambda: lowering), lowering.graph, step.loss_fn, target, rows_of_rank, device)
         return self._proofs[key]
 
     def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:

@@ -1,4 +1,4 @@
-"""Operations that sum products: matrix products, einsum, attention."""
+"""Rules of ops that contract dimensions: matrix products, einsum, attention; and of layer norm."""
 
 from __future__ import annotations
 
@@ -10,36 +10,29 @@ __all__ = ["attention", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
 
 
 def matmul(call: Call) -> str:
-    """Vectors, matrices and batches of matrices, in every combination."""
-    left, right = call.operand("self"), call.operand("other")
-    rows, columns = len(left.shape) > 1, len(right.shape) > 1
-    batch = ["batch*"]
-    return write(
-        [
-            [*(batch * (len(left.shape) > 2)), *(["rows"] * rows), "in"],
-            [*(batch * (len(right.shape) > 2)), "in", *(["columns"] * columns)],
-        ],
-        [[*(batch * (max(len(left.shape), len(right.shape)) > 2)), *(["rows"] * rows), *(["columns"] * columns)]],
-        "linear self | other",
-    )
+    """``batch* rows in, batch* in columns -> batch* rows columns``; a vector has only ``in``, and a matrix no batch."""
+    left_rank, right_rank = len(call.operand("self").shape), len(call.operand("other").shape)
+    left_batch, right_batch, batch = (["batch*"] if rank > 2 else [] for rank in (left_rank, right_rank, max(left_rank, right_rank)))
+    rows, columns = ["rows"] if left_rank > 1 else [], ["columns"] if right_rank > 1 else []
+    return write([[*left_batch, *rows, "in"], [*right_batch, "in", *columns]], [[*batch, *rows, *columns]], "linear self | other")
 
 
 def tensordot(call: Call) -> str:
-    """The listed dimensions of both operands are summed over, in pairs."""
-    left, right = call.operand("self"), call.operand("other")
-    terms = [numbered(len(left.shape), name="left"), numbered(len(right.shape), name="right")]
-    kept = [list(term) for term in terms]
-    for pair, (one, other) in enumerate(zip(call["dims_self"], call["dims_other"], strict=True)):
-        for term, rest, place in zip(terms, kept, (one, other), strict=True):
-            index = dimension(len(term), place)
-            rest.remove(term[index])
+    """Pairs of dimensions of both operands are summed over."""
+    terms = [numbered(len(call.operand(name).shape), name=prefix) for name, prefix in (("self", "left"), ("other", "right"))]
+    remaining = [list(term) for term in terms]
+    for pair, dims in enumerate(zip(call["dims_self"], call["dims_other"], strict=True)):
+        for term, remaining_term, dim in zip(terms, remaining, dims, strict=True):
+            index = dimension(len(term), dim)
+            remaining_term.remove(term[index])
             term[index] = f"in{pair}"
-    return write(terms, [[*kept[0], *kept[1]]], "linear self | other")
+    return write(terms, [[*remaining[0], *remaining[1]]], "linear self | other")
 
 
 def inner(call: Call) -> str:
     """The last dimensions of both operands are summed over."""
-    left, right = (numbered(len(call.operand(name).shape) - 1, name=kept) for name, kept in (("self", "left"), ("other", "right")))
+    left = numbered(len(call.operand("self").shape) - 1, name="left")
+    right = numbered(len(call.operand("other").shape) - 1, name="right")
     return write([[*left, "in"], [*right, "in"]], [[*left, *right]], "linear self | other")
 
 
@@ -48,27 +41,24 @@ def einsum(call: Call) -> str:
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if not arrow:
+    if not arrow:  # PyTorch's default: the letters that occur once, in alphabetical order
         letters = sorted(set(left) - set(",."))
         right = ("..." if "..." in left else "") + "".join(letter for letter in letters if left.count(letter) == 1)
-    whole = {letter for term in terms for letter in term if letter != "." and term.count(letter) > 1}
-    names = {letter: f"{ANY_DIMENSION}_{letter}{'!' if letter in whole else ''}" for letter in equation if letter.isalpha()}
+    diagonals = {letter for term in terms for letter in term if letter != "." and term.count(letter) > 1}
+    names = {letter: f"{ANY_DIMENSION}_{letter}{'!' if letter in diagonals else ''}" for letter in equation if letter.isalpha()}
 
-    def spelled(term: str) -> list[str]:
-        front, dots, back = term.partition("...")
-        return [*(names[letter] for letter in front), *(["batch*"] if dots else []), *(names[letter] for letter in back)]
+    def to_term(subscripts: str) -> list[str]:
+        before, dots, after = subscripts.partition("...")
+        return [*(names[letter] for letter in before), *(["batch*"] if dots else []), *(names[letter] for letter in after)]
 
     if "..." in left and "..." not in right:
         raise MisfitError("an ellipsis is summed over")
-    sets = " | ".join(f"tensors.{index}" for index in range(len(terms)))
-    return write([spelled(term) for term in terms], [spelled(right)], f"linear {sets}")
+    linear = " | ".join(f"tensors.{index}" for index in range(len(terms)))
+    return write([to_term(term) for term in terms], [to_term(right)], f"linear {linear}")
 
 
 def attention(call: Call) -> str:
-    """Each query is compared with all keys; with ``enable_gqa`` groups of query heads share a head of keys.
-
-    With ``is_causal`` a query looks at its own position: queries are not cut either.
-    """
+    """Keys are not cut, nor queries with ``is_causal``; with ``enable_gqa`` groups of query heads share a head of keys."""
     grouped = bool(call.get("enable_gqa")) and call.operand("query").shape[-3] != call.operand("key").shape[-3]
     query_heads, heads = ("(heads group)", "heads") if grouped else ("heads", "heads")
     if any(len(call.operand(name).shape) < 3 for name in ("query", "key", "value")):
@@ -82,16 +72,18 @@ def attention(call: Call) -> str:
 
 
 def _mask_term(call: Call, heads: str) -> str:
-    """A mask may lack leading dimensions."""
+    """Return the term of the mask, the last dimensions of ``batch* heads queries keys``."""
     mask = call["attn_mask"]
     if not isinstance(mask, Operand):
         return ""
     rank = len(mask.shape)
-    return " ".join([*(["batch*"] * (rank > 3 or (rank == 3 and not heads))), *([heads] * (rank > 2)), "queries"[: 9 * (rank > 1)], "keys"])
+    has_batch = rank > 3 or (rank == 3 and not heads)
+    names = (("batch*", has_batch), (heads, rank > 2), ("queries", rank > 1), ("keys", True))
+    return " ".join(name for name, is_present in names if is_present)
 
 
 def layer_norm(call: Call) -> str:
-    """Statistics over the last dimensions: those are not cut."""
+    """The last dimensions are normalized: they are not cut."""
     count = len(call["normalized_shape"])
     features = ["features!"] if count == 1 else whole(count, name="features")
     return write([["batch*", *features], features, features], [["batch*", *features]])

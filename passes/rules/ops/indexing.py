@@ -1,4 +1,4 @@
-"""Operations that look elements up by index, or write them there: tables, gathers, scatters."""
+"""Rules of ops that read or write elements at indices (gather, scatter, advanced indexing), and of ops that count."""
 
 from __future__ import annotations
 
@@ -13,98 +13,100 @@ __all__ = ["bincount", "everything", "gather", "histogram", "index", "index_put"
 
 
 def index_select(call: Call) -> str:
-    """Rows of a dimension, in the order of the index."""
-    rank, chosen = rank_and_dimension(call)
+    """Elements of a dimension, in the order of the index: ``dim0! dim1, picks -> picks dim1``."""
+    rank, dim = rank_and_dimension(call)
     after = numbered(rank)
-    after[chosen] = "picks"
-    return write([numbered(rank, {chosen: "!"}), ["picks?"]], [after], "linear self")
+    after[dim] = "picks"
+    return write([numbered(rank, {dim: "!"}), ["picks?"]], [after], "linear self")
 
 
 def index_rows(*, added: bool) -> Callable[[Call], str]:
-    """Rows of a second operand are written, or added, where the index says."""
+    """Return the rule of ``index_add`` (``added``), and of ``index_copy``, which overwrites: then the index is not cut."""
 
     def rule(call: Call) -> str:
-        rank, chosen = rank_and_dimension(call)
-        own, rows = numbered(rank, {chosen: "!"}), numbered(rank)
+        rank, dim = rank_and_dimension(call)
+        operand, source = numbered(rank, {dim: "!"}), numbered(rank)
         mark = "" if added else "!"
-        rows[chosen] = f"picks{mark}"
-        first = ["+", *own] if added else own
-        source = rows if call.operand("source").shape else []
-        return write([first, [f"picks{mark}?"], source], [own], "linear source" if added else "linear self source")
+        source[dim] = f"picks{mark}"
+        if not call.operand("source").shape:
+            source = []
+        first = ["+", *operand] if added else operand
+        return write([first, [f"picks{mark}?"], source], [operand], "linear source" if added else "linear self source")
 
     return rule
 
 
 def gather(call: Call) -> str:
-    """Each element of the result is looked up in its own row. An index may have fewer rows than the operand: these are not cut."""
-    source, picks = call.operand("self"), call.operand("index")
-    rank, chosen = rank_and_dimension(call)
-    before, after = numbered(rank, {chosen: "!"}), numbered(rank)
-    if after:
-        after[chosen] = "picks"
-    _mark_unequal(chosen, source, picks, before, after)
-    return write([before, after], [after], "linear self")
+    """Elements of a dimension are read at indices: ``dim0! dim1, picks dim1 -> picks dim1``."""
+    rank, dim = rank_and_dimension(call)
+    operand, picks = numbered(rank, {dim: "!"}), numbered(rank)
+    if picks:
+        picks[dim] = "picks"
+    _mark_unequal_sizes(dim, call.operand("self"), call.operand("index"), operand, picks)
+    return write([operand, picks], [picks], "linear self")
 
 
-def _mark_unequal(chosen: int, source: Operand, picks: Operand, before: list[str], after: list[str]) -> None:
-    if len(picks.shape) != len(source.shape):
+def _mark_unequal_sizes(dim: int, operand: Operand, indices: Operand, operand_term: list[str], index_term: list[str]) -> None:
+    """Mark dimensions other than ``dim`` in which the index is smaller than the operand as not cut, in place."""
+    if len(indices.shape) != len(operand.shape):
         raise MisfitError("the index has other dimensions")
-    for place in range(len(source.shape)):
-        if place != chosen and source.shape[place] != picks.shape[place]:
-            before[place], after[place] = f"dim{place}!", f"dim{place}'!"
+    for other in range(len(operand.shape)):
+        if other != dim and operand.shape[other] != indices.shape[other]:
+            operand_term[other], index_term[other] = f"dim{other}!", f"dim{other}'!"
 
 
 def take_along(call: Call) -> str:
-    """``gather`` with broadcasting, or in the flattened operand."""
-    source, picks = call.operand("self"), call.operand("indices")
+    """As ``gather``, with broadcasting; without a dimension from the flattened operand, and nothing is cut."""
     if call["dim"] is None:
-        return write([whole(len(source.shape)), whole(len(picks.shape), name="picks")], [["found!"]])
-    rank, chosen = rank_and_dimension(call)
-    before, after = numbered(rank, {chosen: "!"}), numbered(rank)
-    after[chosen] = "picks"
-    return write([before, after], [after], "linear self")
+        operands = [whole(len(call.operand("self").shape)), whole(len(call.operand("indices").shape), name="picks")]
+        return write(operands, [["found!"]])
+    rank, dim = rank_and_dimension(call)
+    operand, picks = numbered(rank, {dim: "!"}), numbered(rank)
+    picks[dim] = "picks"
+    return write([operand, picks], [picks], "linear self")
 
 
 def scatter(call: Call) -> str:
-    """Elements are written into their own row, or added: contributions from parts of the index can be summed."""
-    own, picks = call.operand("self"), call.operand("index")
-    rank, chosen = rank_and_dimension(call)
+    """Elements of a dimension are written at indices, or added: then the indices may be cut, and the results of parts are summed."""
+    indices, source = call.operand("index"), call.get("src")
+    rank, dim = rank_and_dimension(call)
     adds = call.operator.overloadpacket is torch.ops.aten.scatter_add
-    before, rows = numbered(rank, {chosen: "!"}), numbered(rank)
-    if rows:
-        rows[chosen] = "picks" if adds else "picks!"
-    _mark_unequal(chosen, own, picks, before, rows)
-    written = list(rows)
-    source = call.get("src")
+    operand_term, index_term = numbered(rank, {dim: "!"}), numbered(rank)
+    if index_term:
+        index_term[dim] = "picks" if adds else "picks!"
+    _mark_unequal_sizes(dim, call.operand("self"), indices, operand_term, index_term)
+    source_term = list(index_term)
     if isinstance(source, Operand):
-        for place in range(rank):
-            if source.shape[place] != picks.shape[place]:
-                name = "picks" if place == chosen else f"dim{place}"
-                rows[place], written[place] = f"{name}''!", f"{name}'''!"
-                before[place] = f"{name}!" if place != chosen else before[place]
-    reduces = call.get("reduce") is not None
-    clauses = [] if reduces else ["linear src"] if adds else ["linear self src value"]
-    return write([["+", *before] if adds else before, rows, written], [before], *clauses)
+        for axis in range(rank):
+            if source.shape[axis] != indices.shape[axis]:  # an index smaller than the source is not cut
+                name = "picks" if axis == dim else f"dim{axis}"
+                index_term[axis], source_term[axis] = f"{name}''!", f"{name}'''!"
+                if axis != dim:
+                    operand_term[axis] = f"{name}!"
+    linear = ["linear src" if adds else "linear self src value"] if call.get("reduce") is None else []
+    return write([["+", *operand_term] if adds else operand_term, index_term, source_term], [operand_term], *linear)
 
 
 def index(call: Call) -> str:
-    """Advanced indexing: dimensions of the indices, broadcast together, stand where the indexed dimensions stood."""
-    own, picked, indices, _ = _indexed(call)
-    return write([own, *indices], [picked], "linear self")
+    """Advanced indexing: dimensions of the indices, broadcast together, replace the indexed dimensions."""
+    operand, result, indices, _ = _advanced_indexing_terms(call)
+    return write([operand, *indices], [result], "linear self")
 
 
 def index_put(call: Call) -> str:
-    """Values are written where advanced indexing would read, or added: then contributions from parts of the indices can be summed."""
-    own, picked, indices, counted = _indexed(call)
-    adds = bool(call["accumulate"]) and counted
+    """Values are written where advanced indexing reads, or added: then the indices may be cut, and the results of parts are summed."""
+    operand, indexed, indices, no_masks = _advanced_indexing_terms(call)
+    adds = bool(call["accumulate"]) and no_masks
     if not adds:
         indices = _index_terms(call, "!")
-    values = picked[len(picked) - len(call.operand("values").shape) :]
-    return write([["+", *own] if adds else own, *indices, values], [own], "linear values" if adds else "linear self values")
+    values = indexed[len(indexed) - len(call.operand("values").shape) :]
+    first = ["+", *operand] if adds else operand
+    return write([first, *indices, values], [operand], "linear values" if adds else "linear self values")
 
 
 def _indices(call: Call) -> list[Operand | None]:
-    return [each if isinstance(each, Operand) else None for each in call["indices"]]
+    """Return the index tensor of each indexed dimension (a mask is one of several); None for ``:``."""
+    return [index if isinstance(index, Operand) else None for index in call["indices"]]
 
 
 def _is_mask(operand: Operand) -> bool:
@@ -112,9 +114,9 @@ def _is_mask(operand: Operand) -> bool:
 
 
 def _index_terms(call: Call, mark: str) -> list[list[str]]:
-    """A term for each index: dimensions of indices are aligned at their right ends. A mask is read whole."""
+    """Return a term for each index tensor, with dimensions aligned at their right ends. A mask is not cut."""
     terms = []
-    for number, operand in enumerate(each for each in _indices(call) if each is not None):
+    for number, operand in enumerate(index for index in _indices(call) if index is not None):
         rank = len(operand.shape)
         if _is_mask(operand):
             terms.append(whole(rank, name=f"mask{number}_"))
@@ -123,48 +125,49 @@ def _index_terms(call: Call, mark: str) -> list[list[str]]:
     return terms
 
 
-def _indexed(call: Call) -> tuple[list[str], list[str], Sequence[list[str]], bool]:
-    """Terms of the operand, of what is picked from it, and of the indices; whether no index is a mask."""
+def _advanced_indexing_terms(call: Call) -> tuple[list[str], list[str], Sequence[list[str]], bool]:
+    """Return the terms of ``x[indices]``: of ``x``, of the result, and of each index; and whether no index is a mask.
+
+    x[:, i, j]    x "dim0 dim1! dim2! dim3"    result "dim0 picks0 dim3"    i "picks0"    j "picks0"
+    x[i, :, j]    x "dim0! dim1 dim2! dim3"    result "picks0 dim1 dim3": not adjacent, so that PyTorch puts the indices in front
+    """
     indices = _indices(call)
-    masks = [operand for operand in indices if operand is not None and _is_mask(operand)]
-    own: list[str] = []
-    places: list[int | None] = []
-    for operand in indices:
-        covered = len(operand.shape) if operand is not None and _is_mask(operand) else 1
-        for _ in range(covered):
-            own.append(f"dim{len(own)}{'!' if operand is not None else ''}")
-        places.append(None if operand is None else len(own) - covered)
-    own += [f"dim{place}" for place in range(len(own), len(call.operand("self").shape))]
-    used = [number for number, operand in enumerate(indices) if operand is not None]
-    ranks = [1 if _is_mask(operand) else len(operand.shape) for operand in indices if operand is not None]
-    width = max(ranks, default=0)
-    picks = [f"picks{width - 1 - place}{'!' if masks else ''}" for place in range(width)]
-    adjacent = used == list(range(used[0], used[-1] + 1)) if used else True
-    start = places[used[0]] if used and adjacent else 0
-    assert start is not None
-    kept = [(place, name) for place, name in enumerate(own) if not name.endswith("!")]
-    front = [name for place, name in kept if place < start]
-    behind = [name for place, name in kept if place >= start]
-    return own, [*front, *picks, *behind], _index_terms(call, "!" if masks else ""), not masks
+    operand_term: list[str] = []
+    starts: list[int] = []  # the first dimension of x that each index takes
+    for index in indices:
+        n_dims = len(index.shape) if index is not None and _is_mask(index) else 1
+        starts.append(len(operand_term))
+        operand_term += [f"dim{starts[-1] + offset}{'!' if index is not None else ''}" for offset in range(n_dims)]
+    operand_term += [f"dim{place}" for place in range(len(operand_term), len(call.operand("self").shape))]
+    used = [number for number, index in enumerate(indices) if index is not None]
+    has_mask = any(index is not None and _is_mask(index) for index in indices)
+    ranks = [1 if _is_mask(index) else len(index.shape) for index in indices if index is not None]
+    rank, mark = max(ranks, default=0), "!" if has_mask else ""
+    picks = [f"picks{rank - 1 - place}{mark}" for place in range(rank)]
+    adjacent = bool(used) and used == list(range(used[0], used[-1] + 1))
+    start = starts[used[0]] if adjacent else 0
+    before = [name for name in operand_term[:start] if not name.endswith("!")]
+    after = [name for name in operand_term[start:] if not name.endswith("!")]
+    return operand_term, [*before, *picks, *after], _index_terms(call, mark), not has_mask
 
 
 # -- operations that make tensors, or count ----------------------------------------------------------------------------------------
 
 
 def histogram(call: Call) -> str:
-    """Counts between fixed bounds are summed over parts; bounds that are read from the values need all of them."""
+    """With fixed bounds the operand may be cut, and counts are summed; bounds that are the least and largest value need all of it."""
     rank = len(call.operand("self").shape)
     fixed = call.get("min", 0) != call.get("max", 0)
     return write([numbered(rank) if fixed else whole(rank)], [["bins!"]])
 
 
 def bincount(call: Call) -> str:
-    """How many bins there are follows from the values."""
+    """The number of bins depends on the values: nothing is cut."""
     return write([["counted!"], ["counted!"]], [["bins!"]], *([] if call.get("weights") is None else ["linear weights"]))
 
 
 def everything(call: Call) -> str:
-    """Each result needs every element of every operand: nothing is cut."""
+    """Each result needs all elements of all operands: nothing is cut."""
     if not call.operands:
         raise MisfitError("there is no operand")
     operands = [[] if slot is None else whole(len(slot.shape), name=f"operand{slot.index}_") for slot in call.slots]

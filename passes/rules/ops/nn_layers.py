@@ -1,4 +1,4 @@
-"""Normalisation, recurrent layers, losses: rules that depend on flags of the call."""
+"""Rules of normalization, recurrent layers, losses, and ops along dimensions, which depend on flags of the call."""
 
 from __future__ import annotations
 
@@ -11,86 +11,69 @@ from passes.rules.loops import Reduction
 from passes.rules.ops.indexing import everything
 
 __all__ = [
-    "along",
-    "batch_norm",
-    "classification",
-    "compared",
-    "difference",
-    "dropout",
-    "elementwise_loss",
-    "embedding",
-    "feature_dropout",
-    "glu",
-    "instance_norm",
-    "prelu",
-    "recurrent",
-    "recurrent_cell",
-    "reduced",
-    "selected_along",
-    "transformed",
-    "vector_loss",
+    "along", "batch_norm", "classification", "compared", "difference", "dropout", "elementwise_loss", "embedding", "feature_dropout",
+    "glu", "instance_norm", "prelu", "recurrent", "recurrent_cell", "reduced", "selected_along", "transformed", "vector_loss",
     "weight_norm",
-]
+]  # fmt: skip
 
 
-_NORMALISED = "batch{0} channels space*{0}, channels, channels, channels, channels -> batch{0} channels space*{0}"
+_NORMALIZED = "batch{0} channels space*{0}, channels, channels, channels, channels -> batch{0} channels space*{0}"
+"""Normalization of each channel; ``{0}`` is the mark of the dimensions that statistics are computed over."""
 
 
 def batch_norm(call: Call) -> str:
-    """In training each channel needs the statistics of its whole batch; with stored statistics it is elementwise."""
-    return _NORMALISED.format("!" if call["training"] else "") + ("" if call["training"] else _stored(call))
-
-
-def _stored(call: Call) -> str:
-    """With stored statistics and neither mean nor bias the result would be linear; with them it is affine."""
-    return "; linear weight" if call.get("weight") is not None and call.get("bias") is None else ""
+    """In training each channel needs the statistics of its whole batch; with running statistics it is elementwise."""
+    if call["training"]:
+        return _NORMALIZED.format("!")
+    scales_only = call.get("weight") is not None and call.get("bias") is None
+    return _NORMALIZED.format("") + ("; linear weight" if scales_only else "")
 
 
 def instance_norm(call: Call) -> str:
-    """Each image for itself. Stored statistics that are updated are a mean over the batch."""
+    """Each image is normalized by its own statistics. Updating running statistics needs the whole batch."""
     if not call["use_input_stats"]:
-        return _NORMALISED.format("")
+        return _NORMALIZED.format("")
     batch = "batch" if call["running_mean"] is None else "batch!"
     return f"{batch} channels space*!, channels, channels, channels, channels -> {batch} channels space*!"
 
 
 def embedding(call: Call) -> str:
-    """Rows of a table. Gradients that are scaled by how often a row was looked up need all indices."""
+    """Rows of a table are looked up; with ``scale_grad_by_freq`` the backward counts all indices, so that the batch is not cut."""
     batch = "batch*!" if call.get("scale_grad_by_freq") else "batch*"
     return f"vocab! embedding, {batch} -> {batch} embedding; linear weight"
 
 
 def weight_norm(call: Call) -> str:
-    """Directions divided by their norms over all dimensions but one, times magnitudes."""
+    """``g * v / norm(v)``, with norms over all dimensions but ``dim``."""
     rank = len(call.operand("v").shape)
-    kept = None if call["dim"] == -1 else dimension(rank, call["dim"])
-    both = numbered(rank, {index: "!" for index in range(rank) if index != kept})
-    magnitudes = both if len(call.operand("g").shape) == rank else []
-    return write([both, magnitudes], [both], "linear g")
+    dim = None if call["dim"] == -1 else dimension(rank, call["dim"])
+    term = numbered(rank, {index: "!" for index in range(rank) if index != dim})
+    magnitudes = term if len(call.operand("g").shape) == rank else []
+    return write([term, magnitudes], [term], "linear g")
 
 
 def dropout(call: Call) -> str:
-    """Elementwise; linear where nothing is drawn (with a mask that is drawn, each call has its own)."""
-    drawn = call["train"] and call["p"] != 0
-    return "..." if drawn else "...; linear input"
+    """Elementwise; linear if nothing is dropped (otherwise two calls draw different masks)."""
+    drops = call["train"] and call["p"] != 0
+    return "..." if drops else "...; linear input"
 
 
 def feature_dropout(call: Call) -> str:
-    """A channel is dropped as a whole."""
-    drawn = call["train"] and call["p"] != 0
-    return "batch channels space*! -> batch channels space*!" if drawn else "...; linear input"
+    """Whole channels are dropped."""
+    drops = call["train"] and call["p"] != 0
+    return "batch channels space*! -> batch channels space*!" if drops else "...; linear input"
 
 
 def prelu(call: Call) -> str:
     """A slope for each channel, or one for all."""
-    rank = len(call.operand("self").shape)
-    both = ["batch", "channels", "space*"] if rank > 1 else ["channels"] * rank
-    one = call.operand("weight").shape in ((), (1,))
-    return write([both, (["1"] if call.operand("weight").shape else []) if one else ["channels"]], [both])
+    rank, weight_shape = len(call.operand("self").shape), call.operand("weight").shape
+    term = ["batch", "channels", "space*"] if rank > 1 else ["channels"] * rank
+    weight = ["1"] * len(weight_shape) if weight_shape in ((), (1,)) else ["channels"]
+    return write([term, weight], [term])
 
 
 def elementwise_loss(call: Call) -> str:
-    """Between elements of tensors that are broadcast together; then their mean or sum."""
+    """Elementwise on tensors that are broadcast together, then the mean or sum."""
     if call["reduction"] == NO_REDUCTION:
         return "..."
     reduction = {MEAN: "mean", SUM: "sum"}.get(call["reduction"])
@@ -102,35 +85,33 @@ def elementwise_loss(call: Call) -> str:
 def classification(call: Call) -> str:
     """Cross entropy and negative log likelihood of ``(batch, classes, space*)``.
 
-    A mean over class numbers divides by how many are not ignored, weighted by class: means of parts do not tell that, so the batch is not
-    cut. A mean over probabilities divides by their number.
+    Targets are class indices or probabilities. The mean over indices divides by the sum of the class weights of the targets that are not
+    ignored, which means of parts do not give, so the batch is not cut. The mean over probabilities divides by their number.
     """
-    source, target = call.operand("self"), call.operand("target")
+    logits, target = call.operand("self"), call.operand("target")
     probabilities = target.known_dtype.is_floating_point
     mark = {NO_REDUCTION: "", SUM: ":sum", MEAN: ":mean" if probabilities else "!"}.get(call["reduction"])
     if mark is None:
         raise MisfitError("an unknown reduction")
-    batch, space = ([f"batch{mark}"], [f"space*{mark}"]) if len(source.shape) > 1 else ([], [])
-    classes = [*batch, "classes!", *space]
-    picked = classes if probabilities else [*batch, *space]
-    result = [*batch, *space] if call["reduction"] == NO_REDUCTION else []
-    return write([classes, picked, ["classes!"]], [result])
+    batch, space = ([f"batch{mark}"], [f"space*{mark}"]) if len(logits.shape) > 1 else ([], [])
+    logits_term, samples = [*batch, "classes!", *space], [*batch, *space]
+    target_term = logits_term if probabilities else samples
+    return write([logits_term, target_term, ["classes!"]], [samples if call["reduction"] == NO_REDUCTION else []])
 
 
 def recurrent(call: Call) -> str:
-    """``(length, batch, features)``, or the first two in the other order; states are ``(layers, batch, features)``."""
-    source = call.operand("input")
-    if len(source.shape) != 3 or "batch_first" not in call.arguments:
+    """Only the batch is cut, of inputs ``(length, batch, features)`` or batch first, and states ``(layers, batch, features)``."""
+    if len(call.operand("input").shape) != 3 or "batch_first" not in call.arguments:
         return everything(call)
     order = ["batch", "length!"] if call["batch_first"] else ["length!", "batch"]
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
     state_terms = [["layers!", "batch", f"hidden{index}!"] for index in range(len(states))]
-    parameters = [whole(len(each.shape), name=f"weight{index}_") for index, each in enumerate(call["params"])]
+    parameters = [whole(len(parameter.shape), name=f"weight{index}_") for index, parameter in enumerate(call["params"])]
     return write([[*order, "in!"], *state_terms, *parameters], [[*order, "out!"], *state_terms])
 
 
 def recurrent_cell(call: Call) -> str:
-    """One step: ``(batch, features)``."""
+    """One step of a recurrent layer: only the batch is cut."""
     if len(call.operand("input").shape) != 2:
         return everything(call)
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
@@ -140,11 +121,7 @@ def recurrent_cell(call: Call) -> str:
 
 
 def vector_loss(*names: str) -> Callable[[Call], str]:
-    """Between vectors: the last dimension is needed whole.
-
-    Args:
-        names: the parameters that hold vectors; others hold a number for each.
-    """
+    """Return the rule of a loss of vectors, the named parameters, whose last dimension is not cut; others have a number for each."""
 
     def rule(call: Call) -> str:
         mark = {NO_REDUCTION: "", MEAN: ":mean", SUM: ":sum"}[call["reduction"]]
@@ -159,7 +136,9 @@ def vector_loss(*names: str) -> Callable[[Call], str]:
 
 
 def reduced(by: Reduction, *clauses: str) -> Callable[[Call], str]:
-    """The named dimensions leave, or all of them.
+    """Return the rule of a reduction over the dimensions of the argument ``dim``, or all of them.
+
+    sum(x, dim=1) of three dimensions    "dim0 dim1:sum dim2 -> dim0 dim2"
 
     Args:
         by: how the results of parts are combined.
@@ -167,15 +146,18 @@ def reduced(by: Reduction, *clauses: str) -> Callable[[Call], str]:
     """
 
     def rule(call: Call) -> str:
-        source = call.operand("self", "input", "x")
-        leaving = set(dimensions(source, call.get("dim")))
+        operand = call.operand("self", "input", "x")
+        reduced_dims = set(dimensions(operand, call.get("dim")))
         mark = "!" if by == "whole" else f":{by}"
-        before = numbered(len(source.shape), dict.fromkeys(leaving, mark))
-        keep = call.get("keepdim", False)
-        after = [name if index not in leaving else "1" for index, name in enumerate(before) if keep or index not in leaving]
-        return write([before], [after], *clauses)
+        before = numbered(len(operand.shape), dict.fromkeys(reduced_dims, mark))
+        return write([before], [_without(before, reduced_dims, keepdim=call.get("keepdim", False))], *clauses)
 
     return rule
+
+
+def _without(term: list[str], reduced_dims: set[int], *, keepdim: bool) -> list[str]:
+    """Return a term without the reduced dimensions, or with ``1`` in their place."""
+    return ["1" if index in reduced_dims else name for index, name in enumerate(term) if keepdim or index not in reduced_dims]
 
 
 def along(name: str = "dim", *clauses: str) -> Callable[[Call], str]:
@@ -200,41 +182,41 @@ def along(name: str = "dim", *clauses: str) -> Callable[[Call], str]:
 
 
 def selected_along(call: Call) -> str:
-    """Some elements of a dimension, in an order of their own: ``topk``, ``kthvalue``."""
-    rank, chosen = rank_and_dimension(call)
-    before, after = numbered(rank, {chosen: "!"}), numbered(rank, {chosen: "'!"})
-    if len(call.results[0]) == rank:
-        return write([before], [after])
-    return write([before], [[name for index, name in enumerate(after) if index != chosen]])
+    """Elements of a dimension are chosen by their order, as by ``topk``: it is not cut."""
+    rank, dim = rank_and_dimension(call)
+    before, after = numbered(rank, {dim: "!"}), numbered(rank, {dim: "'!"})
+    if len(call.results[0]) != rank:
+        del after[dim]
+    return write([before], [after])
 
 
 def difference(call: Call) -> str:
-    """Differences of neighbours; what is put in front or behind has a size of its own."""
-    rank, chosen = rank_and_dimension(call)
-    own, result, front, behind = (numbered(rank, {chosen: f"{chr(39) * primes}!"}) for primes in range(4))
-    return write([own, front, behind], [result], "linear self prepend append")
+    """Differences of neighbours along a dimension, which is not cut."""
+    rank, dim = rank_and_dimension(call)
+    operand, result, prepend, append = (numbered(rank, {dim: mark}) for mark in ("!", "'!", "''!", "'''!"))
+    return write([operand, prepend, append], [result], "linear self prepend append")
 
 
 def transformed(call: Call) -> str:
-    """Fourier transforms: the size of a transformed dimension may change. All dimensions when none is named."""
-    source = call.operand("self")
-    chosen = dimensions(source, call["dim"])
-    before, after = (numbered(len(source.shape), dict.fromkeys(chosen, mark)) for mark in ("!", "'!"))
+    """Fourier transform: the transformed dimensions are not cut, and may change their size."""
+    operand = call.operand("self")
+    dims = dimensions(operand, call["dim"])
+    before, after = (numbered(len(operand.shape), dict.fromkeys(dims, mark)) for mark in ("!", "'!"))
     return write([before], [after], "linear self")
 
 
 def compared(call: Call) -> str:
-    """Two broadcast operands are compared along one dimension, the last when none is named."""
+    """Vectors of two broadcast operands are compared along a dimension (default: the last), which is not cut."""
     ranks = [len(operand.shape) for operand in call.operands]
-    chosen = dimension(max(ranks), call.get("dim", -1))
-    names = numbered(max(ranks), {chosen: "!"})
-    after = [name if index != chosen else "1" for index, name in enumerate(names) if index != chosen or call.get("keepdim", False)]
-    return write([names[max(ranks) - rank :] for rank in ranks], [after])
+    dim = dimension(max(ranks), call.get("dim", -1))
+    term = numbered(max(ranks), {dim: "!"})
+    after = _without(term, {dim}, keepdim=call.get("keepdim", False))
+    return write([term[max(ranks) - rank :] for rank in ranks], [after])
 
 
 def glu(call: Call) -> str:
-    """Two halves of a dimension, one gates the other."""
-    rank, chosen = rank_and_dimension(call)
+    """One half of a dimension gates the other; both may be cut alike."""
+    rank, dim = rank_and_dimension(call)
     before, after = numbered(rank), numbered(rank)
-    before[chosen] = f"(half! dim{chosen})"
+    before[dim] = f"(half! dim{dim})"
     return write([before], [after])

@@ -1,10 +1,10 @@
-"""Windows of an image side by side, and put together again: ``unfold`` and ``fold``, whose places are height times width in one dimension.
+"""Rules of ``unfold`` (im2col) and ``fold`` (col2im), which have all windows of an image in one dimension, rows times columns.
 
     im2col    batch channels height~ width~              -> batch (channels patch!) (height width)
     col2im    batch (channels patch!) (height~ width~)   -> batch channels height width
 
-A row of the image is put together from all rows of places whose windows hold it, a column likewise: each window slides over one of the two
-factors in the dimension of places.
+In ``fold``, a row of the image is the sum over all rows of windows that contain it, and a column likewise: each factor of the result slides
+over one of the two factors in the dimension of windows.
 """
 
 from __future__ import annotations
@@ -24,73 +24,70 @@ _NAMES = ("kernel_size", "dilation", "padding", "stride")
 
 
 def unfold(call: Call) -> Loops:
-    """``im2col``: a part of the places is made of the rows that their windows reach."""
-    *batch, channels, height, width = call.operand("self").shape
+    """``im2col``: windows are cut by rows and columns; a part reads the elements in its windows."""
+    *batch, channels_size, height_size, width_size = call.operand("self").shape
     kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
-    if not isinstance(height, int) or not isinstance(width, int):
+    if not isinstance(height_size, int) or not isinstance(width_size, int):
         raise MisfitError("the size of space depends on the batch")
-    sizes, rank = (height, width), len(batch) + 3
-    steps = _places(sizes, kernel, dilation, padding, stride)
-    factors = [*(Factor("batch", size) for size in batch), Factor("channels", channels)]
-    first = len(factors)
-    factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", steps[0]), Factor("width", steps[1])]
+    sizes = (height_size, width_size)
+    n_windows = _count_windows(sizes, kernel, dilation, padding, stride)
+    channels, patch, height, width = range(len(batch), len(batch) + 4)
+    factors = [*(Factor("batch", size) for size in batch), Factor("channels", channels_size)]
+    factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", n_windows[0]), Factor("width", n_windows[1])]
     reaches = [sliding(sizes[index], stride[index], padding[index], dilation[index] * (kernel[index] - 1)) for index in range(2)]
-    windows = tuple(Window(0, rank - 2 + index, first + 1 + index, reach) for index, reach in enumerate(reaches))
-
-    def localize(part: LocalCall) -> Mapping[str, Any]:
-        return {"padding": [0 if first + 1 + index in part.cut else padding[index] for index in range(2)]}
-
-    outer = tuple((index,) for index in range(len(batch)))
+    batch_dims = tuple((index,) for index in range(len(batch)))
     return Loops(
         factors=tuple(factors),
-        operands=((*outer, (first - 1,), (), ()),),
-        results=((*outer, (first - 1, first), (first + 1, first + 2)),),
+        operands=((*batch_dims, (channels,), (), ()),),
+        results=((*batch_dims, (channels, patch), (height, width)),),
         linear=(frozenset({0}),),
-        windows=windows,
-        localize=localize,
+        windows=(Window(0, len(batch) + 1, height, reaches[0]), Window(0, len(batch) + 2, width, reaches[1])),
+        localize=lambda part: {"padding": [0 if factor in part.cut else padding[index] for index, factor in enumerate((height, width))]},
     )
 
 
 def fold(call: Call) -> Loops:
-    """``col2im``: rows of the image are put together from rows of places."""
-    *batch, _, places = call.operand("self").shape
+    """``col2im``: the image is cut by rows and columns; a part reads the windows that contain its elements."""
+    *batch, _, all_windows = call.operand("self").shape
     kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
     sizes = tuple(call["output_size"])
-    steps = _places(sizes, kernel, dilation, padding, stride)
-    if places != steps[0] * steps[1]:
+    n_windows = _count_windows(sizes, kernel, dilation, padding, stride)
+    if all_windows != n_windows[0] * n_windows[1]:
         raise MisfitError("the number of places depends on the batch")
+    channels, patch, height, width, height_windows, width_windows = range(len(batch), len(batch) + 6)
     factors = [*(Factor("batch", size) for size in batch), Factor("channels", call.results[0][-3])]
-    first = len(factors)
-    height, width, rows, columns = range(first + 1, first + 5)
     factors += [Factor("patch", kernel[0] * kernel[1], "whole"), Factor("height", sizes[0]), Factor("width", sizes[1])]
-    factors += [Factor("height_places", steps[0], "whole"), Factor("width_places", steps[1], "whole")]
+    factors += [Factor("height_places", n_windows[0], "whole"), Factor("width_places", n_windows[1], "whole")]
     extents = [dilation[index] * (kernel[index] - 1) for index in range(2)]
-    reaches = [scattered(steps[index], stride[index], padding[index], extents[index]) for index in range(2)]
+    reaches = [scattered(n_windows[index], stride[index], padding[index], extents[index]) for index in range(2)]
 
     def localize(part: LocalCall) -> Mapping[str, Any]:
-        """On what is read, all that it makes; what others make is cut off."""
-        made, left = list(sizes), list(padding)
-        for index, (factor, read) in enumerate(((height, rows), (width, columns))):
+        """Fold all windows that are read; surplus results are cut off (``Reach.skip``)."""
+        output_size, part_padding = list(sizes), list(padding)
+        for index, (factor, windows_read) in enumerate(((height, height_windows), (width, width_windows))):
             if factor in part.cut:
-                made[index] = stride[index] * (int(part.factors[read]) - 1) + extents[index] + 1
-                left[index] = 0
-        return {"output_size": made, "padding": left}
+                output_size[index] = stride[index] * (int(part.factors[windows_read]) - 1) + extents[index] + 1
+                part_padding[index] = 0
+        return {"output_size": output_size, "padding": part_padding}
 
-    outer = tuple((index,) for index in range(len(batch)))
-    dimension = len(batch) + 1
+    batch_dims = tuple((index,) for index in range(len(batch)))
+    windows_dim = len(batch) + 1
     return Loops(
         factors=tuple(factors),
-        operands=((*outer, (first - 1, first), (rows, columns)),),
-        results=((*outer, (first - 1,), (height,), (width,)),),
+        operands=((*batch_dims, (channels, patch), (height_windows, width_windows)),),
+        results=((*batch_dims, (channels,), (height,), (width,)),),
         linear=(frozenset({0}),),
-        windows=(Window(0, dimension, height, reaches[0], rows), Window(0, dimension, width, reaches[1], columns)),
+        windows=(
+            Window(0, windows_dim, height, reaches[0], height_windows),
+            Window(0, windows_dim, width, reaches[1], width_windows),
+        ),
         localize=localize,
     )
 
 
-def _places(
+def _count_windows(
     sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> tuple[int, ...]:
-    """How many windows stand along each dimension."""
-    every = zip(sizes, kernel, dilation, padding, stride, strict=True)
-    return tuple((size + 2 * before - step * (width - 1) - 1) // apart + 1 for size, width, step, before, apart in every)
+    """Return the number of windows along each dimension."""
+    dimensions = zip(sizes, kernel, dilation, padding, stride, strict=True)
+    return tuple((size + 2 * before - step * (width - 1) - 1) // apart + 1 for size, width, step, before, apart in dimensions)
