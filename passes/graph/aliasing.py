@@ -1,8 +1,8 @@
-"""Which nodes share memory, and which write in it.
+"""Find the nodes that share memory, and the nodes that write it.
 
     mean -------- view -------- select          one alias set: mean, view, select, add_
       |                            |
-      +---- linear               add_           ``add_`` writes it: ``linear``, if it stands behind, reads what was written
+      +---- linear               add_           ``add_`` writes it: a later ``linear`` reads the new values
 
 Two sources are joined: the storages of the fake tensors that tracing left in ``meta["val"]``, and the alias annotations of operator
 schemas, which also know views that a fake tensor had to copy. An alias set may be larger than in a run, never smaller.

@@ -3,8 +3,8 @@
     y, n = ...                         forward(batch, x)       the last forward of a step, or the only one
     copy_ = aten.copy_(buffer, n)      a declared write
 
-Under microbatches a declared write leaves the stage: each forward returns the new value beside its outputs, and one write at the end of
-the step takes them together (``ModelGraph.updates``), so that the buffer is what one forward of the whole batch makes it.
+With microbatches each forward returns the new value after its outputs instead, and one write at the end of the step combines them
+(``ModelGraph.updates``): the buffer is then as after one forward of the whole batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ aten = torch.ops.aten
 
 
 def declared_writes(graph: fx.Graph, names: Collection[str] | None = None) -> dict[str, fx.Node]:
-    """Return buffer placeholder -> the ``copy_`` that writes it.
-
-    Args:
-        names: the placeholders to look for; None: all.
-    """
+    """Return buffer placeholder -> the ``copy_`` that writes it, for the placeholders ``names``; None: for all."""
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     pairs = ((copy.args[0], copy) for copy in copies)
     return {buffer.name: copy for buffer, copy in pairs if _is_placeholder(buffer) and (names is None or buffer.name in names)}
@@ -72,10 +68,9 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
 
 
 def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a stage's graph that returns the new values of buffers after its other results, without writing them; and the buffers' names.
+    """Return a stage's graph that returns the new values of buffers ``names`` after its results instead of writing them.
 
-    Args:
-        names: the buffers whose writes leave the graph.
+    The second result has the names of those buffers that the stage wrote.
     """
     writes = declared_writes(module.graph, names)
     if not writes:
@@ -97,8 +92,7 @@ def returning_writes(module: fx.GraphModule, names: Collection[str]) -> tuple[fx
 def writing_module(values: Mapping[str, fx.Node]) -> fx.GraphModule:
     """Return the graph that writes buffers at the end of a step: ``(*buffers, *new_values) -> ()``.
 
-    Args:
-        values: name of a buffer -> a node with the fake tensor of its value.
+    ``values``: name of a buffer -> a node with the fake tensor of its value.
     """
     graph = fx.Graph()
     buffers = [graph.placeholder(name) for name in values]

@@ -57,7 +57,7 @@ _VIEWS = frozenset({aten.t.default, aten.detach.default, aten.slice.Tensor, aten
 
 
 def _no_op_source(node: fx.Node) -> fx.Node | None:
-    """Return the node whose value a no-op gives; None where the node is no no-op."""
+    """Return the node whose value a no-op returns; None for other nodes."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -79,8 +79,7 @@ _ASSERT_NUMBER = aten._assert_scalar.default  # noqa: SLF001
 def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> None:
     """Remove no-ops, proved assertions and unread values of a model, in place.
 
-    Args:
-        without_gradient: placeholders that never require a gradient; ``detach`` is a no-op on values that depend on these alone.
+    ``without_gradient``: placeholders that never require a gradient; ``detach`` is a no-op on values that depend on these alone.
     """
     carriers = may_require_gradient(graph, without_gradient)
     for node in list(graph.nodes):
@@ -88,14 +87,19 @@ def remove_noise(graph: fx.Graph, without_gradient: Collection[str] = ()) -> Non
             continue
         if node.target is _ASSERT_METADATA or _is_size_assertion(node):
             graph.erase_node(node)
-        elif (
-            (node.target in _IDENTITIES and _IDENTITIES[node.target](node))
-            or (node.target is aten.detach.default and node.args[0] not in carriers)
-            or (node.target is aten.lift_fresh_copy.default and not any(user.op == "output" for user in node.users))
-        ):
+        elif _returns_input(node, carriers):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     remove_dead(graph)
+
+
+def _returns_input(node: fx.Node, carriers: Collection[fx.Node]) -> bool:
+    """Return whether a call returns its first argument unchanged; ``carriers``: the nodes that may require a gradient."""
+    if node.target is aten.detach.default:
+        return node.args[0] not in carriers
+    if node.target is aten.lift_fresh_copy.default:
+        return not any(user.op == "output" for user in node.users)
+    return node.target in _IDENTITIES and _IDENTITIES[node.target](node)
 
 
 def remove_dead(graph: fx.Graph) -> None:
@@ -142,26 +146,16 @@ def _slices_everything(node: fx.Node) -> bool:
 def _is_contiguous_already(node: fx.Node) -> bool:
     """Return whether a call of ``contiguous`` takes the result of an equal call of ``contiguous``."""
     source = node.args[0]
-    return (
-        isinstance(source, fx.Node)
-        and source.target is aten.contiguous.default
-        and source.args[1:] == node.args[1:]
-        and (source.kwargs == node.kwargs)
-    )
+    if not isinstance(source, fx.Node) or source.target is not aten.contiguous.default:
+        return False
+    return source.args[1:] == node.args[1:] and source.kwargs == node.kwargs
 
 
 _IDENTITIES: Mapping[Any, Callable[[fx.Node], bool]] = {
     aten.alias.default: lambda _: True,
     aten.contiguous.default: _is_contiguous_already,
-    aten.dropout.default: drops_nothing,
-    aten.feature_dropout.default: drops_nothing,
-    aten.alpha_dropout.default: drops_nothing,
-    aten.feature_alpha_dropout.default: drops_nothing,
     aten.slice.Tensor: _slices_everything,
-    aten.to.dtype: _converts_nothing,
-    aten.to.dtype_layout: _converts_nothing,
-    aten.to.device: _converts_nothing,
-    aten.to.other: _converts_nothing,
-    aten.type_as.default: _converts_nothing,
+    **{op.default: drops_nothing for op in (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)},
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default), _converts_nothing),
 }
 """Op -> whether a call of it returns its first argument unchanged."""

@@ -16,11 +16,7 @@ __all__ = ["boundary", "is_differentiable", "may_require_gradient", "parameter_v
 def with_ancestors(
     nodes: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[fx.Node]:
-    """Return nodes and all their ancestors.
-
-    Args:
-        sources: gives the parents of a node; by default all nodes that it reads.
-    """
+    """Return nodes and all their ancestors; ``sources`` gives the parents of a node, by default all nodes that it reads."""
     reached: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -36,9 +32,6 @@ def boundary(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.No
     inside = set(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     return tuple(inputs), tuple(node for node in nodes if any(user not in inside for user in node.users))
-
-
-# -- which values may carry a gradient, whatever the caller asks for ---------------------------------------------------------------
 
 
 _DETACHES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})

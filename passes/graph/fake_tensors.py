@@ -47,7 +47,7 @@ class FakeTensorCache:
 
     def __init__(self, *, pieces_are_alike: bool = False, shared: bool = True) -> None:
         self._pieces_are_alike, self._shared = pieces_are_alike, shared
-        self._known: dict[Hashable, tuple[Any, tuple[int, ...]]] = {}  # key of a call -> its fake result, and where that lies
+        self._known: dict[Hashable, tuple[Any, tuple[int, ...]]] = {}  # key of a call -> its fake result, and ``_memory_sources`` of it
         self._forms: dict[int, tuple[Any, Hashable]] = {}
 
     @staticmethod
@@ -88,6 +88,7 @@ class FakeTensorCache:
         return node.target, forms, shared, torch.is_grad_enabled()
 
     def _form_of(self, node: fx.Node) -> Hashable:
+        """Return ``_form`` of a node's value, computed once."""
         value = node.meta["val"]
         if id(value) not in self._forms:
             self._forms[id(value)] = value, _form(value)  # the value is kept, so that no other one gets its id

@@ -40,12 +40,10 @@ def target_name(node: fx.Node) -> str:
 
 
 def _sizes(node: fx.Node) -> str:
+    """Return dtype and shape of each tensor of a node's value."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, tuple | list) else (value,)
     return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
-
-
-# -- weights -----------------------------------------------------------------------------------------------------------------------
 
 
 def weights_digest(graph: ModelGraph) -> str:

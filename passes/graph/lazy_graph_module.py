@@ -38,9 +38,6 @@ def rewritten(graph: ModelGraph, target: fx.Graph, names: Mapping[str, str], cla
     return replace(graph, module=LazyGraphModule({}, target, class_name=class_name), outputs=outputs)
 
 
-# -- pause cyclic garbage collection ----------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause cyclic garbage collection; also usable as a decorator. Reference counting goes on: only cycles stay in memory."""

@@ -47,11 +47,7 @@ _ACTION_NAMES: Mapping[ActionKind, str] = {
 
 
 def program_text(graph: fx.Graph, batch_size: int | None = None) -> str:
-    """Return the imports and the ``forward`` method of a program.
-
-    Args:
-        batch_size: batch size for which bytes are printed.
-    """
+    """Return the imports and the ``forward`` method of a program, with the bytes of messages for a batch size."""
     return "\n".join([*_imports(graph), "", "", *_method(graph, batch_size)]) + "\n"
 
 
@@ -86,6 +82,7 @@ def _is_in_torch(target: Any) -> bool:
 
 
 def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
+    """Return the lines of ``forward``: a heading above each section, origin and comment above a statement, bytes behind it."""
     arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
     prints_bytes = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
     lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if prints_bytes else "")]
@@ -124,12 +121,11 @@ def _bytes(size: int) -> str:
 
 
 def _statement(node: fx.Node) -> str:
-    if node.op == "output":
-        return f"return {_value(node.args[0])}"
-    return f"{node.name} = {_call(node)}"
+    return f"return {_value(node.args[0])}" if node.op == "output" else f"{node.name} = {_call(node)}"
 
 
 def _call(node: fx.Node) -> str:
+    """Format a node as a Python expression."""
     if node.op == "call_module":
         return f"self.{node.target}({_arguments(node)})"
     if node.op == "get_attr":
@@ -148,11 +144,11 @@ def _call(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> str:
-    keywords = [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
-    return ", ".join([*(_value(value) for value in node.args), *keywords])
+    return ", ".join([*map(_value, node.args), *(f"{name}={_value(value)}" for name, value in node.kwargs.items())])
 
 
 def _value(value: Any) -> str:
+    """Format an argument as Python."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, tuple):
@@ -178,7 +174,7 @@ class ProgramModule(LazyGraphModule):
 
     @property
     def code(self) -> str:
-        """The imports and the ``forward`` method, as valid Python."""
+        """Return the imports and the ``forward`` method, as valid Python."""
         return program_text(self.graph, self.meta.get("batch_size"))
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
@@ -229,6 +225,7 @@ class _OperatorName(str):
 
 
 def _records(graph: fx.Graph) -> list[Record]:
+    """Return the nodes of a graph as plain data, for pickling."""
     meta_keys = ("section", "message", "reduces", "bytes", "comment", "origin")
     return [
         (
@@ -244,6 +241,7 @@ def _records(graph: fx.Graph) -> list[Record]:
 
 
 def _pickled(value: Any) -> Any:
+    """Return a leaf of arguments as it is pickled: nodes and operators as their names."""
     if isinstance(value, OpOverload):
         return _OperatorName(str(value))
     return _NodeName(value.name) if isinstance(value, fx.Node) else value

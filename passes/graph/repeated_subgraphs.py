@@ -1,18 +1,18 @@
-"""Find what repeats in a sequence of nodes: the blocks of a deep model.
+"""Find the repeated blocks of a deep model in its sequence of nodes, and fold them.
 
     embedding  | norm linear ... add | norm linear ... add | ... | norm linear ... add | norm head
                  copy 0                copy 1                      copy n - 1
 
-Nodes are alike that do the same to values of the same shapes (``signatures``); copies follow each other at the distance of like nodes
-(``periods``); a copy begins where a module does (``border_depth``).
+Nodes have equal signatures if they do the same to values of the same shapes (``signatures``). The length of a block is a frequent distance
+between equal signatures (``periods``). A block begins where a module does (``border_depth``).
 
-Leave out repeated blocks: of a run of copies of one block the first, the second and the last stay, the second stands for the rest.
+Folding keeps the first, the second and the last copy of a block; the second stands for the rest.
 
     embedding | block 0 | block 1 | block 2 | ... | block 95 | norm, head          3,278 nodes
     embedding | block 0 | block 1 |                 block 95 | norm, head            116 nodes, block 1 stands for 94
 
-What is asked of every node (axes, layouts, prices) is asked of the few that stay. A run ends where copies differ: in an operation, a size,
-or in what they read. A copy reads its own parameters, values of itself and of the copy before it, and what all copies read alike.
+Axes, layouts and prices are then computed for the remaining nodes alone. A run ends where copies differ: in an operation, a size or an
+input. A copy reads its own parameters, values of itself and of the copy before it, and values that all copies read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from passes.graph.schemas import node_leaves
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["Folded", "Run", "border_depth", "described", "fold_repeats", "longest_run", "periods", "signatures"]
+__all__ = ["Folded", "Run", "border_depth", "fold_repeats", "longest_run", "periods", "signatures", "value_form"]
 
 
 _PERIODS = 6
-"""How many lengths of a block are tried, the most frequent distances between like nodes first."""
+"""How many lengths of a block are tried, the most frequent distances between equal signatures first."""
 
 
 @dataclass(frozen=True)
@@ -47,84 +47,75 @@ class Run:
     count: int
 
     def copy_of(self, position: int) -> int:
-        """Which copy a position is in; -1 before the run, ``count`` behind it."""
+        """Return the number of the copy that contains a position; -1 before the run, ``count`` after it."""
         return min(max((position - self.start) // self.length, -1), self.count) if position >= self.start else -1
 
 
 def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str]) -> list[int]:
-    """A number for each node: equal for nodes that do the same to values of the same shapes.
-
-    Args:
-        kind: what else is asked of a value that two like nodes read.
-    """
+    """Return a number for each node: equal for nodes that do the same to values of the same shapes and of the same ``kind``."""
     numbers: dict[Hashable, int] = {}
 
-    def leaf(value: Any) -> str:
-        return f"{kind(value)} {described(value.meta.get('val'))}" if isinstance(value, fx.Node) else repr(value)
+    def leaf_key(value: Any) -> str:
+        return f"{kind(value)} {value_form(value.meta.get('val'))}" if isinstance(value, fx.Node) else repr(value)
 
-    found = []
+    result = []
     for node in nodes:
-        arguments = [leaf(value) for value in _leaves((node.args, node.kwargs))]
-        found.append(numbers.setdefault((node.target, described(node.meta.get("val")), tuple(arguments)), len(numbers)))
-    return found
+        arguments = tuple(leaf_key(value) for value in _flattened((node.args, node.kwargs)))
+        key = (node.target, value_form(node.meta.get("val")), arguments)
+        result.append(numbers.setdefault(key, len(numbers)))
+    return result
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What nested arguments hold, how they are nested with it."""
+def _flattened(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested arguments, each container preceded by its length or its keys: equal sequences are nested alike."""
     if isinstance(value, tuple | list):
         yield len(value)
         for each in value:
-            yield from _leaves(each)
+            yield from _flattened(each)
     elif isinstance(value, Mapping):
         yield tuple(value)
         for each in value.values():
-            yield from _leaves(each)
+            yield from _flattened(each)
     else:
         yield value
 
 
-def described(value: object) -> Hashable:
-    """What is known of a traced value, as far as copies must agree in it."""
+def value_form(value: object) -> Hashable:
+    """Return the shape, dtype and ``requires_grad`` of a traced value, in which copies must agree."""
     if isinstance(value, Tensor):
         return (*(str(size_of(size)) for size in value.shape), str(value.dtype), value.requires_grad)
     if isinstance(value, tuple | list):
-        return tuple(described(each) for each in value)
+        return tuple(value_form(each) for each in value)
     return str(value)
 
 
-def periods(found: Sequence[int]) -> list[int]:
-    """Distances between like nodes, the most frequent first.
-
-    Args:
-        found: signatures.
-    """
+def periods(node_signatures: Sequence[int]) -> list[int]:
+    """Return distances between nodes of equal signatures, the most frequent first; rare signatures count twice."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
-    rare = Counter(found)
-    for index, signature in enumerate(found):
+    occurrences = Counter(node_signatures)
+    for index, signature in enumerate(node_signatures):
         if signature in last:
-            distances[index - last[signature]] += 1 + (rare[signature] < len(found) / 8)
+            is_rare = occurrences[signature] < len(node_signatures) / 8
+            distances[index - last[signature]] += 2 if is_rare else 1
         last[signature] = index
-    # A block that holds two like layers repeats at their sum as well.
+    # A block of two equal layers has the sum of the distances between them as its length.
     frequent = [distance for distance, _ in distances.most_common(_PERIODS)]
-    sums = [one + other for one in frequent[:3] for other in frequent[:3]]
+    sums = [first + second for first in frequent[:3] for second in frequent[:3]]
     return list(dict.fromkeys((*frequent, *sums)))
 
 
-def longest_run(nodes: Sequence[fx.Node], found: Sequence[int]) -> Run | None:
-    """The run whose copies are most nodes, as far as signatures tell; None where nothing repeats.
-
-    Args:
-        found: signatures of the nodes.
-    """
+def longest_run(nodes: Sequence[fx.Node], node_signatures: Sequence[int]) -> Run | None:
+    """Return the run that repeats most nodes, by signatures alone; None where nothing repeats."""
     best: Run | None = None
-    for period in periods(found):
-        differs = [-1, *(index for index in range(len(found) - period) if found[index] != found[index + period]), len(found) - period]
-        behind, start = max((after - before, before + 1) for before, after in pairwise(differs))
-        length = behind - 1 + period
+    for period in periods(node_signatures):
+        n_pairs = len(node_signatures) - period
+        differs = [index for index in range(n_pairs) if node_signatures[index] != node_signatures[index + period]]
+        n_equal, start = max((after - before - 1, before + 1) for before, after in pairwise([-1, *differs, n_pairs]))
+        length = n_equal + period
         if length < 2 * period:
             continue
-        first = min(range(start, start + length % period + 1), key=lambda each: (border_depth(nodes, each), each))
+        first = min(range(start, start + length % period + 1), key=lambda position: (border_depth(nodes, position), position))
         run = Run(first, period, length // period)
         if best is None or (run.count - 1) * run.length > (best.count - 1) * best.length:
             best = run
@@ -132,18 +123,19 @@ def longest_run(nodes: Sequence[fx.Node], found: Sequence[int]) -> Run | None:
 
 
 def border_depth(nodes: Sequence[fx.Node], first: int) -> int:
-    """Through how many modules a border in front of a node goes: blocks begin where it is fewest."""
-    before, here = (module_path(node).split(".") for node in (nodes[max(first - 1, 0)], nodes[first]))
-    if before == here and first:
-        return len(here)
-    return next((depth for depth, pair in enumerate(zip(before, here, strict=False)) if pair[0] != pair[1]), min(len(before), len(here)))
+    """Return how many modules contain both a node and its predecessor: a block begins where these are fewest."""
+    before, after = (module_path(node).split(".") for node in (nodes[max(first - 1, 0)], nodes[first]))
+    if before == after and first:
+        return len(after)
+    differs = (depth for depth, (left, right) in enumerate(zip(before, after, strict=False)) if left != right)
+    return next(differs, min(len(before), len(after)))
 
 
-# -- leave out repeated blocks -----------------------------------------------------------------------------------------------------
+# -- fold repeated blocks ----------------------------------------------------------------------------------------------------------
 
 
-_LEAST = 5
-"""Copies from which on it is worth folding: three stay."""
+_MIN_COPIES = 5
+"""The fewest copies that are folded: three stay."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +143,9 @@ class Folded:
     """A graph without most copies of its blocks.
 
     Attributes:
-        graph: what stays.
-        copies: node or placeholder of a block that stands for others -> the nodes that it stands for, itself the first.
-        following: node of the last copy of a run -> the node of the block that stands for the others which is its counterpart.
+        graph: the graph that stays.
+        copies: node or placeholder of the second copy -> the nodes that it stands for, itself the first.
+        following: node of the last copy -> its counterpart in the second copy.
     """
 
     graph: ModelGraph
@@ -162,127 +154,130 @@ class Folded:
 
     @property
     def n_copies(self) -> int:
-        """How many copies the block stands for; 1 where nothing was folded."""
+        """Return how many copies the second one stands for; 1 where nothing was folded."""
         return max((len(names) for names in self.copies.values()), default=1)
 
 
 def fold_repeats(graph: ModelGraph) -> Folded:
-    """Fold the longest run of copies; the graph itself where there is none."""
+    """Fold the longest run of copies; return the graph itself where there is none."""
     nodes = graph.computing_nodes()
-    held = {**graph.parameters, **graph.buffers, **graph.constants}.keys()
+    weights = {**graph.parameters, **graph.buffers, **graph.constants}.keys()
 
     def kind(value: fx.Node) -> str:
-        return "held" if value.name in held else value.name if value.op == "placeholder" else "value"
+        if value.name in weights:
+            return "any weight"
+        return value.name if value.op == "placeholder" else "value"
 
-    found = signatures(nodes, kind)
+    node_signatures = signatures(nodes, kind)
     position = {node: index for index, node in enumerate(nodes)}
     leaves = [node_leaves((node.args, node.kwargs)) for node in nodes]
 
-    def alike(index: int, period: int) -> bool:
-        return found[index] == found[index + period] and _read_alike(leaves[index], leaves[index + period], period, position, held)
+    def repeats(index: int, period: int) -> bool:
+        is_equal = node_signatures[index] == node_signatures[index + period]
+        return is_equal and _reads_counterparts(leaves[index], leaves[index + period], period, position, weights)
 
-    runs = (_run(nodes, alike, position, period, held) for period in periods(found))
+    runs = (_longest_closed_run(nodes, repeats, position, period, weights) for period in periods(node_signatures))
     run = max((run for run in runs if run is not None), key=lambda run: (run.count - 3) * run.length, default=None)
-    if run is None:
-        return Folded(graph, {}, {})
-    return _folded(graph, nodes, run)
+    return Folded(graph, {}, {}) if run is None else _fold_run(graph, nodes, run)
 
 
-# -- finding a run -------------------------------------------------------------------------------------------------------------------
-
-
-def _run(
-    nodes: list[fx.Node], alike: Callable[[int, int], bool], position: dict[fx.Node, int], period: int, held: Collection[str]
+def _longest_closed_run(
+    nodes: list[fx.Node], repeats: Callable[[int, int], bool], position: dict[fx.Node, int], period: int, weights: Collection[str]
 ) -> Run | None:
-    """The longest run of copies of so many nodes.
+    """Return the run of copies of ``period`` nodes in the longest repeating sequence, if its copies are closed (``_is_closed``).
 
     Args:
-        alike: whether a node and the one so many behind it do the same to counterparts.
+        repeats: ``(index, period)``: whether the node at ``index + period`` does the same as the one at ``index`` to its counterparts.
     """
-    best: tuple[int, int] = (0, 0)
+    best: tuple[int, int] = (0, 0)  # number of nodes that repeat, and where they start
     start = 0
     for index in range(len(nodes) - period + 1):
-        if index < len(nodes) - period and alike(index, period):
+        if index < len(nodes) - period and repeats(index, period):
             continue
         best = max(best, (index - start, start), key=lambda pair: pair[0])
         start = index + 1
     length, start = best
     count = length // period + 1
-    if count < _LEAST:
+    if count < _MIN_COPIES:
         return None
     runs = [Run(first, period, (start + length + period - first) // period) for first in range(start, start + period)]
     for run in sorted(runs, key=lambda run: (border_depth(nodes, run.start), run.start)):
-        if run.count >= _LEAST and _is_closed(nodes, position, run, held):
+        if run.count >= _MIN_COPIES and _is_closed(nodes, position, run, weights):
             return run
     return None
 
 
-def _read_alike(one: list[fx.Node], other: list[fx.Node], period: int, position: dict[fx.Node, int], held: Collection[str]) -> bool:
-    """Whether what a node reads, and what its counterpart a copy later reads, are counterparts, or the same."""
-    for mine, theirs in zip(one, other, strict=True):
-        if mine is theirs:
+def _reads_counterparts(
+    inputs: list[fx.Node], next_inputs: list[fx.Node], period: int, position: dict[fx.Node, int], weights: Collection[str]
+) -> bool:
+    """Return whether each input of a node and that of its counterpart in the next copy are the same, two weights or counterparts."""
+    for first, second in zip(inputs, next_inputs, strict=True):
+        if first is second:
             continue
-        if mine.op == "placeholder" or theirs.op == "placeholder":
-            if mine.name not in held or theirs.name not in held:
+        if first.op == "placeholder" or second.op == "placeholder":
+            if first.name not in weights or second.name not in weights:
                 return False
-        elif position[theirs] != position[mine] + period:
+        elif position[second] != position[first] + period:
             return False
     return True
 
 
-def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: Run, held: Collection[str]) -> bool:
-    """Whether copies read only themselves, the one before, and what all of them read; and nobody else reads any but the last."""
-    own: dict[fx.Node, set[int]] = {}
+def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: Run, weights: Collection[str]) -> bool:
+    """Return whether the copies of a run can be left out.
+
+    A copy may read itself, the copy before, and values in front of the run. Only the next copy may read it, except for the last copy. A
+    weight is read by all copies, or by one copy and no node outside of the run.
+    """
+    readers: dict[fx.Node, set[int]] = {}  # weight -> the copies that read it
     for index in range(run.start, run.start + run.length * run.count):
         copy = run.copy_of(index)
         for leaf in nodes[index].all_input_nodes:
             if leaf.op == "placeholder":
-                if leaf.name in held:
-                    own.setdefault(leaf, set()).add(copy)
+                if leaf.name in weights:
+                    readers.setdefault(leaf, set()).add(copy)
             elif 0 <= run.copy_of(position[leaf]) < copy - 1:
                 return False
         if copy < run.count - 1:
             for user in nodes[index].users:
                 if user.op == "output" or run.copy_of(position[user]) not in (copy, copy + 1):
                     return False
-    last = set(range(run.count))
-    for leaf, copies in own.items():
-        outside = any(user.op == "output" or run.copy_of(position[user]) in (-1, run.count) for user in leaf.users)
-        if copies != last and (len(copies) > 1 or outside):
+    all_copies = set(range(run.count))
+    for weight, copies in readers.items():
+        read_outside = any(user.op == "output" or run.copy_of(position[user]) in (-1, run.count) for user in weight.users)
+        if copies != all_copies and (len(copies) > 1 or read_outside):
             return False
     return True
 
 
-# -- leaving copies out --------------------------------------------------------------------------------------------------------------
+def _fold_run(graph: ModelGraph, nodes: list[fx.Node], run: Run) -> Folded:
+    """Keep the first copy, the second and the last; the last reads the second instead of the one before it."""
 
-
-def _folded(graph: ModelGraph, nodes: list[fx.Node], run: Run) -> Folded:
-    def at(copy: int, offset: int) -> fx.Node:
+    def node_of(copy: int, offset: int) -> fx.Node:
         return nodes[run.start + copy * run.length + offset]
 
     copies: dict[str, tuple[str, ...]] = {}
-    gone: set[fx.Node] = set()
-    counterpart: dict[fx.Node, fx.Node] = {}
+    removed: set[fx.Node] = set()
+    replacement: dict[fx.Node, fx.Node] = {}
     for offset in range(run.length):
-        of_block = [at(copy, offset) for copy in range(1, run.count - 1)]
-        copies[of_block[0].name] = tuple(node.name for node in of_block)
-        gone.update(of_block[1:])
-        counterpart[at(run.count - 2, offset)] = of_block[0]
-        for leaves in zip(*(node_leaves((node.args, node.kwargs)) for node in of_block), strict=True):
-            if leaves[0].op == "placeholder" and leaves[0] is not leaves[1]:
+        counterparts = [node_of(copy, offset) for copy in range(1, run.count - 1)]
+        copies[counterparts[0].name] = tuple(node.name for node in counterparts)
+        removed.update(counterparts[1:])
+        replacement[node_of(run.count - 2, offset)] = counterparts[0]
+        for leaves in zip(*(node_leaves((node.args, node.kwargs)) for node in counterparts), strict=True):
+            if leaves[0].op == "placeholder" and leaves[0] is not leaves[1]:  # each copy has a parameter of its own
                 copies[leaves[0].name] = tuple(leaf.name for leaf in leaves)
-                gone.update(leaves[1:])
-    following = {at(run.count - 1, offset).name: at(1, offset).name for offset in range(run.length)}
-    return Folded(_without(graph, gone, counterpart.__getitem__), copies, following)
+                removed.update(leaves[1:])
+    following = {node_of(run.count - 1, offset).name: node_of(1, offset).name for offset in range(run.length)}
+    return Folded(_remove_nodes(graph, removed, replacement), copies, following)
 
 
-def _without(graph: ModelGraph, gone: set[fx.Node], counterpart: Callable[[fx.Node], fx.Node]) -> ModelGraph:
-    """The graph without some nodes; who reads one of them reads its counterpart."""
+def _remove_nodes(graph: ModelGraph, removed: set[fx.Node], replacement: Mapping[fx.Node, fx.Node]) -> ModelGraph:
+    """Return the graph without some nodes; nodes that read a removed one read its replacement."""
     target = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        if node not in gone:
-            copied[node] = target.node_copy(node, lambda leaf: copied[counterpart(leaf) if leaf in gone else leaf])
+        if node not in removed:
+            copied[node] = target.node_copy(node, lambda leaf: copied[replacement[leaf] if leaf in removed else leaf])
             copied[node].name = node.name
     names = {node.name for node in target.nodes}
     return replace(

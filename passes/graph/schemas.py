@@ -39,17 +39,19 @@ __all__ = [
 aten = torch.ops.aten
 
 NO_REDUCTION = 0
-"""What the parameter ``reduction`` of a loss is in the schemas, for a loss of each element."""
+"""The argument ``reduction`` of a loss function that returns one loss for each element."""
 
 MEAN = 1
-"""The same for their mean."""
+"""The argument ``reduction`` for their mean."""
 
 SUM = 2
-"""The same for their sum."""
+"""The argument ``reduction`` for their sum."""
 
 
 @dataclass(frozen=True)
 class _Parameter:
+    """A parameter; ``aliased``: a result may share its memory, ``written``: the operator writes it, by the schema."""
+
     name: str
     default: Any
     aliased: bool
@@ -59,6 +61,7 @@ class _Parameter:
 
 @functools.cache
 def _parameters(operator: OpOverload) -> tuple[_Parameter, ...]:
+    """Return the parameters of an operator's schema, in order."""
     return tuple(
         _Parameter(
             argument.name,
@@ -73,27 +76,27 @@ def _parameters(operator: OpOverload) -> tuple[_Parameter, ...]:
 
 @functools.cache
 def tensor_parameters(operator: OpOverload) -> tuple[str, ...]:
-    """The parameters that take a tensor, perhaps none, or a list of tensors; in the order of the schema."""
+    """Return the names of parameters that take a tensor, an optional tensor or a list of tensors, in the order of the schema."""
     return tuple(parameter.name for parameter in _parameters(operator) if parameter.takes_tensors)
 
 
 def parameters_of(operator: OpOverload) -> tuple[str, ...]:
-    """The names of all parameters, in the order of the schema."""
+    """Return the names of all parameters, in the order of the schema."""
     return tuple(parameter.name for parameter in _parameters(operator))
 
 
 def takes_lists_of_tensors(operator: OpOverload) -> bool:
-    """Whether a parameter takes a list of tensors."""
+    """Return whether a parameter takes a list of tensors."""
     return any("List" in str(each.type) and "Tensor" in str(each.type) for each in operator._schema.arguments)  # noqa: SLF001
 
 
 def packet(target: Any) -> Any:
-    """The operator that an overload belongs to (``aten.add`` of ``aten.add.Tensor``); any other target is itself."""
+    """Return the operator of an overload (``aten.add`` for ``aten.add.Tensor``); any other target itself."""
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
-    """Every parameter of the operator by name, with the value that this call gives it or its default."""
+    """Return parameter -> the argument of this call, or the default; in the order of the schema."""
     assert isinstance(node.target, OpOverload)
     parameters = _parameters(node.target)
     bound = {parameter.name: parameter.default for parameter in parameters}
@@ -103,25 +106,26 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def call_with(node: fx.Node, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments as a call writes them, from others of the same names: ``bound_arguments`` the other way."""
+    """Return new arguments (by parameter, as ``bound_arguments`` gives them) as positional and keyword arguments like those of a call."""
     names, n_positional = list(bound), len(node.args)
-    return tuple(bound[name] for name in names[:n_positional]), {name: bound[name] for name in names[n_positional:] if name in node.kwargs}
+    keywords = {name: bound[name] for name in names[n_positional:] if name in node.kwargs}
+    return tuple(bound[name] for name in names[:n_positional]), keywords
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the schema lets the result alias; all of them for a target that has no schema."""
+    """Return the nodes that the result may alias by the schema; all input nodes for a target without a schema."""
     if not isinstance(node.target, OpOverload):
         return list(node.all_input_nodes)
-    return _annotated(node, only_written=False)
+    return _aliased_nodes(node, only_written=False)
 
 
 def views_its_arguments(operator: OpOverload) -> bool:
-    """Whether the schema lets the result alias an argument."""
+    """Return whether the result may alias an argument, by the schema."""
     return any(parameter.aliased for parameter in _parameters(operator))
 
 
 def returns_argument(operator: Any) -> bool:
-    """Whether an operator returns the one tensor that it writes, and nothing else: ``add_`` and its like."""
+    """Return whether an operator returns the one tensor that it writes, and nothing else, like ``add_``."""
     if not isinstance(operator, OpOverload):
         return False
     written = [parameter for parameter in _parameters(operator) if parameter.written]
@@ -130,14 +134,14 @@ def returns_argument(operator: Any) -> bool:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the schema says are written."""
-    return _annotated(node, only_written=True) if isinstance(node.target, OpOverload) else []
+    """Return the nodes that a call writes, by the schema."""
+    return _aliased_nodes(node, only_written=True) if isinstance(node.target, OpOverload) else []
 
 
 def functional(operator: Any) -> OpOverload | None:
-    """Return the operator that computes what another writes, ``aten.add.Tensor`` for ``aten.add_.Tensor`` and ``aten.add.out``.
+    """Return the functional form of an operator: ``aten.add.Tensor`` for ``aten.add_.Tensor`` and ``aten.add.out``.
 
-    None when there is none.
+    None if the operator does not write, or has no functional form.
     """
     if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return None
@@ -146,19 +150,20 @@ def functional(operator: Any) -> OpOverload | None:
     name, _, overload = operator.name().removeprefix("aten::").partition(".")
     if not name.endswith("_") or name.endswith("__"):
         return None
-    if operator in _UNLIKE_NAMES:
-        return _UNLIKE_NAMES[operator]
+    if operator in _IRREGULAR_FUNCTIONAL_FORMS:
+        return _IRREGULAR_FUNCTIONAL_FORMS[operator]
     return getattr(getattr(aten, name.removesuffix("_"), None), overload or "default", None)
 
 
 @functools.cache
 def out_parameters(operator: OpOverload) -> tuple[str, ...]:
-    """The parameters that take memory for the result alone: ``out=`` and its like."""
+    """Return the names of parameters that take memory for the result: ``out=`` and the like."""
     return tuple(each.name for each in operator._schema.arguments if each.is_out)  # noqa: SLF001  no public way to the schema
 
 
 @functools.cache
 def _without_outs(operator: OpOverload, outs: tuple[str, ...]) -> OpOverload | None:
+    """Return the overload of the same operator that has all parameters except ``outs``, and writes nothing."""
     names = [name for name in parameters_of(operator) if name not in outs]
     overloads = (getattr(operator.overloadpacket, name) for name in operator.overloadpacket.overloads())
     return next((each for each in overloads if list(parameters_of(each)) == names and not _writes(each)), None)
@@ -168,7 +173,7 @@ def _writes(operator: OpOverload) -> bool:
     return any(parameter.written for parameter in _parameters(operator))
 
 
-_UNLIKE_NAMES: Mapping[OpOverload, OpOverload | None] = {
+_IRREGULAR_FUNCTIONAL_FORMS: Mapping[OpOverload, OpOverload | None] = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
     aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
@@ -180,36 +185,36 @@ _UNLIKE_NAMES: Mapping[OpOverload, OpOverload | None] = {
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
     aten.transpose_.default: aten.transpose.int,
 }
-"""In-place operators whose functional form has another name or none; by their own name they would find one with other arguments."""
+"""In-place operator -> its functional form, where the name without ``_`` is an overload with other parameters; None: it has none."""
 
 
 def draws_random_numbers(target: Any) -> bool:
-    """Whether the operator reads the random number generator (it may, with some arguments)."""
+    """Return whether an operator reads the random number generator, at least with some arguments."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def drops_nothing(dropout: fx.Node) -> bool:
-    """Whether a call of dropout gives its argument: with probability zero, and in evaluation."""
+    """Return whether a call of dropout returns its input: with probability zero, or in evaluation."""
     bound = bound_arguments(dropout)
     return bound["p"] == 0 or not bound["train"]
 
 
-_DROPPED_SHARES = ("dropout_p", "dropout")
-"""What attention and recurrent networks call the share of elements that they set to zero."""
+_DROPOUT_PROBABILITIES = ("dropout_p", "dropout")
+"""The parameters of attention and of recurrent networks for their dropout probability."""
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether this call reads the random number generator: attention or an LSTM without dropout does not, though its operator may."""
+    """Return whether a call reads the random number generator: attention or an LSTM with zero dropout does not, though its operator may."""
     if not draws_random_numbers(node.target):
         return False
-    given = bound_arguments(node)
-    return given.get("train") is not False and not any(given.get(name, 1.0) == 0.0 for name in _DROPPED_SHARES)
+    bound = bound_arguments(node)
+    return bound.get("train") is not False and not any(bound.get(name, 1.0) == 0.0 for name in _DROPOUT_PROBABILITIES)
 
 
 def argument_form(argument: Any, form_of: Callable[[fx.Node], Hashable]) -> Hashable:
-    """An argument of a call with forms in the place of nodes (numbers, say): equal for calls that do the same to values of equal forms.
+    """Return a hashable key of a nested argument, its nodes replaced by their forms: equal keys compute the same from equal forms.
 
-    Equal numbers may be unlike arguments: types are told apart (1, 1.0 and True), and the digits of floats (0.0 and -0.0).
+    Numbers that compare equal get different keys if their types (1, 1.0, True) or their digits (0.0, -0.0) differ.
     """
     if isinstance(argument, fx.Node):
         return "node", form_of(argument)
@@ -217,12 +222,12 @@ def argument_form(argument: Any, form_of: Callable[[fx.Node], Hashable]) -> Hash
         return tuple(argument_form(part, form_of) for part in argument)
     if isinstance(argument, dict):
         return tuple((name, argument_form(part, form_of)) for name, part in argument.items())
-    is_itself = isinstance(argument, Hashable) and not isinstance(argument, float | complex)
-    return type(argument), argument if is_itself else repr(argument)
+    compares_exactly = isinstance(argument, Hashable) and not isinstance(argument, float | complex)
+    return type(argument), argument if compares_exactly else repr(argument)
 
 
 def node_leaves(argument: Any) -> list[fx.Node]:
-    """The nodes in an argument, however nested."""
+    """Return the nodes in a nested argument, in order."""
     if isinstance(argument, fx.Node):
         return [argument]
     if isinstance(argument, tuple | list):
@@ -232,7 +237,8 @@ def node_leaves(argument: Any) -> list[fx.Node]:
     return []
 
 
-def _annotated(node: fx.Node, *, only_written: bool) -> list[fx.Node]:
+def _aliased_nodes(node: fx.Node, *, only_written: bool) -> list[fx.Node]:
+    """Return the nodes passed to parameters with an alias annotation, or only to those that are annotated as written."""
     assert isinstance(node.target, OpOverload)
     names = [each.name for each in _parameters(node.target) if (each.written if only_written else each.aliased)]
     if not names:

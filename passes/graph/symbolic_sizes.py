@@ -29,13 +29,13 @@ SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
     operator.floordiv: FloorDiv,
     operator.mod: Mod,
 }
-"""What ``emit_size`` writes sizes with, and the expression that each stands for."""
+"""The Python functions that ``emit_size`` writes nodes with -> their sympy functions."""
 
 _OPERATORS = {**{expression: function for function, expression in SIZE_OPERATORS.items()}, sympy.Mod: operator.mod}
 
 
 def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
-    """The expression of a traced size; an int when it is one."""
+    """Return the expression of a traced size; an int if it is constant."""
     if isinstance(value, int):
         return value
     expression = value.node.expr
@@ -43,38 +43,39 @@ def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
 
 
 def canonical_size(size: int | sympy.Expr) -> int | sympy.Expr:
-    """The size in the functions of ``SIZE_OPERATORS`` alone, as ``emit_size`` writes it."""
+    """Return the size written with the functions of ``SIZE_OPERATORS`` alone, as ``emit_size`` computes it."""
     if isinstance(size, int):
         return size
     return size.replace(ModularIndexing, lambda base, divisor, modulus: Mod(FloorDiv(base, divisor), modulus)).replace(sympy.Mod, Mod)
 
 
 def apply_to_sizes(function: Callable[[Any, Any], Any], left: int | sympy.Expr, right: int | sympy.Expr) -> int | sympy.Expr:
-    """The expression of what one of ``SIZE_OPERATORS`` computes from two sizes."""
+    """Return the expression of one of ``SIZE_OPERATORS`` applied to two sizes."""
     result = SIZE_OPERATORS[function](sympy.sympify(left), sympy.sympify(right))
     return int(result) if result.is_Integer else result
 
 
 def bytes_of(value: torch.Tensor, symbol: sympy.Symbol | None, batch: int) -> int:
-    """Bytes of a traced tensor when the batch has this size; other symbols stand for what they were traced with."""
-    sizes = tuple(size_of(size) if _is_of_batch(size, symbol) else size_at(size, symbol, batch) for size in value.shape)
-    return _elements(sizes, symbol, batch) * value.dtype.itemsize
+    """Return the bytes of a traced tensor for a batch size; sizes with other symbols are those of the trace."""
+    sizes = tuple(size_of(size) if _depends_on_batch_alone(size, symbol) else size_at(size, symbol, batch) for size in value.shape)
+    return _numel(sizes, symbol, batch) * value.dtype.itemsize
 
 
 def size_at(size: int | torch.SymInt, symbol: sympy.Symbol | None, batch: int) -> int:
-    """A traced size when the batch has this size; other symbols stand for what they were traced with."""
+    """Return a traced size for a batch size; a size with other symbols is that of the trace."""
     if isinstance(size, int):
         return size
-    return int(size.node.expr.subs(symbol, batch) if _is_of_batch(size, symbol) else size.node.hint)
+    return int(size.node.expr.subs(symbol, batch) if _depends_on_batch_alone(size, symbol) else size.node.hint)
 
 
-def _is_of_batch(size: int | torch.SymInt, symbol: sympy.Symbol | None) -> bool:
-    """Whether nothing but the batch decides a traced size."""
+def _depends_on_batch_alone(size: int | torch.SymInt, symbol: sympy.Symbol | None) -> bool:
+    """Return whether a traced size has no symbol but that of the batch."""
     return isinstance(size, int) or size.node.expr.free_symbols <= {symbol}
 
 
 @functools.lru_cache(maxsize=65536)
-def _elements(sizes: tuple[int | sympy.Expr, ...], symbol: sympy.Symbol | None, batch: int) -> int:
+def _numel(sizes: tuple[int | sympy.Expr, ...], symbol: sympy.Symbol | None, batch: int) -> int:
+    """Return the product of sizes for a batch size."""
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) == len(sizes):
         return math.prod(numbers)
@@ -83,11 +84,11 @@ def _elements(sizes: tuple[int | sympy.Expr, ...], symbol: sympy.Symbol | None, 
 
 
 def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: fx.Node | int) -> fx.Node | int:
-    """Nodes (at the graph's insertion point) that compute a size.
+    """Write nodes that compute a size at the graph's insertion point; return the last one, or the size if it is constant.
 
     Args:
         symbol: the symbol of the batch.
-        batch: what it stands for here.
+        batch: the node, or the number, to use for it.
 
     Raises:
         TraceError: the size depends on anything but the batch, or on it through an unknown function.
@@ -108,12 +109,12 @@ def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | No
     parts = [emit_size(graph, part, symbol, batch) for part in size.args]
     result = parts[0]
     for part in parts[1:]:
-        result = _described(graph.call_function(function, (result, part)))
+        result = _with_traced_value(graph.call_function(function, (result, part)))
     return result
 
 
-def _described(node: fx.Node) -> fx.Node:
-    """The node with its traced value, where those of its arguments are known."""
+def _with_traced_value(node: fx.Node) -> fx.Node:
+    """Set ``meta["val"]`` of a node if its arguments have theirs; return the node."""
     values = [part.meta.get("val") if isinstance(part, fx.Node) else part for part in node.args]
     if all(value is not None for value in values):
         assert callable(node.target)
@@ -121,18 +122,15 @@ def _described(node: fx.Node) -> fx.Node:
     return node
 
 
-# -- how large the values of a graph are -------------------------------------------------------------------------------------------
-
-
 class ValueBytes:
-    """Bytes of the values of a graph, each counted once for all walks."""
+    """Bytes of the values of a graph, each computed once."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self._graph = graph
         self._counted: dict[fx.Node, int] = {}
 
     def of(self, node: fx.Node) -> int:
-        """At the batch size that the graph was traced with; of a call that gives several values, all together."""
+        """Return the bytes of a node's value (several tensors: their sum) at the batch size that the graph was traced with."""
         if node not in self._counted:
             value = node.meta["val"]
             tensors = [value] if isinstance(value, Tensor) else [part for part in value if isinstance(part, Tensor)]

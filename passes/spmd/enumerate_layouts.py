@@ -1,14 +1,14 @@
-"""How every call is cut under any choice of the axes that a mesh dimension cuts: the walk of ``assign_layouts``, for all choices at once.
+"""Enumerate the layouts of every call for all choices of axes that a mesh dimension cuts: ``assign_layouts``, for all choices at once.
 
-Groups of axes are cut or not; G groups make 2^G choices. But a call depends on few of them: on those that it loops over, and on those that
-decide how its operands lie.
+Each group of axes is cut or not; G groups make 2^G choices. But a call depends on few groups: those that it loops over, and those that
+decide the layouts of its operands.
 
     linear (q, k, v)      {heads, head, hidden}      8 outcomes
     attention             {heads, head}              4
     linear (project)      {heads, head, hidden}      8
-    add                   {hidden}                   2        a sum is whole again whatever made it
+    add                   {hidden}                   2        reduced partial sums are replicated, whatever was cut
 
-A call is worked out for each choice of what it depends on. What a value turns out not to depend on is forgotten for its readers.
+The layout of a call is computed for each choice of these groups. Groups on which the result does not depend are dropped for its readers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,11 @@ __all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "TooManyChoi
 _T = TypeVar("_T")
 
 MOST = 2**12
-"""Choices that one call may depend on."""
+"""The most choices that one call may depend on."""
 
 
 class TooManyChoicesError(ConfigError):
-    """A call depends on too many groups.
-
-    Attributes:
-        groups: on which.
-    """
+    """A call depends on too many groups: ``groups``."""
 
     def __init__(self, groups: Sequence[int]) -> None:
         super().__init__(f"an operation depends on {len(groups)} choices", remedy="leave groups out")
@@ -49,13 +45,13 @@ class TooManyChoicesError(ConfigError):
 
 @dataclass(frozen=True)
 class CallLayout:
-    """One outcome of a call, along the mesh dimension.
+    """The layout of a call, along the mesh dimension, under one choice.
 
     Attributes:
-        cut: how it is cut; None: all ranks compute alike.
-        needs: how it reads each operand.
-        gives: how each result lies.
-        changes: (value, how it lies, how it is read): what is done for this call and was not done for an earlier reader of the value.
+        cut: the loop that is cut; None: no loop is.
+        needs: the placement in which it reads each operand.
+        gives: the placement of each result.
+        changes: (value, its placement, the one needed) for each operand that is resharded for this call, and not for an earlier one.
     """
 
     cut: Cut | None
@@ -66,11 +62,11 @@ class CallLayout:
 
 @dataclass(frozen=True)
 class HeldLayout:
-    """One outcome of a parameter, buffer or constant.
+    """The layout of a parameter, buffer or constant under one choice.
 
     Attributes:
-        stored: how ranks hold it.
-        changes: (how it is held, how it is read), one for each way in which it is read otherwise.
+        stored: the placement in which ranks hold it.
+        changes: (``stored``, the placement needed), once for each other placement in which it is read.
     """
 
     stored: Placement
@@ -79,22 +75,22 @@ class HeldLayout:
 
 @dataclass(frozen=True)
 class Outcomes(Generic[_T]):
-    """A function of some groups.
+    """A result that depends on a choice of some groups, as a table.
 
     Attributes:
         scope: the groups, ascending.
-        found: for each choice (1: the group is cut) the outcome.
+        found: choice (for each group of the scope 1, it is cut, or 0) -> the result.
     """
 
     scope: tuple[int, ...]
     found: Mapping[tuple[int, ...], _T]
 
     def at(self, scope: Sequence[int], choice: Sequence[int]) -> _T:
-        """The outcome under a choice for more groups."""
+        """Return the result under a choice of a larger scope."""
         return self.found[tuple(choice[scope.index(group)] for group in self.scope)]
 
     def reduced(self) -> Outcomes[_T]:
-        """The same function, of the groups that it depends on alone."""
+        """Return the same table without the groups that make no difference."""
         scope, found = self.scope, dict(self.found)
         for group in self.scope:
             place = scope.index(group)
@@ -106,11 +102,11 @@ class Outcomes(Generic[_T]):
 
 @dataclass(frozen=True)
 class LayoutChoices:
-    """All outcomes.
+    """The layouts of all values, under all choices.
 
     Attributes:
-        calls: call -> its outcomes; ``"output"``: what is done for what the model returns.
-        held: parameter, buffer or constant -> its outcomes.
+        calls: call -> its layouts; ``"output"``: the reshards of results of the model.
+        held: parameter, buffer or constant -> its layouts.
     """
 
     calls: Mapping[str, Outcomes[CallLayout]]
@@ -119,9 +115,15 @@ class LayoutChoices:
 
 @dataclass(frozen=True)
 class _State:
-    """A value during the walk: the placements of its tensors for the next reader, as computed, and as read so far."""
+    """A value during the walk.
 
-    lies: tuple[Placement | None, ...]
+    Attributes:
+        current: the placement of each of its tensors for the next reader; None: no reader has decided it.
+        gives: the placements as computed.
+        reads: the placements in which earlier calls read it, if these need a reshard or if it is a weight.
+    """
+
+    current: tuple[Placement | None, ...]
     gives: tuple[Placement, ...]
     reads: tuple[Placement, ...] = ()
 
@@ -136,31 +138,30 @@ def layout_choices(
     rows: bool = False,
     value_bytes: ValueBytes | None = None,
 ) -> LayoutChoices:
-    """Work out every call for every choice that it depends on.
+    """Return the layout of every call for every choice that it depends on.
 
     Args:
         dimension: name and size of the mesh dimension.
-        groups: axes that are cut together or not at all, dearest first.
-        fixed: axes that are cut in any case, dearer than those.
+        groups: axes that are cut together or not at all, the most expensive first.
+        fixed: axes that are always cut, more expensive than those of ``groups``.
         rows: whether the dimension cuts the batch, which is then among ``fixed``.
-        value_bytes: of the graph, where they are known.
+        value_bytes: those of the graph, if it is walked often.
 
     Raises:
         TooManyChoicesError: a call depends on too many groups.
     """
-    name = dimension[0]
-    # All that may be cut: the walk looks at these once, for what lies beside rows. What is cut, each visit says anew.
-    may_be_cut = {name: [*fixed, *(axis for group in groups for axis in group)]}
-    of_rows = (name,) if rows else ()
+    # All axes that may be cut: the walk derives ``beside_rows`` from them once. Each visit then assigns the axes of its choice.
+    may_be_cut = {dimension[0]: [*fixed, *(axis for group in groups for axis in group)]}
+    of_rows = (dimension[0],) if rows else ()
     walk = LayoutWalk(graph, axes, (dimension,), may_be_cut, of_rows, "rows", None, value_bytes or ValueBytes(graph))
     choices = _Choices(walk, groups, fixed)
     for node in graph.graph.nodes:
         choices.visit(node)
-    return LayoutChoices(choices.calls, {held: choices.held(held) for held in walk.held})
+    return LayoutChoices(choices.calls, {name: choices.held(name) for name in walk.weights})
 
 
 class _Choices:
-    """The walk, with what is known so far."""
+    """Runs a ``LayoutWalk`` over each node once for each choice that the node depends on."""
 
     def __init__(self, walk: LayoutWalk, groups: Sequence[Sequence[int]], fixed: Sequence[int]) -> None:
         self._walk = walk
@@ -171,33 +172,34 @@ class _Choices:
         self.calls: dict[str, Outcomes[CallLayout]] = {}
 
     def visit(self, node: fx.Node) -> None:
-        """Work one node out."""
+        """Compute the layouts of one node, and the states after it of the values that it reads or gives."""
         walk = self._walk
         if node.op == "placeholder":
             walk.placeholder(node)
-            if (node.name, 0) in walk.lies:
+            if (node.name, 0) in walk.current:
                 self._states[node.name] = Outcomes((), {(): self._state(node.name)})
             return
-        operands = _read(node, walk.axes)
-        touched = {operand.name: None for operand in operands if operand.name in self._states}
-        read = (*walk.axes.of_calls.get(node.name, ()), *walk.axes.slid_over.get(node.name, ()))
-        own = {self._group_of[axis] for axis in read if axis in self._group_of}
-        scope = tuple(sorted(own.union(*(self._states[name].scope for name in touched))))
+        operands = _operands(node, walk.axes)
+        read = dict.fromkeys(operand.name for operand in operands if operand.name in self._states)
+        call_axes = (*walk.axes.of_calls.get(node.name, ()), *walk.axes.slid_over.get(node.name, ()))
+        call_groups = {self._group_of[axis] for axis in call_axes if axis in self._group_of}
+        scope = tuple(sorted(call_groups.union(*(self._states[name].scope for name in read))))
         if 2 ** len(scope) > MOST:
             raise TooManyChoicesError(scope)
-        found: dict[tuple[int, ...], CallLayout] = {}
-        after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*touched, node.name)}
-        known: dict[object, tuple[CallLayout, dict[str, _State]]] = {}
+        layouts: dict[tuple[int, ...], CallLayout] = {}
+        after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*read, node.name)}
+        cache: dict[object, tuple[CallLayout, dict[str, _State]]] = {}
         for choice in itertools.product((0, 1), repeat=len(scope)):
-            before = {name: self._states[name].at(scope, choice) for name in touched}
-            alike = (tuple(chosen for group, chosen in zip(scope, choice, strict=True) if group in own), tuple(before.values()))
-            if alike not in known:
-                known[alike] = self._outcome(node, operands, scope, choice, before)
-            found[choice], states = known[alike]
+            before = {name: self._states[name].at(scope, choice) for name in read}
+            choice_of_call = tuple(chosen for group, chosen in zip(scope, choice, strict=True) if group in call_groups)
+            key = (choice_of_call, tuple(before.values()))
+            if key not in cache:
+                cache[key] = self._outcome(node, operands, scope, choice, before)
+            layouts[choice], states = cache[key]
             for name, state in states.items():
                 after[name][choice] = state
         if node.name in walk.needs:
-            self.calls[node.name] = Outcomes(scope, found)
+            self.calls[node.name] = Outcomes(scope, layouts)
         for name, table in after.items():
             if table:
                 self._states[name] = Outcomes(scope, table).reduced()
@@ -212,13 +214,13 @@ class _Choices:
             if chosen:
                 walk.assigned[0].update(self._places[group])
         for name, state in before.items():
-            for place, lies in enumerate(state.lies):
-                walk.lies[name, place] = [lies]
+            for place, placement in enumerate(state.current):
+                walk.current[name, place] = [placement]
             walk.results[name] = tuple((placement,) for placement in state.gives)
         (walk.output if node.op == "output" else walk.call)(node)
         needs = tuple(layout[0] for layout in walk.needs.get(node.name, ()))
         after, changes = self._read_by(operands, needs, before)
-        if node.op != "output" and (node.name, 0) in walk.lies:
+        if node.op != "output" and (node.name, 0) in walk.current:
             after[node.name] = self._state(node.name)
         cuts = walk.cuts.get(node.name, (None,))
         gives = tuple(layout[0] for layout in walk.results.get(node.name, ()))
@@ -234,39 +236,42 @@ class _Choices:
             if operand.name not in after:
                 continue
             state = after[operand.name]
-            lies = tuple(self._walk.lies[operand.name, place][0] for place in range(len(state.lies)))
-            if operand.name in self._walk.held:
-                after[operand.name] = _State(lies, state.gives, (*state.reads, need))
+            current = tuple(self._walk.current[operand.name, place][0] for place in range(len(state.current)))
+            if operand.name in self._walk.weights:
+                after[operand.name] = _State(current, state.gives, (*state.reads, need))
                 continue
             have = state.gives[0]
-            key = Partial() if isinstance(have, Partial) else need
+            key = Partial() if isinstance(have, Partial) else need  # a partial sum is reduced once, for all readers
             if have != need and not isinstance(need, Partial) and key not in state.reads:
                 changes.append((operand.name, have, need))
-                state = _State(lies, state.gives, (*state.reads, key))
-            after[operand.name] = _State(lies, state.gives, state.reads)
+                state = _State(current, state.gives, (*state.reads, key))
+            after[operand.name] = _State(current, state.gives, state.reads)
         return after, changes
 
     def _state(self, name: str) -> _State:
+        """Return the state of a value that the walk has just computed."""
         walk = self._walk
         gives = tuple(layout[0] for layout in walk.results.get(name, ()))
-        count = max(len(gives), 1)
-        return _State(tuple(walk.lies[name, place][0] if (name, place) in walk.lies else None for place in range(count)), gives)
+        keys = [(name, place) for place in range(max(len(gives), 1))]
+        return _State(tuple(walk.current[key][0] if key in walk.current else None for key in keys), gives)
 
     def held(self, name: str) -> Outcomes[HeldLayout]:
-        """How a parameter is held, now that all its readers are known."""
+        """Return the layouts of a parameter, buffer or constant after all its readers were visited."""
         states = self._states.get(name)
         if states is None:
             return Outcomes((), {(): HeldLayout(Replicate(), ())})
-        return Outcomes(states.scope, {choice: _held(state) for choice, state in states.found.items()}).reduced()
+        return Outcomes(states.scope, {choice: _held_layout(state) for choice, state in states.found.items()}).reduced()
 
 
-def _held(state: _State) -> HeldLayout:
+def _held_layout(state: _State) -> HeldLayout:
+    """Return the layout that is stored: the most frequent shard among the reads, or Replicate if there is none."""
     shards = [use for use in state.reads if isinstance(use, Shard)]
     stored = max(shards, key=shards.count) if shards else Replicate()
     return HeldLayout(stored, tuple((stored, use) for use in dict.fromkeys(state.reads) if use != stored))
 
 
-def _read(node: fx.Node, axes: Axes) -> Sequence[fx.Node]:
+def _operands(node: fx.Node, axes: Axes) -> Sequence[fx.Node]:
+    """Return the tensors that a call, or the output, reads."""
     if node.op == "output":
         return list(returned_values(node))
     return axes.operands.get(node.name) or node.all_input_nodes

@@ -1,4 +1,4 @@
-"""Write one rank's graph: every value its own part, with the communication that changes of layout need.
+"""Write one rank's graph: the rank's shard of every value, and the collectives that reshard values.
 
 Before (whole shapes), heads and ffn over two ranks:                After, on each rank:
 
@@ -10,7 +10,7 @@ Before (whole shapes), heads and ffn over two ranks:                After, on ea
                                                                         y_all_reduce = all_reduce(y)
                                                                         z = add(x, y_all_reduce)
 
-Every change of layout is made once for all its readers. Shapes are checked: each call is run on fake parts.
+Every reshard is emitted once for all its readers. Each call is run on fake tensors of the shards, to check shapes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
-from passes.spmd.decompose.builder import InsideCut, InsideWriter
+from passes.spmd.decompose.builder import ReductionCut, ReductionWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows
-from passes.spmd.decompose.registry import inside_of
+from passes.spmd.decompose.registry import decomposition_of
 from passes.spmd.halo.emit import HaloWriter
 from passes.spmd.halo.overlap import Interior, interior_of
-from passes.spmd.halo.regions import Slide, slides_of, space_of
+from passes.spmd.halo.regions import Slide, slides_of, window_dimensions
 from passes.spmd.local_shapes import Extents, product
 from passes.spmd.propagate import Cut, Layouts
 from passes.spmd.reshard import Resharder
@@ -56,14 +56,19 @@ def localize(graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, 
     """Return the graph of a rank.
 
     Args:
-        extents: the sizes of its parts. The graph's batch is the rank's own rows.
-        local_statistics: whether batch normalisation takes those of the rank's own part.
+        extents: the sizes of its shards. The graph's batch is the rank's own rows.
+        local_statistics: whether batch normalisation uses the statistics of the rank's own samples.
     """
     return _Localizer(graph, axes, layouts, extents, local_statistics).run()
 
 
 class _Localizer:
-    """Copies the graph call by call."""
+    """Copies the graph call by call.
+
+    Attributes:
+        copies: node -> the rank's copy of it, as computed; the resharder and the halo writer have its other layouts.
+        reader: the node that is copied now; emitted calls are marked as written for it.
+    """
 
     def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, local_statistics: bool) -> None:
         self.local_statistics = local_statistics
@@ -74,20 +79,21 @@ class _Localizer:
         self.target = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.batch: fx.Node | None = None
-        self.has_whole_batch = False
+        self._has_whole_batch = False
         self.reader = ""
-        self.known = FakeTensorCache.like(graph.graph)
+        self._fakes = FakeTensorCache.like(graph.graph)
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
 
     def run(self) -> ModelGraph:
+        """Copy all nodes; return the graph with the rank's batch size, inputs and outputs."""
         with fake_mode(self.graph.graph):
             for node in self.graph.graph.nodes:
                 if node.op == "placeholder":
                     self._placeholder(node)
                 elif node.op != "output":
                     self.reader = node.name
-                    self._whole_batch()
+                    self._emit_whole_batch()
                     self._call(node)
             self.reader = "output"
             returned = self._outputs()
@@ -100,6 +106,7 @@ class _Localizer:
     # -- placeholders --------------------------------------------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> None:
+        """Copy a placeholder, with a value of the shard's shape."""
         copy = self.target.placeholder(node.name)
         copy.meta = dict(node.meta)
         self.copies[node] = copy
@@ -114,11 +121,11 @@ class _Localizer:
                 copy.meta["val"] = fake.requires_grad_(value.requires_grad)
             self.resharder.register(node, 0, copy, layout, self.axes.of(node.name))
 
-    def _whole_batch(self) -> None:
-        """Emit the size of the whole batch, which sizes of the graph refer to: the placeholder is the number of the rank's rows."""
-        if self.batch is None or self.extents.n_row_parts == 1 or self.has_whole_batch:
+    def _emit_whole_batch(self) -> None:
+        """Emit the size of the whole batch once, for sizes of the graph: the placeholder is the number of the rank's own rows."""
+        if self.batch is None or self.extents.n_row_parts == 1 or self._has_whole_batch:
             return
-        self.has_whole_batch = True
+        self._has_whole_batch = True
         count = self.extents.n_row_parts
         node = self.target.create_node("call_function", operator.mul, (self.batch, count), {}, name="whole_batch")
         node.meta["val"] = self.batch.meta["val"] * count
@@ -126,6 +133,7 @@ class _Localizer:
         self.copies[original] = node
 
     def _inputs(self) -> tuple[Any, ...]:
+        """Return the inputs, with the shapes of the rank's rows if the batch has a fixed size."""
         if self.graph.batch is not None or self.extents.n_row_parts == 1:
             return self.graph.inputs
         placeholders = [node for node in self.target.nodes if node.op == "placeholder"]
@@ -136,28 +144,27 @@ class _Localizer:
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node) -> None:
+        """Emit a call on operands in the layouts that it needs."""
         value = node.meta.get("val")
         if is_item(node) and isinstance(node.args[0], fx.Node) and node.args[0].name in self.layouts.results:
-            copy = self._copy(node, node.args, node.kwargs)
-            self._register(node, copy)
+            self._register(node, self._copy(node))
             return
         if not isinstance(value, Tensor | tuple | list):
-            self.copies[node] = self._copy(node, node.args, node.kwargs)
+            self.copies[node] = self._copy(node)
             return
         operands = tensor_operands(node)
-        needs = self.layouts.needs[node.name]
-        by_place = [self.halos.part(node, place, operand, need) for place, (operand, need) in enumerate(zip(operands, needs, strict=True))]
-        copy = (
-            self._cut_call(node, operands, by_place)
-            if any(self.layouts.cuts[node.name])
-            else self._copy(node, node.args, node.kwargs, dict(zip(operands, by_place, strict=True)))
-        )
-        self._register(node, copy)
+        needs = enumerate(zip(operands, self.layouts.needs[node.name], strict=True))
+        parts = [self.halos.part(node, place, operand, need) for place, (operand, need) in needs]
+        if any(self.layouts.cuts[node.name]):
+            self._register(node, self._sharded_call(node, operands, parts))
+        else:
+            self._register(node, self._copy(node, dict(zip(operands, parts, strict=True))))
 
     def _register(self, node: fx.Node, copy: fx.Node) -> None:
+        """Make the copy of a node known to readers, and check the shapes of its values."""
         self.copies[node] = copy
         if node.name in self.layouts.wide:
-            self.halos.keep_wide(node, copy)
+            self.halos.register_wide(node, copy)
         else:
             copy.meta["part_of"] = node.name
         for place, (layout, axes) in enumerate(zip(self.layouts.results[node.name], self.axes.tensors[node.name], strict=True)):
@@ -172,144 +179,136 @@ class _Localizer:
                     remedy="the rule of this operation is wrong: passes/rules",
                 )
 
-    def _copy(self, node: fx.Node, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
-        def of(argument: fx.Node) -> fx.Node:
+    def _copy(self, node: fx.Node, parts: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
+        """Emit a call with the same arguments: ``parts`` instead of the operands in it, the copies of other nodes."""
+
+        def local(argument: fx.Node) -> fx.Node:
             return (parts or {}).get(argument, self.copies[argument])
 
-        return self.emit(node.target, fx.map_arg(args, of), fx.map_arg(kwargs, of), node.name, node)
+        return self.emit(node.target, fx.map_arg(node.args, local), fx.map_arg(node.kwargs, local), node.name, node)
 
-    def _cut_call(self, node: fx.Node, operands: Sequence[fx.Node], by_place: Sequence[fx.Node]) -> fx.Node:
-        """A call on parts: its tensors in order of the schema, its sizes those of the parts."""
+    def _sharded_call(self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node]) -> fx.Node:
+        """Emit a call of which a mesh dimension cuts a loop, in pieces, decomposed or as the same operation on shards.
+
+        Args:
+            operands: its tensors, in the order of the schema.
+            parts: this rank's parts of them, without the halos that are still to be exchanged.
+        """
         loops = self.axes.loops[node.name]
-        arguments = bound_arguments(node)
         slides = slides_of(node.name, self.axes, self.layouts, self.extents)
         interior = interior_of(loops, slides) if node.name in self.layouts.overlapped else None
         if interior is not None:
-            return self._in_pieces(node, operands, by_place, slides, interior)
-        by_place = self.halos.fetched(node, operands, by_place, slides)
-        given = self._given(arguments, by_place)
+            return self._emit_in_pieces(node, operands, parts, slides, interior)
+        parts = self.halos.fetch(node, operands, parts, slides)
         cuts = self.layouts.cuts[node.name]
-        inside = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
-        if inside and not (self.local_statistics and packet(node.target) is aten.batch_norm):
-            return self._inside_call(node, loops, given, inside)
+        reduced = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
+        if reduced and not (self.local_statistics and packet(node.target) is aten.batch_norm):
+            return self._decompose_reduction(node, loops, self._local_arguments(node, parts), reduced)
         if any(slide.window.reach.written for slide in slides):
-            return self._written(node, loops, given, slides)
-        return self._weighted(node, loops, self._windowed(node, by_place, slides))
+            return self._decompose_windows(node, loops, self._local_arguments(node, parts), slides)
+        return self._scale_mean(node, loops, self._emit_on_shards(node, parts, slides))
 
-    def _given(self, arguments: Mapping[str, Any], by_place: Sequence[fx.Node]) -> dict[str, Any]:
-        """The arguments of a call on parts."""
-        places = iter(by_place)
-        given: dict[str, Any] = {}
-        for name, value in arguments.items():
-            given[name] = fx.map_arg(value, lambda each: next(places) if isinstance(each.meta.get("val"), Tensor) else self.copies[each])
-        return given
+    def _local_arguments(self, node: fx.Node, parts: Sequence[fx.Node]) -> dict[str, Any]:
+        """Return parameter -> argument of a call, with this rank's parts (in the order of the schema) instead of its tensors."""
+        remaining = iter(parts)
 
-    def _windowed(self, node: fx.Node, by_place: Sequence[fx.Node], slides: Sequence[Slide], piece: Slide | None = None) -> fx.Node:
-        """Emit the operation itself on this rank's operands, with local sizes among its arguments.
+        def local(argument: fx.Node) -> fx.Node:
+            return next(remaining) if isinstance(argument.meta.get("val"), Tensor) else self.copies[argument]
 
-        Args:
-            piece: the steps to compute, if not all of this rank's.
-        """
-        loops, arguments = self.axes.loops[node.name], bound_arguments(node)
-        given = self._given(arguments, by_place)
+        return {name: fx.map_arg(value, local) for name, value in bound_arguments(node).items()}
+
+    def _emit_on_shards(self, node: fx.Node, parts: Sequence[fx.Node], slides: Sequence[Slide], piece: Slide | None = None) -> fx.Node:
+        """Emit the same operation on this rank's operands, with local sizes; of ``piece``, if given, instead of all its steps."""
+        loops, arguments = self.axes.loops[node.name], self._local_arguments(node, parts)
         if loops.localize is not None:
-            local = self._local_call(node, loops, arguments, by_place, slides, piece)
-            given.update({name: pytree.tree_map_only(sympy.Expr, self._size_node, value) for name, value in loops.localize(local).items()})
-        copy = self.emit(node.target, *call_with(node, given), node.name, node)
+            sizes = loops.localize(self._local_call(node, loops, parts, slides, piece))
+            arguments.update({name: pytree.tree_map_only(sympy.Expr, self._size_node, value) for name, value in sizes.items()})
+        copy = self.emit(node.target, *call_with(node, arguments), node.name, node)
         for slide in slides:
-            copy = self._own_results(node, loops, slide, copy)
+            copy = self._slice_to_own_steps(node, loops, slide, copy)
         return copy
 
     # -- windows -------------------------------------------------------------------------------------------------------------------
 
-    def _in_pieces(
-        self, node: fx.Node, operands: Sequence[fx.Node], by_place: Sequence[fx.Node], slides: Sequence[Slide], interior: Interior
+    def _emit_in_pieces(
+        self, node: fx.Node, operands: Sequence[fx.Node], parts: Sequence[fx.Node], slides: Sequence[Slide], interior: Interior
     ) -> fx.Node:
         """Emit a call in pieces: the interior during the halo exchange, then both borders, and their concatenation."""
         slide, others = interior.slide, [each for each in slides if each is not interior.slide]
         place, dimension = slide.window.operand, slide.window.dimension
-        by_place = self.halos.fetched(node, operands, by_place, others)
-        borders = self.halos.fetched(node, operands, by_place, [interior.of_borders])[place]
-        found: dict[int, fx.Node] = {}
-        for piece, source in ((1, by_place[place]), (0, borders), (2, borders)):
-            start, stop = interior.read(piece)
+        parts = self.halos.fetch(node, operands, parts, others)
+        border_rows = self.halos.fetch(node, operands, parts, [interior.border_slide])[place]
+        results: dict[int, fx.Node] = {}
+        for piece, source in ((1, parts[place]), (0, border_rows), (2, border_rows)):
+            start, stop = interior.local_interval(piece)
             if start < stop:
                 is_whole = (start, stop) == (0, source.meta["val"].shape[dimension])
                 name = f"{source.name}_inner" if piece == 1 else f"{source.name}_border"
-                part = source if is_whole else self.emit(aten.slice.Tensor, (source, dimension, start, stop), {}, name, node)
-                parts = [part if index == place else each for index, each in enumerate(by_place)]
-                found[piece] = self._windowed(node, parts, [*others, interior.of_piece(piece)], interior.of_piece(piece))
-        joined = [found[piece] for piece in sorted(found)]
-        return self._weighted(
-            node, self.axes.loops[node.name], self.emit(aten.cat.default, (joined, interior.dimension), {}, f"{node.name}_whole", node)
-        )
+                rows = source if is_whole else self.emit(aten.slice.Tensor, (source, dimension, start, stop), {}, name, node)
+                piece_parts = [rows if index == place else part for index, part in enumerate(parts)]
+                piece_slide = interior.piece_slide(piece)
+                results[piece] = self._emit_on_shards(node, piece_parts, [*others, piece_slide], piece_slide)
+        in_order = [results[piece] for piece in sorted(results)]
+        whole = self.emit(aten.cat.default, (in_order, interior.dimension), {}, f"{node.name}_whole", node)
+        return self._scale_mean(node, self.axes.loops[node.name], whole)
 
-    def _own_results(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
+    def _slice_to_own_steps(self, node: fx.Node, loops: Loops, slide: Slide, copy: fx.Node) -> fx.Node:
         """Slice a result to this rank's own steps, if the window computes more than these."""
         if slide.window.reach.skip == 0:
             return copy
         (dimension,) = [index for index, factors in enumerate(loops.results[0]) if slide.window.factor in factors]
-        return self.emit(
-            aten.slice.Tensor, (copy, dimension, slide.skip, slide.skip + slide.count), {}, f"{node.name}_own_{slide.over}", node
-        )
+        own_steps = (copy, dimension, slide.skip, slide.skip + slide.count)
+        return self.emit(aten.slice.Tensor, own_steps, {}, f"{node.name}_own_{slide.over}", node)
 
-    def _written(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
-        """Emit the decomposition of a windowed call whose part is not the same operation."""
-        return write_windows(node, WindowWriter(functools.partial(self.emit, like=node), given, node.name, space_of(loops, slides)))
+    def _decompose_windows(self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], slides: Sequence[Slide]) -> fx.Node:
+        """Emit the decomposition of a windowed call that is not the same operation on a shard."""
+        emit = functools.partial(self.emit, like=node)
+        return write_windows(node, WindowWriter(emit, arguments, node.name, window_dimensions(loops, slides)))
 
-    def _inside_call(self, node: fx.Node, loops: Loops, given: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
+    def _decompose_reduction(self, node: fx.Node, loops: Loops, arguments: Mapping[str, Any], indices: Sequence[int]) -> fx.Node:
         """Emit the decomposition of a call that reduces over an axis which the mesh dimensions ``indices`` shard."""
-        cuts: list[InsideCut] = []
-        layout = [None if each is None else Shard(each.axis, 0) for each in self.layouts.cuts[node.name]]
+        reduced: list[ReductionCut] = []
+        layout = [None if cut is None else Shard(cut.axis, 0) for cut in self.layouts.cuts[node.name]]
         for index in indices:
             cut = self.layouts.cuts[node.name][index]
             assert cut is not None
-            parts = self.extents.parts(cut.axis, index, layout)
-            inner = self._inner(node, cut)
-            sizes = tuple(product((part, inner)) for part in parts)
-            cuts.append(
-                InsideCut(self.extents.mesh[index][0], loops.factors[cut.factor].name, sizes, sizes[self.extents.coordinate[index]])
-            )
-        inside = inside_of(node, cuts[0].factor)
-        assert inside is not None
-        factors = {factor.name: self.extents.whole(factor.size) for factor in loops.factors}
+            inner = self._inner_size(node, cut)
+            sizes = tuple(product((part, inner)) for part in self.extents.parts(cut.axis, index, layout))
+            own_size = sizes[self.extents.coordinate[index]]
+            reduced.append(ReductionCut(self.extents.mesh[index][0], loops.factors[cut.factor].name, sizes, own_size))
+        decomposition = decomposition_of(node, reduced[0].factor)
+        assert decomposition is not None
+        whole_sizes = {factor.name: self.extents.whole(factor.size) for factor in loops.factors}
         axes_of = zip(loops.factors, self.axes.factors[node.name], strict=True)
-        own = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
-
+        own_sizes = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
         emit = functools.partial(self.emit, like=node)
-        return inside.on_part(InsideWriter(emit, given, node.name, self._size_node, tuple(cuts), factors, own))
+        return decomposition.on_part(ReductionWriter(emit, arguments, node.name, self._size_node, tuple(reduced), whole_sizes, own_sizes))
 
-    def _inner(self, node: fx.Node, cut: Cut) -> Size:
+    def _inner_size(self, node: fx.Node, cut: Cut) -> Size:
         """Return the product of the sizes of a factor's axes inside the sharded one."""
         axes = self.axes.factors[node.name][cut.factor]
         return product(self.extents.whole(self.extents.sizes[axis]) for axis in axes[axes.index(cut.axis) + 1 :])
 
-    def _weighted(self, node: fx.Node, loops: Loops, copy: fx.Node) -> fx.Node:
+    def _scale_mean(self, node: fx.Node, loops: Loops, copy: fx.Node) -> fx.Node:
         """Scale a mean over a shard by the shard's fraction of the axis, so that the sum over ranks is the mean of the whole."""
         share = sympy.Integer(1)
         for index, cut in enumerate(self.layouts.cuts[node.name]):
             if cut is not None and loops.factors[cut.factor].reduction == "mean":
                 layout = tuple(Shard(cut.axis, 0) if place == index else None for place in range(len(self.extents.mesh)))
-                share *= sympy.cancel(sympy.sympify(self.extents.axis(cut.axis, layout)) / self.extents.whole(self.extents.sizes[cut.axis]))
+                whole = self.extents.whole(self.extents.sizes[cut.axis])
+                share *= sympy.cancel(sympy.sympify(self.extents.axis(cut.axis, layout)) / whole)
         if share == 1:
             return copy
         return self.emit(aten.mul.Tensor, (copy, float(share)), {}, f"{node.name}_share", node)
 
-    def _local_call(
-        self,
-        node: fx.Node,
-        loops: Loops,
-        arguments: Mapping[str, Any],
-        parts: Sequence[fx.Node],
-        slides: Sequence[Slide],
-        piece: Slide | None = None,
-    ) -> LocalCall:
+    def _local_call(self, node: fx.Node, loops: Loops, parts: Sequence[fx.Node], slides: Sequence[Slide], piece: Slide | None) -> LocalCall:
+        """Return the sizes of this rank's part of a call, or of a piece of it (see ``_emit_on_shards``)."""
         results, cuts = self.layouts.results[node.name], self.layouts.cuts[node.name]
         factors = []
         for factor, axes in enumerate(self.axes.factors[node.name]):
-            own = [Shard(cut.axis, 0) if cut is not None and cut.factor == factor else None for cut in cuts]
-            factors.append(product(self.extents.axis(axis, own) for axis in axes))
-        for index, start, stop in self.halos.computed(node):
+            layout = [Shard(cut.axis, 0) if cut is not None and cut.factor == factor else None for cut in cuts]
+            factors.append(product(self.extents.axis(axis, layout) for axis in axes))
+        for index, start, stop in self.halos.computed_intervals(node):
             cut = cuts[index]
             assert cut is not None
             factors[cut.factor] = stop - start
@@ -323,7 +322,7 @@ class _Localizer:
             (dimension,) = [index for index, each in enumerate(loops.results[0]) if piece.window.factor in each]
             shapes[0][dimension] = piece.count
         return LocalCall(
-            arguments=arguments,
+            arguments=bound_arguments(node),
             operands=tuple(tuple(size_of(size) for size in part.meta["val"].shape) for part in parts),
             results=tuple(map(tuple, shapes)),
             factors=tuple(factors),
@@ -333,6 +332,7 @@ class _Localizer:
     # -- results -------------------------------------------------------------------------------------------------------------------
 
     def _outputs(self) -> dict[str, str]:
+        """Emit the output, with results in the layouts that it needs; return result -> name of the returned node."""
         node = self.graph.graph.output_node()
         returned = {value: self.copies[value] for value in node.all_input_nodes}  # sizes among them count the whole batch
         for value, need in zip(returned_values(node), self.layouts.needs["output"], strict=True):
@@ -345,28 +345,29 @@ class _Localizer:
     def emit(
         self, function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, like: fx.Node
     ) -> fx.Node:
-        """A call with its value on fake parts. These may lie otherwise in memory than the whole did: views are copies where need be."""
+        """Emit a call with its fake value; ``view`` as ``reshape``, since the strides of a shard may differ from those of the whole."""
         assert callable(function)
         function = aten.reshape.default if function is aten.view.default else function
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
         node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
         node.meta["written_for"] = self.reader
-        self.known.describe(node)
+        self._fakes.describe(node)
         return node
 
     def _size_node(self, size: Size) -> fx.Node | int:
+        """Emit a size given in the rank's own rows; return an int as it is."""
         if isinstance(size, int):
             return size
         assert self.batch is not None
         return emit_size(self.target, size, self.graph.batch, self.batch)
 
     def _symbolic(self, shape: Sequence[Size]) -> list[Any]:
-        """A shape as fake tensors take it."""
+        """Return a shape with symbolic ints of the trace instead of expressions."""
         if self.batch is None:
             return list(shape)
         symbol, value = self.graph.batch, self.batch.meta["val"]
         return [size if isinstance(size, int) else sympy.lambdify(symbol, size)(value) for size in shape]
 
 
-def _equal(one: Sequence[Size], other: Sequence[Size]) -> bool:
-    return len(one) == len(other) and all(sympy.expand(left - right) == 0 for left, right in zip(one, other, strict=True))
+def _equal(first: Sequence[Size], second: Sequence[Size]) -> bool:
+    return len(first) == len(second) and all(sympy.expand(left - right) == 0 for left, right in zip(first, second, strict=True))

@@ -1,8 +1,8 @@
-"""Make a mean over the batch a sum of parts, so that microbatches add up to it exactly.
+"""Rewrite a mean over the batch as a sum of terms, so that microbatches add up to it exactly.
 
-A mean over the rows of a microbatch, weighted by its number of rows, gives the mean over the batch only if every row counts the same.
-A cross entropy with ignored targets counts the targets that are left, and microbatches differ in how many those are. So the count is
-taken over the whole batch, before it is cut:
+Means over microbatches, weighted by their numbers of rows, give the mean over the batch only if every row has the same weight. A cross
+entropy divides by its number of targets that are not ignored, which differs between microbatches. So the divisor is computed from the
+whole batch, before it is split:
 
     before   loss = cross_entropy(logits, labels, reduction=mean)               out: "mean"
     after    loss = cross_entropy(logits, labels, reduction=sum) / loss_total   out: "sum"
@@ -11,7 +11,7 @@ taken over the whole batch, before it is cut:
     before   loss = mse_loss(x, y)                                              out: "mean"
     after    loss = mse_loss(x, y) * batch / batch_total                        out: "sum"
 
-This is done for a result that is a sum of such means, each perhaps times a constant; any other is left as it is.
+This is done for results that are linear combinations of such means.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ aten = torch.ops.aten
 
 
 def with_totals(graph: ModelGraph) -> ModelGraph:
-    """The graph with every result that is a sum of means over the batch written as a sum of parts."""
+    """Return the graph with every result that is a linear combination of means over the batch as a sum over microbatches."""
     replicable = replicable_nodes(graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     means: dict[fx.Node, None] = {}
     summed: set[str] = set()
     for output in graph.outputs:
         if output.combine == "mean" and output.node is not None:
-            found = _means(nodes[output.node], graph)
-            if found is not None and all(_can_count(mean, graph, replicable) for mean in found):
-                means.update(dict.fromkeys(found))
+            terms = _means(nodes[output.node], graph)
+            if terms is not None and all(_can_count(mean, graph, replicable) for mean in terms):
+                means.update(dict.fromkeys(terms))
                 summed.add(output.node)
     return _rewrite(graph, list(means), summed) if means else graph
 
@@ -62,14 +62,14 @@ def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
         parts = [_means(part, graph) if isinstance(part, fx.Node) else None for part in node.args[:2]]
         return None if any(part is None for part in parts) else [mean for part in parts if part is not None for mean in part]
     if node.target in MEANS_SCALED | MEANS_KEPT:
-        scale = node.args[1] if len(node.args) > 1 and node.target in MEANS_SCALED else None
-        source = node.args[0]
-        return None if isinstance(scale, fx.Node) or not isinstance(source, fx.Node) else _means(source, graph)
+        source, *others = node.args
+        is_scaled_by_node = node.target in MEANS_SCALED and bool(others) and isinstance(others[0], fx.Node)
+        return _means(source, graph) if isinstance(source, fx.Node) and not is_scaled_by_node else None
     return [node] if node.op == "call_function" else None
 
 
 def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
-    """Whether the divisor of a mean depends on the inputs alone, so that it can be computed before the batch is split."""
+    """Return whether the divisor of a mean depends on the inputs alone, so that it can be computed before the batch is split."""
     if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != MEAN:
         return False
     if not _counts_targets(node):
@@ -79,10 +79,11 @@ def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> 
     return all(isinstance(part, fx.Node) and part.name in known for part in (node.args[1], weight) if part is not None)
 
 
-# -- writing it --------------------------------------------------------------------------------------------------------------------
+# -- rewrite -----------------------------------------------------------------------------------------------------------------------
 
 
 def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], summed: set[str]) -> ModelGraph:
+    """Return the graph with means divided by totals, which are new inputs; the results ``summed`` are marked as sums."""
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     totals: dict[fx.Node, fx.Node] = {}
@@ -91,11 +92,11 @@ def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], summed: set[str]) -> M
             totals = {mean: _total_placeholder(graph, target, mean) for mean in means}
         copies[node] = target.node_copy(node, copies.__getitem__)
         if node in totals:
-            copies[node] = _part(graph, target, node, copies, totals[node])
-    found = rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
-    pairs = zip(graph.outputs, found.outputs, strict=True)
+            copies[node] = _emit_term(graph, target, node, copies, totals[node])
+    result = rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
+    pairs = zip(graph.outputs, result.outputs, strict=True)
     return dataclasses.replace(
-        found,
+        result,
         inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), torch.int64, None) for total in totals.values())),
         outputs=tuple(dataclasses.replace(output, combine="sum") if before.node in summed else output for before, output in pairs),
         totals=tuple(Total(total.name, *_counting_graph(graph, mean)) for mean, total in totals.items()),
@@ -103,31 +104,32 @@ def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], summed: set[str]) -> M
 
 
 def _total_placeholder(graph: ModelGraph, target: fx.Graph, mean: fx.Node) -> fx.Node:
+    """Add the placeholder for the total of a mean: its divisor over the whole batch."""
     placeholder = target.placeholder(f"{mean.name}_total")
     with fake_mode(graph.graph):
         placeholder.meta = {"val": torch.empty((), dtype=torch.int64, device=mean.meta["val"].device)}
     return placeholder
 
 
-def _part(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node) -> fx.Node:
+def _emit_term(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node) -> fx.Node:
     """Emit the term of one microbatch in a mean over the batch: its sum divided by the total of the batch."""
-    part = copies[node]
+    term = copies[node]
     if _counts_targets(node):
         weight, _, ignore_index = _loss_arguments(node)
-        part.args = (*part.args[:2], copies.get(weight, weight), SUM, ignore_index, *part.args[5:])
-        part.kwargs = {name: value for name, value in part.kwargs.items() if name == "label_smoothing"}
+        term.args = (*term.args[:2], copies.get(weight, weight), SUM, ignore_index, *term.args[5:])
+        term.kwargs = {name: value for name, value in term.kwargs.items() if name == "label_smoothing"}
     else:
         batch = next((other for other in copies.values() if other.op == "placeholder" and other.target == "batch"), None)
         rows = graph.batch_size if batch is None else batch
-        part = target.call_function(aten.mul.Tensor, (part, rows))
-        part.meta = dict(node.meta)
-    part = target.call_function(aten.div.Tensor, (part, total))
-    part.meta = dict(node.meta)
-    return part
+        term = target.call_function(aten.mul.Tensor, (term, rows))
+        term.meta = dict(node.meta)
+    term = target.call_function(aten.div.Tensor, (term, total))
+    term.meta = dict(node.meta)
+    return term
 
 
 def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The graph that counts what a mean divides by, and its arguments."""
+    """Return the graph that computes the divisor of a mean over the batch, and the names of its arguments."""
     target = fx.Graph()
     if not _counts_targets(mean):
         batch = target.placeholder("batch")
@@ -146,15 +148,15 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
     if weights:
         # An ignored target may be no class at all: class 0 stands in for it and its weight is masked.
         classes = target.call_function(aten.mul.Tensor, (labels, counted))
-        of_targets = target.call_function(aten.index.Tensor, (weights[0], [classes]))
-        counted = target.call_function(aten.mul.Tensor, (of_targets, counted))
+        target_weights = target.call_function(aten.index.Tensor, (weights[0], [classes]))
+        counted = target.call_function(aten.mul.Tensor, (target_weights, counted))
     target.output(target.call_function(aten.sum.default, (counted,)))
     names = tuple(str(node.target) for node in target.nodes if node.op == "placeholder")
     return LazyGraphModule({}, target, class_name="Total"), names
 
 
 def _counts_targets(node: fx.Node) -> bool:
-    """Whether a mean divides by its targets, those that are not ignored; else by its rows. Probabilities as targets are never ignored."""
+    """Return whether a mean divides by its number of targets that are not ignored, not by rows; False for probabilities as targets."""
     if node.target not in COUNTED_LOSSES:
         return False
     target = node.args[1]
@@ -162,6 +164,6 @@ def _counts_targets(node: fx.Node) -> bool:
 
 
 def _loss_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
-    """``weight``, ``reduction`` and ``ignore_index`` of a cross entropy."""
-    given = bound_arguments(node)
-    return given["weight"], given["reduction"], given["ignore_index"]
+    """Return ``weight``, ``reduction`` and ``ignore_index`` of a cross entropy."""
+    arguments = bound_arguments(node)
+    return arguments["weight"], arguments["reduction"], arguments["ignore_index"]

@@ -1,7 +1,7 @@
-"""Decide how every value lies over the mesh, from which axis is cut over which mesh dimension.
+"""Assign a layout to every value, given the axes that each mesh dimension cuts.
 
 One walk in graph order, each mesh dimension by itself. A call is cut over the axis that is assigned to the mesh dimension and that it
-loops over; what it does not loop over it needs whole. With heads and ffn cut over ``tensor``:
+loops over; it needs operands without this axis whole. With heads and ffn cut over ``tensor``:
 
     call                  cut over   needs                           gives
     linear (q, k, v)      heads      x Varying, weight Shard         Shard(heads)
@@ -10,9 +10,9 @@ loops over; what it does not loop over it needs whole. With heads and ffn cut ov
     add, layer_norm       nothing    Replicate                       Replicate
 
 A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes. Over
-tiles space comes first: another axis stands in for it where nothing of space is cut (early in a model the height, late the batch).
-Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced. Where no other sum comes on
-the way, a call that can be cut has its operand reduced: as much is sent, and each rank computes its part alone.
+tiles axes of space come first, others where no axis of space can be cut (early in a model the height, late the batch).
+Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced. A partial sum that meets no
+other one is reduced in front of a call that can be cut: as many bytes are sent, and each rank computes its own part only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -36,30 +37,30 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import TILES, WIDTH
 from passes.rules.loops import Loops
-from passes.spmd.decompose.registry import inside_of
+from passes.spmd.decompose.registry import decomposition_of
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved", "rests_at"]
+__all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved"]
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
-"""For each rank along a mesh dimension the first element and the one behind the last."""
+"""For each rank along a mesh dimension, where its interval starts and stops."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How every value lies. Layouts have a placement for each of ``mesh``.
+    """The layout of every value: a placement for each dimension of ``mesh``.
 
     Attributes:
         mesh: name and size of the mesh dimensions that cut axes, outermost first.
-        cuts: call -> how it is cut over each mesh dimension; None where all ranks compute alike.
-        needs: call -> for each tensor operand the layout that it is read in; ``"output"`` -> for each returned node.
-        results: node -> for each tensor that it gives, its layout as computed.
+        cuts: call -> its cut over each mesh dimension; None: no loop is cut.
+        needs: call -> the layout in which it reads each tensor operand; ``"output"`` -> that of each returned node.
+        results: node -> the layout of each tensor that it gives, as computed.
         stored: parameter, buffer or constant -> the layout in which ranks hold it.
         varying: parameter -> the mesh dimensions over which every use is Varying: its gradient is reduced over them once, at the end.
-        wide: call -> for each mesh dimension along which ranks compute more than their own part of its result (``passes.spmd.halo.wide``),
-            the interval of each rank.
-        fetched: the same of values that are fetched so, once for several readers that would each fetch less.
-        overlapped: calls whose interior is computed while their halo is on its way (``passes.spmd.halo.overlap``).
+        wide: call -> for each mesh dimension, the interval of its result that each rank computes, if that is more than its own part
+            (``passes.spmd.halo.wide``); else None.
+        fetched: value -> the same for intervals that ranks fetch once for several readers.
+        overlapped: calls whose interior is computed during their halo exchange (``passes.spmd.halo.overlap``).
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -71,11 +72,6 @@ class Layouts:
     wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     overlapped: frozenset[str] = frozenset()
-
-
-def rests_at(placement: Placement) -> Placement:
-    """Return the placement in which a value stays after a read: Replicate after a read as Varying, which leaves it as it is."""
-    return Replicate() if isinstance(placement, Varying) else placement
 
 
 def assign_layouts(
@@ -93,11 +89,11 @@ def assign_layouts(
 
     Args:
         mesh: the mesh dimensions that cut axes.
-        assigned: mesh dimension -> the axes that it cuts, dearest first.
-        rows: mesh dimensions over which inputs and results with a batch lie by rows; every other result is returned whole.
-        results: in which form; to a loss of a rank's own rows, whole results are Varying.
-        stored: how ranks hold parameters, buffers and constants, where that is decided; None: as their readers want.
-        value_bytes: of the graph, where it is walked often.
+        assigned: mesh dimension -> the axes that it cuts, the most expensive first.
+        rows: mesh dimensions over which inputs and results with a batch are sharded by rows; every other result is returned whole.
+        results: the form of results: ``"whole"`` replicates all; for ``"loss"``, results without rows are Varying.
+        stored: the layouts of parameters, buffers and constants; None: their readers decide.
+        value_bytes: those of the graph, if it is walked often.
     """
     walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph))
     for node in graph.graph.nodes:
@@ -114,7 +110,14 @@ _WHOLE = Replicate()
 
 
 class LayoutWalk:
-    """The walk, with how every value lies so far."""
+    """Assigns layouts node by node, in graph order.
+
+    Attributes:
+        assigned: for each mesh dimension, the axes that it cuts -> their priority, 0 for the most expensive.
+        current: (value, index of its tensor) -> its placement over each mesh dimension now; None: a weight of which no reader decided it.
+        uses: weight -> the layouts in which it is read.
+        cuts, needs, results: those of ``Layouts``, as far as the walk has come.
+    """
 
     def __init__(
         self,
@@ -131,64 +134,66 @@ class LayoutWalk:
         self.graph = graph
         self.axes = axes
         self.mesh = mesh
-        self.assigned = [{axis: place for place, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
+        self.assigned = [{axis: priority for priority, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
         self.beside_rows = [beside_rows(graph, axes, assigned.get(name, ()) if name in rows else ()) for name, _ in mesh]
         self.form = form
         self.stored = stored
         self.inputs = {leaf.placeholder: leaf for leaf in graph.inputs}
-        self.held = {**graph.parameters, **graph.buffers, **graph.constants}
+        self.weights = {**graph.parameters, **graph.buffers, **graph.constants}
         in_tiles = any(name in TILES for name, _ in mesh)
         self.space = frozenset(axis for each in space_axes(axes).values() for axis in each) if in_tiles else frozenset[int]()
-        self.of_parameters = {
-            axis for name in graph.parameters if name in axes.tensors for dimension in axes.of(name) for axis in dimension
-        }
-        self.lies: dict[tuple[str, int], list[Placement | None]] = {}
-        self._together = summed_together(graph.graph, axes)
-        self._clear: dict[tuple[str, Cut], bool] = {}
-        self.uses: dict[str, list[Layout]] = {name: [] for name in self.held}
+        parameters = [axes.of(name) for name in graph.parameters if name in axes.tensors]
+        self.parameter_axes = {axis for tensor in parameters for dimension in tensor for axis in dimension}
+        self.current: dict[tuple[str, int], list[Placement | None]] = {}
+        self._summed_together = summed_together(graph.graph, axes)
+        self._unambiguous: dict[tuple[str, Cut], bool] = {}
+        self.uses: dict[str, list[Layout]] = {name: [] for name in self.weights}
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
         self.results: dict[str, tuple[Layout, ...]] = {}
 
-    # -- where the walk starts and ends --------------------------------------------------------------------------------------------
+    # -- inputs and results of the graph -------------------------------------------------------------------------------------------
 
     def placeholder(self, node: fx.Node) -> None:
-        if node.name in self.held:
-            opened: list[Placement | None] = [_WHOLE if node.name in self.graph.updates else None] * len(self.mesh)
-            self.lies[node.name, 0] = opened if self.stored is None else list(self.stored[node.name])
+        """Shard an input by rows or replicate it; leave the layout of a weight to its readers, unless it is stored or updated."""
+        if node.name in self.weights:
+            undecided: list[Placement | None] = [_WHOLE if node.name in self.graph.updates else None] * len(self.mesh)
+            self.current[node.name, 0] = undecided if self.stored is None else list(self.stored[node.name])
             return
         if not isinstance(node.meta.get("val"), Tensor):
             return
         leaf = self.inputs.get(node.name)
-        layout: list[Placement] = []
-        for name, _ in self.mesh:
-            if name in self.rows and leaf is not None and leaf.batch_dim is not None:
-                layout.append(Shard(self.axes.of(node.name)[leaf.batch_dim][0], leaf.batch_dim))
-            else:
-                layout.append(Replicate())
-        self.results[node.name] = (tuple(layout),)
-        self.lies[node.name, 0] = list(layout)
+        layout = self._row_layout(node.name, None if leaf is None else leaf.batch_dim, Replicate())
+        self.results[node.name] = (layout,)
+        self.current[node.name, 0] = list(layout)
 
     def output(self, node: fx.Node) -> None:
+        """Read each result of the model in the layout in which it is returned: sharded by rows, varying (for a loss) or replicated."""
         by_node = {output.node: output for output in self.graph.outputs}
         needs = []
         for value in returned_values(node):
-            layout: list[Placement] = []
             output = by_node[value.name]
-            for name, _ in self.mesh:
-                by_rows = name in self.rows and self.form != "whole"
-                if by_rows and output.combine == "concatenate" and output.batch_dim is not None:
-                    layout.append(Shard(self.axes.of(value.name)[output.batch_dim][0], output.batch_dim))
-                else:
-                    layout.append(Varying() if name in self.rows and self.form == "loss" else Replicate())
-            self._use(value, tuple(layout))
-            needs.append(tuple(layout))
+            batch_dim = output.batch_dim if output.combine == "concatenate" and self.form != "whole" else None
+            layout = self._row_layout(value.name, batch_dim, Varying() if self.form == "loss" else Replicate())
+            self._use(value, layout)
+            needs.append(layout)
         self.needs["output"] = tuple(needs)
+
+    def _row_layout(self, name: str, batch_dim: int | None, without_batch: Placement) -> Layout:
+        """Return the layout of an input or result: over row dimensions a shard of ``batch_dim``, or ``without_batch`` if that is None."""
+        layout: list[Placement] = []
+        for dimension, _ in self.mesh:
+            if dimension not in self.rows:
+                layout.append(Replicate())
+            else:
+                layout.append(without_batch if batch_dim is None else Shard(self.axes.of(name)[batch_dim][0], batch_dim))
+        return tuple(layout)
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 
     def call(self, node: fx.Node) -> None:
+        """Assign the layouts of a call that gives tensors; an item of a tuple has the layout of the tuple's tensor."""
         value = node.meta.get("val")
         if is_item(node) and isinstance(value, tuple | list | Tensor):
             source, index = node.args
@@ -196,44 +201,46 @@ class LayoutWalk:
             assert isinstance(index, int)
             layout = self.results[source.name][index]
             self.results[node.name] = (layout,)
-            self.lies[node.name, 0] = list(layout)
+            self.current[node.name, 0] = list(layout)
         elif isinstance(value, tuple | list | Tensor):
             self._call(node, self.axes.operands[node.name])
 
     def _call(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Choose how a call is cut over each mesh dimension, and record the layouts of its operands and results."""
         if node.target is torch.ops.aten.copy_.default and operands[0].name in self.graph.updates:
-            self._write(node, operands)
+            self._write_buffer(node, operands)
             return
         loops = self.axes.loops.get(node.name)
         cuts: list[Cut | None] = []
         needs: list[list[Placement]] = [[] for _ in operands]
-        gives: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
-        own = self.axes.of_calls.get(node.name, frozenset())
+        results: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
+        call_axes = self.axes.of_calls.get(node.name, frozenset())
         for index in range(len(self.mesh)):
-            lying = tuple(self.lies[operand.name, 0][index] for operand in operands)
-            nothing_to_cut = own.isdisjoint(self.assigned[index]) and not any(isinstance(placement, Partial) for placement in lying)
+            current = tuple(self.current[operand.name, 0][index] for operand in operands)
+            has_partial = any(isinstance(placement, Partial) for placement in current)
+            nothing_to_cut = call_axes.isdisjoint(self.assigned[index]) and not has_partial
             if nothing_to_cut or (self.mesh[index][0] == WIDTH and is_whole(node)):
-                self._call_alike(loops, lying, needs, gives)
+                self._replicate_call(loops, current, needs, results)
                 cuts.append(None)
                 continue
-            call = CallAlong(node, loops, tuple(operands), lying, self._slid(node, loops, operands, index))
-            cut = self._cut(call, index, cuts)
-            passing = self._passes_sum(call) and (cut is None or node.name in self._together)
-            cut = None if passing else cut
+            call = CallAlong(node, loops, tuple(operands), current, self._window_placements(node, loops, operands, index))
+            cut = self._cheapest_cut(call, index, cuts)
+            passes_sum = self._passes_sum(call) and (cut is None or node.name in self._summed_together)
+            cut = None if passes_sum else cut
             cuts.append(cut)
-            for place, layout in enumerate(needs):
-                layout.append(call.need_of_sum(place) if passing else call.need(cut, place))
-            for place, layout in enumerate(gives):
-                layout.append(Partial() if passing else call.gives(cut, place))
+            for position, layout in enumerate(needs):
+                layout.append(call.need_of_sum(position) if passes_sum else call.need(cut, position))
+            for position, layout in enumerate(results):
+                layout.append(Partial() if passes_sum else call.result(cut, position))
         for operand, need in zip(operands, needs, strict=True):
             self._use(operand, tuple(need))
         self.cuts[node.name] = tuple(cuts)
         self.needs[node.name] = tuple(tuple(layout) for layout in needs)
-        self.results[node.name] = tuple(tuple(layout) for layout in gives)
-        for place, layout in enumerate(gives):
-            self.lies[node.name, place] = list(layout)
+        self.results[node.name] = tuple(tuple(layout) for layout in results)
+        for position, layout in enumerate(results):
+            self.current[node.name, position] = list(layout)
 
-    def _write(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+    def _write_buffer(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Give the new value of a buffer the layout in which the buffer is stored; replicate it if that is not decided yet."""
         name = operands[0].name
         layout = (_WHOLE,) * len(self.mesh) if self.stored is None else self.stored[name]
@@ -242,176 +249,180 @@ class LayoutWalk:
         self.cuts[node.name] = (None,) * len(self.mesh)
         self.needs[node.name] = (layout,) * len(operands)
         self.results[node.name] = (layout,)
-        self.lies[node.name, 0] = list(layout)
+        self.current[node.name, 0] = list(layout)
 
-    def _call_alike(
-        self, loops: Loops | None, lying: Sequence[Placement | None], needs: Sequence[list[Placement]], gives: Sequence[list[Placement]]
+    def _replicate_call(
+        self, loops: Loops | None, current: Sequence[Placement | None], needs: Sequence[list[Placement]], results: Sequence[list[Placement]]
     ) -> None:
-        """Replicate a call along a mesh dimension that shards none of its loops: it needs whole operands, and gives whole results."""
+        """Append Replicate to ``needs`` and ``results`` of a call that is not cut; an operand that it does not read stays as it is."""
         unread = loops.unread if loops is not None else frozenset()
-        for place, layout in enumerate(needs):
-            layout.append((lying[place] if place in unread else None) or _WHOLE)
-        for layout in gives:
+        for position, layout in enumerate(needs):
+            layout.append((current[position] if position in unread else None) or _WHOLE)
+        for layout in results:
             layout.append(_WHOLE)
 
-    def _slid(self, node: fx.Node, loops: Loops | None, operands: Sequence[fx.Node], index: int) -> dict[int, dict[int, Placement]]:
-        """How operands lie along the dimensions that windows slide over: in parts where they can be cut, else whole.
+    def _window_placements(
+        self, node: fx.Node, loops: Loops | None, operands: Sequence[fx.Node], index: int
+    ) -> dict[int, dict[int, Placement]]:
+        """Return factor -> operand over which its window slides -> the placement to read it in if the factor is cut.
 
-        What lies in parts of another axis is exchanged for parts of this one, assigned or not: nobody needs the whole. Of an input that
-        every rank has, each reads what it needs.
+        It is the shard along the window's dimension: a shard of another axis is exchanged for it, as no rank needs the whole. An operand
+        is Varying if that dimension cannot be sharded, or if it is an input that every rank has already.
         """
-        found: dict[int, dict[int, Placement]] = {}
+        placements: dict[int, dict[int, Placement]] = {}
         for window in loops.windows if loops is not None else ():
             if window.factor is None:
                 continue
             source = operands[window.operand]
-            outermost, lies = self.axes.under(node.name, window)[0], self.lies[source.name, 0][index]
-            has_all = lies == Replicate() and self._has_no_gradient(source)
-            is_there = outermost in self.axes.of(source.name)[window.dimension]
-            in_parts = is_there and (outermost in self.assigned[index] or isinstance(lies, Shard))
-            is_cut = in_parts and self._fits(outermost, index) and not has_all
-            found.setdefault(window.factor, {})[window.operand] = Shard(outermost, window.dimension) if is_cut else Varying()
-        return found
+            outermost, current = self.axes.under(node.name, window)[0], self.current[source.name, 0][index]
+            is_on_every_rank = current == Replicate() and self._has_no_gradient(source)
+            is_in_dimension = outermost in self.axes.of(source.name)[window.dimension]
+            can_be_sharded = is_in_dimension and (outermost in self.assigned[index] or isinstance(current, Shard))
+            is_sharded = can_be_sharded and self._fits(outermost, index) and not is_on_every_rank
+            placement: Placement = Shard(outermost, window.dimension) if is_sharded else Varying()
+            placements.setdefault(window.factor, {})[window.operand] = placement
+        return placements
 
     def _passes_sum(self, call: CallAlong) -> bool:
-        """Whether the call can run on partial sums: it is linear in them, and its result is no larger."""
-        parts = {place for place, placement in enumerate(call.lying) if placement == Partial()}
+        """Return whether a call can run on partial sums: it is linear in them, reads them alone, and its result is no larger."""
+        partial = {position for position, placement in enumerate(call.current) if placement == Partial()}
         value = call.node.meta["val"]
-        if not parts or call.loops is None or parts not in [set(linear) for linear in call.loops.linear] or not isinstance(value, Tensor):
+        if not partial or call.loops is None or not isinstance(value, Tensor):
             return False
-        summed = [call.operands[place] for place in parts]
-        once = all(len(operand.users) == 1 for operand in summed)
-        rest = all(isinstance(placement, Replicate | None) for place, placement in enumerate(call.lying) if place not in parts)
-        alike = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
-        return once and rest and alike and self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
+        if partial not in [set(linear) for linear in call.loops.linear]:
+            return False
+        summed = [call.operands[position] for position in partial]
+        is_only_reader = all(len(operand.users) == 1 for operand in summed)
+        others = [placement for position, placement in enumerate(call.current) if position not in partial]
+        others_are_whole = all(isinstance(placement, Replicate | None) for placement in others)
+        keeps_dtype = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
+        if not (is_only_reader and others_are_whole and keeps_dtype):
+            return False
+        return self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
 
-    def _cut(self, call: CallAlong, index: int, outer: Sequence[Cut | None]) -> Cut | None:
-        """The cheapest of the cuts that the assignment allows.
+    def _cheapest_cut(self, call: CallAlong, index: int, outer: Sequence[Cut | None]) -> Cut | None:
+        """Return the cheapest cut of a call over a mesh dimension that the assignment allows; None: the call is replicated.
 
         Args:
-            outer: what the outer mesh dimensions cut. What slides is cut over one of them: the halo of a part of a part is not written.
+            outer: the cuts over the outer mesh dimensions. A windowed loop is cut over one of them only: no halo of a shard of a shard.
         """
         if call.loops is None or draws(call.node):
             return None
-        written = {argument.name for argument in mutated_arguments(call.node)}
-        allowed: list[tuple[Cut, list[Placement]]] = []
+        allowed: list[Cut] = []
         for factor, axes in enumerate(self.axes.factors[call.node.name]):
-            for axis in axes[:1] if factor in call.slid else axes:  # what slides is cut into intervals
+            is_windowed = factor in call.windowed
+            for axis in axes[:1] if is_windowed else axes:  # shards of a windowed loop are intervals
                 cut = Cut(factor, axis)
-                if axis not in self.assigned[index] or not self._fits(axis, index) or not call.allows(factor, is_outermost=axis == axes[0]):
+                if axis not in self.assigned[index] or not self._fits(axis, index) or (is_windowed and cut in outer):
                     continue
-                if not self._is_clear(call, cut) or (factor in call.slid and cut in outer):
+                if not call.allows(factor, is_outermost=axis == axes[0]) or not self._is_unambiguous(call, cut):
                     continue
-                needs = [call.need(cut, place) for place in range(len(call.operands))]
-                writes = {operand.name: need for operand, need in zip(call.operands, needs, strict=True) if operand.name in written}
-                if self._is_worthwhile(call, cut) and all(self._can_write(name, need) for name, need in writes.items()):
-                    allowed.append((cut, needs))
+                if self._is_worthwhile(call, cut) and self._can_write(call, cut):
+                    allowed.append(cut)
         if len(allowed) > 1:
-            return min(allowed, key=lambda each: self._price(call, each[0], each[1], index))[0]
-        return allowed[0][0] if allowed else None
+            return min(allowed, key=lambda cut: self._price(call, cut, index))
+        return allowed[0] if allowed else None
 
-    def _can_write(self, name: str, need: Placement) -> bool:
-        """Whether what a call writes in place, where it lies so, is what ranks hold of a buffer (see ``_stored``)."""
-        return not isinstance(need, Varying) and not (isinstance(need, Shard) and name in self.graph.updates)
+    def _can_write(self, call: CallAlong, cut: Cut) -> bool:
+        """Return whether a call writes its mutated operands in a layout that can be stored: not Varying, nor a sharded buffer."""
+        mutated = {argument.name for argument in mutated_arguments(call.node)}
+        needs = {operand.name: call.need(cut, position) for position, operand in enumerate(call.operands) if operand.name in mutated}
+        sharded_buffer = any(isinstance(need, Shard) and name in self.graph.updates for name, need in needs.items())
+        return not sharded_buffer and not any(isinstance(need, Varying) for need in needs.values())
 
     def _fits(self, axis: int, index: int) -> bool:
-        """Whether the axis is long enough for a shard on every rank; one of symbolic size is sharded over row dimensions only."""
+        """Return whether every rank gets a shard of the axis; one of symbolic size is sharded over row dimensions only."""
         size = self.axes.sizes[axis]
-        # Several mesh dimensions may cut one axis, each within the parts of the outer ones.
-        dimensions = enumerate(zip(self.mesh, self.assigned, strict=True))
-        count = math.prod(length for place, ((_, length), cut) in dimensions if axis in cut or place == index)
-        return size >= count if isinstance(size, int) else self.mesh[index][0] in self.rows
+        if not isinstance(size, int):
+            return self.mesh[index][0] in self.rows
+        # Several mesh dimensions may cut one axis, each within the shards of the outer ones.
+        lengths = [length for other, (_, length) in enumerate(self.mesh) if axis in self.assigned[other] or other == index]
+        return size >= math.prod(lengths)
 
-    def _is_clear(self, call: CallAlong, cut: Cut) -> bool:
-        """Whether the axis is in every operand just where the call loops over it.
+    def _is_unambiguous(self, call: CallAlong, cut: Cut) -> bool:
+        """Return whether operands have the axis wherever the call loops over it, and no dimension has it twice.
 
-        Rows times rows, made flat, hold it twice; (rows, 16), made flat and taken as (2, 8 rows), has other axes than the operand.
+        Rows times rows, flattened, have it twice; (rows, 16), flattened and viewed as (2, 8 rows), has other axes than its loops.
         """
         key = (call.node.name, cut)
-        if key not in self._clear:
-            self._clear[key] = self._is_just_there(call, cut)
-        return self._clear[key]
-
-    def _is_just_there(self, call: CallAlong, cut: Cut) -> bool:
-        assert call.loops is not None
-        operands = [self.axes.of(operand.name) for operand in call.operands]
-        pairs = (pair for tensor, held in zip(operands, call.loops.operands, strict=True) for pair in zip(tensor, held, strict=True))
-        is_read = all(cut.axis in axes for axes, factors in pairs if cut.factor in factors)
-        return is_read and all(each.count(cut.axis) < 2 for tensor in (*operands, *self.axes.tensors[call.node.name]) for each in tensor)
+        if key not in self._unambiguous:
+            assert call.loops is not None
+            operands = [self.axes.of(operand.name) for operand in call.operands]
+            dimensions = zip(chain(*operands), chain(*call.loops.operands), strict=True)
+            is_read = all(cut.axis in axes for axes, factors in dimensions if cut.factor in factors)
+            is_once = all(axes.count(cut.axis) < 2 for axes in chain(*operands, *self.axes.tensors[call.node.name]))
+            self._unambiguous[key] = is_read and is_once
+        return self._unambiguous[key]
 
     def _is_worthwhile(self, call: CallAlong, cut: Cut) -> bool:
-        """Whether sharding saves work or memory without a gather: an operand is sharded already, or can be for free.
+        """Return whether a cut saves work or memory without a gather: an operand is sharded already, or can be for free.
 
         Free are parameters, and, along an axis of activations, values without a gradient (words, positions, inputs). A call that contracts,
         or has no operands, is always worth it.
         """
         assert call.loops is not None
-        having = call.having(cut.factor)
-        for place in having:
-            is_free = call.lying[place] is None and call.operands[place].name in self.graph.parameters
-            if is_free or isinstance(call.lying[place], Shard | Partial):
+        positions = call.operands_with(cut.factor)
+        for position in positions:
+            operand, current = call.operands[position], call.current[position]
+            if isinstance(current, Shard | Partial) or (current is None and operand.name in self.graph.parameters):
                 return True
-            if cut.axis not in self.of_parameters and self._has_no_gradient(call.operands[place]):
+            if cut.axis not in self.parameter_axes and self._has_no_gradient(operand):
                 return True
         contracts = any(factor.reduction == "sum" for factor in call.loops.factors) and len(call.operands) > 1
-        return not call.operands or (contracts and bool(having))
+        return not call.operands or (contracts and bool(positions))
 
     def _has_no_gradient(self, node: fx.Node) -> bool:
         return node.name in self.inputs or not is_differentiable(node)
 
-    def _price(self, call: CallAlong, cut: Cut, needs: Sequence[Placement], index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
-        """Of a cut: over tiles space first; axes of parameters, then what needs no reduction inside, then the fewest bytes.
+    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
+        """Return a key that orders cuts over a mesh dimension, the cheapest first.
 
-        Of parameters first those that the call itself reads: a sequence may be an axis of learned positions, which it does not.
-        Where rows are cut: only the axis of a parameter that the call reads. For its sake what lies in parts is exchanged (tokens go to
-        their experts), and neither gathered nor summed, unless it was chosen for just that: where weights are larger than activations.
-
-        Args:
-            needs: how the call reads its operands, so cut.
+        Over rows, cuts are last that gather a shard or give a partial sum, unless the axis was assigned for just that (weights are larger
+        than activations): a parameter's axis may exchange rows only (tokens go to their experts). Over tiles, axes of space are first.
+        Then follow axes of parameters, first those that the call itself reads (a sequence may be an axis of learned positions); cuts
+        without a reduction inside the call; fewest bytes moved; priority in the assignment.
         """
         assert call.loops is not None
-        by_rows, beside_space = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES and cut.axis not in self.space
-        together = by_rows and call.gathers_or_sums(cut) and cut.axis not in self.beside_rows[index]
-        reads = list(zip(call.operands, call.lying, needs, strict=True))
-        is_read = any(operand.name in self.graph.parameters and isinstance(need, Shard) for operand, _, need in reads)
-        of_parameter = is_read if by_rows else cut.axis in self.of_parameters
-        moved = 0.0
-        for operand, lies, need in reads:
-            moved += bytes_moved(lies, need, operand.name in self.graph.parameters) * self.bytes.of(operand)
+        by_rows, in_tiles = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES
+        moves_rows = by_rows and call.gathers_or_sums(cut) and cut.axis not in self.beside_rows[index]
+        is_beside_space = in_tiles and cut.axis not in self.space
         reduction = call.loops.factors[cut.factor].reduction
+        moved = 0.0
+        shards_parameter = False
+        for position, (operand, current) in enumerate(zip(call.operands, call.current, strict=True)):
+            need, is_parameter = call.need(cut, position), operand.name in self.graph.parameters
+            shards_parameter |= is_parameter and isinstance(need, Shard)
+            moved += bytes_moved(current, need, is_parameter) * self.bytes.of(operand)
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
-        return together, beside_space, not is_read, not of_parameter, reduction == "whole", moved, self.assigned[index][cut.axis]
+        has_parameter_axis = shards_parameter if by_rows else cut.axis in self.parameter_axes
+        priority = self.assigned[index][cut.axis]
+        return moves_rows, is_beside_space, not shards_parameter, not has_parameter_axis, reduction == "whole", moved, priority
 
     def _use(self, node: fx.Node, layout: Layout) -> None:
-        """Record a read of a value in a layout; a partial sum that is read in another layout is reduced, for all readers."""
-        if node.name in self.held:
+        """Record a read of a value: it decides the layout of an undecided weight, and reduces a partial sum, for all later readers."""
+        if node.name in self.weights:
             self.uses[node.name].append(layout)
-        lies = self.lies[node.name, 0]
-        for index, (placement, need) in enumerate(zip(lies, layout, strict=True)):
-            if placement is None or (isinstance(placement, Partial) and not isinstance(need, Partial)):
-                lies[index] = rests_at(need) if not (placement is None and isinstance(need, Partial)) else Replicate()
+        current = self.current[node.name, 0]
+        for index, (placement, need) in enumerate(zip(current, layout, strict=True)):
+            is_reduced = isinstance(placement, Partial) and not isinstance(need, Partial)
+            if placement is None or is_reduced:
+                # Read as Varying, or (a weight) as Partial, a value stays replicated.
+                current[index] = Replicate() if isinstance(need, Varying | Partial) else need
 
     # -- the result ----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Layouts:
-        """Return the layouts of all values, those of parameters and buffers decided by their uses.
-
-        Over some mesh dimensions a parameter is varying: every rank reads the whole of it for its own part of the work, so its gradient is
-        a partial sum.
-        """
+        """Return the layouts of all values, those of parameters and buffers decided by their uses."""
         stored = {name: self._stored(name, uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
-        varying = {
-            name: frozenset(
-                index
-                for index in range(len(self.mesh))
-                if uses and not isinstance(stored[name][index], Shard) and all(isinstance(use[index], Varying) for use in uses)
-            )
-            for name, uses in self.uses.items()
-            if name in self.graph.parameters
-        }
+        varying = {name: self._varying(stored[name], uses) for name, uses in self.uses.items() if name in self.graph.parameters}
         self.results.update({name: (layout,) for name, layout in stored.items()})
         return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying)
+
+    def _varying(self, stored: Layout, uses: Sequence[Layout]) -> frozenset[int]:
+        """Return the mesh dimensions over which every use of a parameter is Varying: its gradient is a partial sum."""
+        always = {index for index in range(len(self.mesh)) if uses and all(isinstance(use[index], Varying) for use in uses)}
+        return frozenset(index for index in always if not isinstance(stored[index], Shard))
 
     def _stored(self, name: str, uses: Sequence[Layout]) -> Layout:
         """Return the stored layout: sharded if any use is (other uses gather it), replicated for a buffer that is written."""
@@ -429,12 +440,7 @@ class LayoutWalk:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one call is cut over one mesh dimension.
-
-    Attributes:
-        factor: the loop that is cut.
-        axis: which of its axes.
-    """
+    """The loop (``factor``) of a call that one mesh dimension cuts, and the cut one of the loop's axes."""
 
     factor: int
     axis: int
@@ -442,93 +448,96 @@ class Cut:
 
 @dataclass(frozen=True)
 class CallAlong:
-    """One call, as it looks along one mesh dimension.
+    """One call along one mesh dimension.
 
     Attributes:
-        node, loops, operands: what is called.
-        lying: how each operand lies now; None for one that is held by ranks and may still lie anyhow.
-        slid: where windows of a factor slide, operand and dimension, -> how the operand lies along it if the factor is cut.
+        node, loops, operands: the call.
+        current: the placement of each operand now; None for a weight of which no reader has decided it.
+        windowed: factor -> operand over which its window slides -> the placement in which the operand is read if the factor is cut.
     """
 
     node: fx.Node
     loops: Loops | None
     operands: tuple[fx.Node, ...]
-    lying: tuple[Placement | None, ...]
-    slid: Mapping[int, Mapping[int, Placement]]
+    current: tuple[Placement | None, ...]
+    windowed: Mapping[int, Mapping[int, Placement]]
 
     def allows(self, factor: int, *, is_outermost: bool) -> bool:
-        """Whether the loop can be cut. A maximum has no gradient when its parts are reduced: it is cut where it needs none.
+        """Return whether a loop can be cut; that of a floating-point maximum cannot: its reduction over ranks has no gradient.
 
         Args:
-            is_outermost: whether the axis that is cut is the outermost of the loop: its parts are then runs of places.
+            is_outermost: whether the outermost axis of the loop is cut, so that each shard is a contiguous interval.
         """
         assert self.loops is not None
-        found = self.loops.factors[factor]
-        if found.reduction == "whole":
-            inside = inside_of(self.node, found.name)
-            return inside is not None and (is_outermost or not inside.by_place)
-        if found.reduction in ("max", "min"):
+        loop = self.loops.factors[factor]
+        if loop.reduction == "whole":
+            decomposition = decomposition_of(self.node, loop.name)
+            return decomposition is not None and (is_outermost or not decomposition.by_place)
+        if loop.reduction in ("max", "min"):
             value = self.node.meta["val"]
             return isinstance(value, Tensor) and not value.dtype.is_floating_point
         return True
 
-    def having(self, factor: int) -> list[int]:
+    def operands_with(self, factor: int) -> list[int]:
         """Return the positions of operands that have the loop, or over which its window slides."""
         assert self.loops is not None
-        return [*self.loops.running[factor], *self.slid.get(factor, {})]
+        return [*self.loops.running[factor], *self.windowed.get(factor, {})]
 
-    def need_of_sum(self, place: int) -> Placement:
-        """Return the placement in which a call on partial sums reads operand ``place``."""
-        return Partial() if self.lying[place] == Partial() else Varying()
+    def need_of_sum(self, position: int) -> Placement:
+        """Return the placement in which a call on partial sums reads the operand at ``position``."""
+        return Partial() if self.current[position] == Partial() else Varying()
 
-    def need(self, cut: Cut | None, place: int) -> Placement:
-        """Return the placement in which operand ``place`` is read if the call is sharded by ``cut``; None: the call is replicated."""
-        if self.loops is not None and place in self.loops.unread:
-            return self.lying[place] or Replicate()
+    def need(self, cut: Cut | None, position: int) -> Placement:
+        """Return the placement in which the operand at ``position`` is read if the call is cut so; None: the call is replicated."""
+        if self.loops is not None and position in self.loops.unread:
+            return self.current[position] or Replicate()
         if cut is None or self.loops is None:
             return Replicate()
-        for dimension, factors in enumerate(self.loops.operands[place]):
+        for dimension, factors in enumerate(self.loops.operands[position]):
             if cut.factor in factors:
                 return Shard(cut.axis, dimension)
-        if place in self.slid.get(cut.factor, {}):
-            return self.slid[cut.factor][place]
+        if position in self.windowed.get(cut.factor, {}):
+            return self.windowed[cut.factor][position]
         factor = self.loops.factors[cut.factor]
-        if place in self.loops.added and factor.reduction == "sum":
+        if position in self.loops.added and factor.reduction == "sum":
             return Partial()
-        inside = inside_of(self.node, factor.name) if factor.reduction == "whole" else None
-        arguments = bound_arguments(self.node) if inside is not None and inside.whole else {}
-        if inside is not None and any(arguments[name] is self.operands[place] for name in inside.whole):
-            return Replicate()
+        decomposition = decomposition_of(self.node, factor.name) if factor.reduction == "whole" else None
+        if decomposition is not None and decomposition.whole:
+            arguments = bound_arguments(self.node)
+            if any(arguments[name] is self.operands[position] for name in decomposition.whole):
+                return Replicate()
         return Varying()
 
-    def gives(self, cut: Cut | None, place: int) -> Placement:
-        """Return the placement of result ``place`` if the call is sharded by ``cut``; None: it is replicated."""
+    def result(self, cut: Cut | None, position: int) -> Placement:
+        """Return the placement of the result at ``position`` if the call is cut so; None: the call is replicated."""
         if cut is None or self.loops is None:
             return Replicate()
-        for dimension, factors in enumerate(self.loops.results[place]):
+        for dimension, factors in enumerate(self.loops.results[position]):
             if cut.factor in factors:
                 return Shard(cut.axis, dimension)
         factor = self.loops.factors[cut.factor]
         if factor.reduction == "whole":
-            inside = inside_of(self.node, factor.name)
-            return Partial() if inside is not None and inside.gives == "sum" else Replicate()
+            decomposition = decomposition_of(self.node, factor.name)
+            return Partial() if decomposition is not None and decomposition.gives == "sum" else Replicate()
         return Partial(factor.reduction) if factor.reduction in ("max", "min") else Partial()
 
     def gathers_or_sums(self, cut: Cut) -> bool:
-        """Whether a cut gathers a sharded operand, or gives a partial sum."""
-        needs = (self.need(cut, place) for place in range(len(self.operands)))
-        gathers = any(isinstance(lies, Shard) and not isinstance(need, Shard) for lies, need in zip(self.lying, needs, strict=True))
-        return gathers or isinstance(self.gives(cut, 0), Partial)
+        """Return whether a cut gathers a sharded operand, or gives a partial sum."""
+        needs = (self.need(cut, position) for position in range(len(self.operands)))
+        gathers = any(isinstance(have, Shard) and not isinstance(need, Shard) for have, need in zip(self.current, needs, strict=True))
+        return gathers or isinstance(self.result(cut, 0), Partial)
 
 
-def bytes_moved(lies: Placement | None, need: Placement, is_parameter: bool) -> float:
-    """Bytes that a change of layout moves, forward and backward, in sizes of the value (a ring; the number of ranks taken as large)."""
-    if lies == need or isinstance(need, Partial):
+def bytes_moved(current: Placement | None, need: Placement, is_parameter: bool) -> float:
+    """Return the traffic of a change of placement and of its gradient's, in sizes of the value, for a ring of many ranks."""
+    if current == need or isinstance(need, Partial):
         return 0.0
-    if lies is None:
+    if current is None:
         return 2.0 if isinstance(need, Varying) and is_parameter else 0.0
-    if isinstance(lies, Replicate):
-        return 2.0 if isinstance(need, Varying) else 1.0 if isinstance(need, Shard) else 0.0
-    if isinstance(lies, Shard):
+    if isinstance(current, Replicate):
+        if isinstance(need, Varying):
+            return 2.0
+        return 1.0 if isinstance(need, Shard) else 0.0
+    if isinstance(current, Shard):
         return 1.0 if isinstance(need, Replicate | Shard) else 2.0
     return 4.0 if isinstance(need, Varying) else 2.0

@@ -1,6 +1,6 @@
-"""Changes of layout: from how a value lies to how a call reads it, one mesh dimension at a time.
+"""Reshard: change the layout of a value to the one that a call reads, one mesh dimension at a time.
 
-    from          to            operator             moved a rank (a ring of k, n bytes the whole value)
+    from          to            operator             bytes moved by a rank (a ring of k; the whole value has n)
     Partial       Replicate     all_reduce           2 n (k-1)/k
     Partial       Shard         reduce_scatter       n (k-1)/k
     Shard         Varying       all_gather           n (k-1)/k
@@ -10,10 +10,10 @@
     Replicate     Varying       vary                 nothing (its backward reduces)
     Replicate     Partial       keep_first           nothing
 
-Each change is made once, for all readers that need it; a partial sum is reduced once, for all readers of whatever layout.
+Each change is emitted once, for all readers that need it; a partial sum is reduced once, for readers in any layout.
 
-Where several mesh dimensions cut one axis, the outer parts hold the inner ones: an axis is cut from the outermost on, and put together from
-the innermost on.
+If several mesh dimensions cut one axis, the inner ones divide the shards of the outer ones: an axis is sharded over the outermost first,
+and gathered over the innermost first.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 
 CHANGE = "change_of_layout"
-"""The key of a ``Change`` in ``meta["custom"]``, which tracing hands on from call to call, and from a forward to its backward."""
+"""The key of a ``Change`` in ``meta["custom"]``, which tracing copies from call to call, and from a forward to its backward."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of layout, for readers of a program.
+    """A change of layout, for the reports of a program.
 
     Attributes:
         value: the node of the whole graph.
-        before, after: how it lay, and how it lies then; the gradient goes the other way. Equal where windows read beyond a rank's part.
+        before, after: its layouts; the gradient changes from ``after`` to ``before``. Equal for a halo exchange.
     """
 
     value: str
@@ -59,29 +59,28 @@ class Change:
 
 
 class _Value:
-    """One tensor of the whole graph: how it lies, and its copies in other layouts."""
+    """One tensor of the whole graph: its layout now (partial sums that a reader needed are reduced), and its copies in other layouts."""
 
-    def __init__(self, name: str, node: fx.Node, place: int, layout: Layout, axes: TensorAxes) -> None:
+    def __init__(self, name: str, node: fx.Node, layout: Layout, axes: TensorAxes) -> None:
         self.name = name
-        self.place = place
         self.layout = layout
         self.axes = axes
         self.copies: dict[Layout, fx.Node] = {layout: node}
         self._original = layout, node
 
-    def alone(self) -> _Value:
+    def without_copies(self) -> _Value:
         """Return the same value without its copies in other layouts."""
         layout, node = self._original
-        return _Value(self.name, node, self.place, layout, self.axes)
+        return _Value(self.name, node, layout, self.axes)
 
 
 class Resharder:
-    """Knows how every value lies, and writes the changes that readers ask for.
+    """Knows the layout of every value, and emits the changes that readers need.
 
     Args:
-        extents: sizes at the rank's coordinate.
-        emit: writes a call.
-        write_size: writes a size.
+        extents: the sizes of the rank's shards.
+        emit: ``(function, args, kwargs, name, like)`` emits a call, with the metadata of the node ``like``.
+        write_size: emits a size.
     """
 
     def __init__(self, extents: Extents, emit: Emit, write_size: Callable[[Size], fx.Node | int]) -> None:
@@ -89,49 +88,50 @@ class Resharder:
         self._emit = emit
         self._write_size = write_size
         self._values: dict[fx.Node, _Value] = {}
-        self._of_stages: dict[tuple[fx.Node, int], _Value] = {}  # of a value and a stage that reads it
+        self._in_stage: dict[tuple[fx.Node, int], _Value] = {}  # (value, stage that reads it)
 
     def register(self, node: fx.Node, place: int, copy: fx.Node, layout: Layout, axes: TensorAxes) -> None:
-        """A value of the whole graph and this rank's part of it; of a call that gives several, the items register themselves."""
+        """Add result ``place`` of a node of the whole graph, with ``copy``, this rank's part; items of a tuple are nodes of their own."""
         if place == 0 and isinstance(copy.meta["val"], torch.Tensor):
-            self._values[node] = _Value(node.name, copy, place, layout, axes)
+            self._values[node] = _Value(node.name, copy, layout, axes)
 
     def knows(self, node: fx.Node) -> bool:
-        """Whether a value is registered."""
+        """Return whether a value is registered."""
         return node in self._values
 
     def read(self, node: fx.Node, need: Layout, reader: fx.Node) -> fx.Node:
-        """This rank's part of a value in the layout that a reader needs: reduced, exchanged, gathered and cut, in this order."""
-        value = self._seen_by(node, reader)
-        value.layout = self._reduced(value, need, node)  # for all readers; the other changes are this reader's
-        layout = self._exchanged(value, need, node)
-        layout = self._gathered(value, layout, need, node)
-        layout = self._cut(value, layout, need, node)
+        """Return this rank's part of a value in the layout that a reader needs: reduce, exchange, gather and shard, in this order."""
+        value = self._value_for(node, reader)
+        value.layout = self._reduce(value, need, node)  # for all readers; the other changes are this reader's
+        layout = self._exchange_shards(value, need, node)
+        layout = self._gather(value, layout, need, node)
+        layout = self._shard(value, layout, need, node)
         return value.copies[layout]
 
-    def _seen_by(self, node: fx.Node, reader: fx.Node) -> _Value:
-        """A value as the stage of a reader knows it: changes of layout do not cross to stages that other ranks share."""
+    def _value_for(self, node: fx.Node, reader: fx.Node) -> _Value:
+        """Return a value as the stage of a reader knows it: copies in other layouts do not cross to stages on other ranks."""
         stage = stage_within(reader)
         if stage is None or stage == stage_within(node):
             return self._values[node]
-        if (node, stage) not in self._of_stages:
-            self._of_stages[node, stage] = self._values[node].alone()
-        return self._of_stages[node, stage]
+        if (node, stage) not in self._in_stage:
+            self._in_stage[node, stage] = self._values[node].without_copies()
+        return self._in_stage[node, stage]
 
-    def _reduced(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
-        """Partial sums are summed, and cut on the way where the reader wants a shard. Those come first: then the others move less."""
+    def _reduce(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
+        """Sum partial sums: first by reduce_scatter where a shard is needed, so that the others, by all_reduce, move less."""
         layout = value.layout
         scattered = [index for index, wanted in enumerate(need) if isinstance(wanted, Shard)]
-        for index in (*scattered, *(index for index in reversed(range(len(need))) if index not in scattered)):
+        others = [index for index in reversed(range(len(need))) if index not in scattered]
+        for index in (*scattered, *others):
             have, wanted = layout[index], need[index]
             if isinstance(have, Partial) and not isinstance(wanted, Partial):
-                is_cut_inside = wanted in layout[index + 1 :]  # an axis is cut from the outermost mesh dimension on
+                is_cut_inside = wanted in layout[index + 1 :]  # an axis is sharded over the outermost mesh dimension first
                 can_scatter = isinstance(wanted, Shard) and have.operation == "sum" and not is_cut_inside
                 layout = self._change(value, layout, index, wanted if can_scatter else Replicate(), like)
         return layout
 
-    def _gathered(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
-        """Shards that the reader does not want are put together, the innermost first; also those of an axis that is cut anew outside."""
+    def _gather(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
+        """Gather shards that are not needed, the innermost first, and shards within an outer shard that changes (``_is_recut``)."""
         for index in reversed(range(len(need))):
             have, wanted = layout[index], need[index]
             if isinstance(have, Shard) and have != wanted:
@@ -140,26 +140,26 @@ class Resharder:
                 layout = self._change(value, layout, index, Replicate(), like)
         return layout
 
-    def _cut(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
+    def _shard(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
         """Shard what is replicated, or mark it as varying, over the outermost mesh dimension first."""
         for index, wanted in enumerate(need):
             if layout[index] != wanted:
                 layout = self._change(value, layout, index, wanted, like)
         return layout
 
-    def _exchanged(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
-        """A value with every part that can be exchanged for a part of another axis: in the order in which that leaves all parts nested.
+    def _exchange_shards(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
+        """Exchange shards of one axis for shards of another, in an order in which inner shards always divide outer ones.
 
         height/tile0, width/tile1   ->   batch/tile0, width/tile1   ->   batch/tile0/tile1     outermost first
         batch/tile0/tile1           ->   batch/tile0, width/tile1   ->   height/tile0, width/tile1
         """
         layout = value.layout
-        while (index := next((place for place in range(len(need)) if _can_exchange(layout, place, need)), None)) is not None:
-            layout = self._change(value, layout, index, need[index], like)
+        while exchangeable := [index for index in range(len(need)) if _can_exchange(layout, index, need)]:
+            layout = self._change(value, layout, exchangeable[0], need[exchangeable[0]], like)
         return layout
 
     def _change(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> Layout:
-        """One change over one mesh dimension, if it has not been made."""
+        """Emit the change to placement ``to`` over mesh dimension ``index``, unless there is a copy; return the new layout."""
         changed = (*layout[:index], to, *layout[index + 1 :])
         if changed not in value.copies:
             written = self._write(value, layout, index, to, like)
@@ -168,13 +168,14 @@ class Resharder:
         return changed
 
     def _write(self, value: _Value, layout: Layout, index: int, to: Placement, like: fx.Node) -> fx.Node:
+        """Emit the operator of a change over one mesh dimension (see the table above); return the new copy."""
         source, have = value.copies[layout], layout[index]
         over, _ = self._extents.mesh[index]
         label = f"{value.name}_{{}}_{over}"
         if isinstance(have, Partial) and isinstance(to, Replicate):
             return self._emit(all_reduce, (source, over, have.operation), {}, label.format("all_reduce"), like)
         if isinstance(have, Partial) and isinstance(to, Shard) and have.operation == "sum":
-            return self._along(reduce_scatter, value, layout, index, to, label.format("reduce_scatter"), like)
+            return self._emit_collective(reduce_scatter, value, layout, index, to, label.format("reduce_scatter"), like)
         if isinstance(have, Replicate) and isinstance(to, Varying):
             if not is_differentiable(source):
                 return source
@@ -182,92 +183,99 @@ class Resharder:
         if isinstance(have, Replicate) and isinstance(to, Partial):
             return self._emit(keep_first, (source, over), {}, label.format("first"), like)
         if isinstance(have, Replicate) and isinstance(to, Shard):
-            return self._along(take, value, layout, index, to, label.format("take"), like)
+            return self._emit_collective(take, value, layout, index, to, label.format("take"), like)
         if isinstance(have, Shard) and isinstance(to, Varying | Replicate):
             operator, word = (all_gather, "all_gather") if isinstance(to, Varying) else (replicate, "replicate")
-            return self._along(operator, value, layout, index, have, label.format(word), like)
+            return self._emit_collective(operator, value, layout, index, have, label.format(word), like)
         if isinstance(have, Shard) and isinstance(to, Shard):
             return self._exchange(value, layout, index, have, to, label.format("exchange"), like)
         raise AssertionError(f"no change from {have} to {to}")
 
-    def _along(self, operator: Any, value: _Value, layout: Layout, index: int, shard: Shard, name: str, like: fx.Node) -> fx.Node:
-        """A collective along an axis: where the axis is not the outermost of its dimension, that is unfolded around it."""
+    def _emit_collective(self, operator: Any, value: _Value, layout: Layout, index: int, shard: Shard, name: str, like: fx.Node) -> fx.Node:
+        """Emit a collective along the axis of a shard; an axis that is not the outermost of its dimension gets one of its own by reshape.
+
+        weight[(3 heads head), hidden], gathered over heads: reshape to [3, heads, head, hidden], all_gather of dimension 1, reshape back.
+        """
         source = value.copies[layout]
         over, count = self._extents.mesh[index]
-        kept = shards_of(layout, shard.dimension)
-        parts = self._extents.parts(shard.axis, index, kept)
+        outer_shards = shards_of(layout, shard.dimension)
+        parts = self._extents.parts(shard.axis, index, outer_shards)
         place = self._extents.coordinate[index]
-        outer, inner = self._around(value, layout, shard)
+        outer, inner = self._sizes_around(value, layout, shard)
         is_outermost = outer == 1
         sizes = [product((part, inner)) for part in parts] if is_outermost else list(parts)
-        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else self._written(sizes, place)
+        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else self._write_sizes(sizes, place)
         if is_outermost:
             return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
         shape = [size_of(size) for size in source.meta["val"].shape]
-        local = self._extents.axis(shard.axis, kept)
-        unfolded = self.reshaped(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
+        local = self._extents.axis(shard.axis, outer_shards)
+        unfolded = self.reshape_dimension(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
         moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
         merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
-        return self.reshaped(moved, shape, shard.dimension, (merged,), name, like)
+        return self.reshape_dimension(moved, shape, shard.dimension, (merged,), name, like)
 
-    def _written(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:
+    def _write_sizes(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:
         """Emit the sizes of all parts; return them, and that of part ``place``."""
         written = [self._write_size(size) for size in sizes]
         return written, written[place]
 
-    def reshaped(
+    def reshape_dimension(
         self, source: fx.Node, shape: Sequence[Size], dimension: int, instead: Sequence[Size], name: str, like: fx.Node
     ) -> fx.Node:
-        """Write one dimension as others."""
+        """Emit a reshape of ``source`` that replaces one dimension of its shape by the sizes ``instead``."""
         sizes = [self._write_size(size) for size in (*shape[:dimension], *instead, *shape[dimension + 1 :])]
         return self._emit(aten.reshape.default, (source, sizes), {}, name, like)
 
-    def _around(self, value: _Value, layout: Layout, shard: Shard) -> tuple[Size, Size]:
-        """The sizes, on this rank, of what a dimension holds outside and inside an axis."""
+    def _sizes_around(self, value: _Value, layout: Layout, shard: Shard) -> tuple[Size, Size]:
+        """Return the products of this rank's sizes of the axes outside and inside the sharded one, in its dimension."""
         axes = value.axes[shard.dimension]
         position = axes.index(shard.axis)
-        kept = shards_of(layout, shard.dimension)
-        sizes = [self._extents.axis(axis, kept) for axis in axes]
+        sizes = [self._extents.axis(axis, shards_of(layout, shard.dimension)) for axis in axes]
         return product(sizes[:position]), product(sizes[position + 1 :])
 
     def _exchange(self, value: _Value, layout: Layout, index: int, have: Shard, to: Shard, name: str, like: fx.Node) -> fx.Node:
+        """Emit an exchange of shards; a gather and a new shard if either axis is not the outermost of its dimension."""
         over, count = self._extents.mesh[index]
         place = self._extents.coordinate[index]
-        inner: list[Size] = []
+        sizes_of: dict[Shard, list[Size]] = {}  # for each of both shards, its size on every rank
         for shard in (have, to):
-            outside, inside = self._around(value, layout, shard)
-            if outside != 1:
+            outer, inner = self._sizes_around(value, layout, shard)
+            if outer != 1:
                 changed = self._change(value, layout, index, Replicate(), like)
                 return self._write(value, changed, index, to, like)
-            inner.append(inside)
-        concat = [product((part, inner[0])) for part in self._extents.parts(have.axis, index, shards_of(layout, have.dimension))]
-        split = [product((part, inner[1])) for part in self._extents.parts(to.axis, index, shards_of(layout, to.dimension))]
+            parts = self._extents.parts(shard.axis, index, shards_of(layout, shard.dimension))
+            sizes_of[shard] = [product((part, inner)) for part in parts]
+        concat, split = sizes_of[have], sizes_of[to]
         even = len(set(concat)) == 1 and len(set(split)) == 1
-        sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (*self._written(split, place), *self._written(concat, place))
+        sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (*self._write_sizes(split, place), *self._write_sizes(concat, place))
         return self._emit(exchange, (value.copies[layout], to.dimension, have.dimension, over, count, *sizes), {}, name, like)
 
 
 def _annotate(written: fx.Node, source: fx.Node, change: Change) -> None:
-    """Annotate the calls that lead from one copy of a value to another with the change of layout."""
+    """Mark the calls between two copies of a value, from ``written`` back to ``source``, with the change of layout."""
     while written is not source:
         written.meta["custom"] = {CHANGE: change}
         written = written.all_input_nodes[0]
 
 
 def _can_exchange(layout: Layout, index: int, need: Layout) -> bool:
-    """Whether a part can be exchanged for the part that is needed: nothing lies inside of either, or is still to be laid around it."""
+    """Return whether the shard over a mesh dimension can be exchanged for the needed one.
+
+    No inner mesh dimension may divide either shard, and no outer one may still have to be changed to or from the needed axis.
+    """
     have, wanted = layout[index], need[index]
     if not isinstance(have, Shard) or not isinstance(wanted, Shard) or have.dimension == wanted.dimension:
         return False
-    around = (pair for pair in zip(layout[:index], need[:index], strict=True) if pair[0] != pair[1])
-    inside = any(_cuts_axis(place, have.axis, wanted.axis) for place in layout[index + 1 :])
-    return not inside and not any(_cuts_axis(place, wanted.axis) for pair in around for place in pair)
+    if any(_cuts_axis(placement, have.axis, wanted.axis) for placement in layout[index + 1 :]):
+        return False
+    outer_changes = [pair for pair in zip(layout[:index], need[:index], strict=True) if pair[0] != pair[1]]
+    return not any(_cuts_axis(placement, wanted.axis) for pair in outer_changes for placement in pair)
 
 
-def _cuts_axis(place: Placement, *axes: int) -> bool:
-    return isinstance(place, Shard) and place.axis in axes
+def _cuts_axis(placement: Placement, *axes: int) -> bool:
+    return isinstance(placement, Shard) and placement.axis in axes
 
 
 def _is_recut(shard: Shard, layout: Layout, need: Layout) -> bool:
-    """Whether a shard lies in parts, over outer mesh dimensions, that change."""
+    """Return whether a shard divides outer shards of its axis that change; ``layout`` and ``need``: of the outer mesh dimensions."""
     return any(have != wanted and shard in (have, wanted) for have, wanted in zip(layout, need, strict=True))

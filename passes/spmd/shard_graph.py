@@ -22,7 +22,7 @@ from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.layout import Layout, Placement, Shard, Varying
 from passes.ir.mesh import Mesh
 from passes.rules.loops import Size
-from passes.spmd.halo.overlap import variety
+from passes.spmd.halo.overlap import window_offsets
 from passes.spmd.halo.wide import with_halos
 from passes.spmd.local_shapes import Extents
 from passes.spmd.localize import localize
@@ -61,7 +61,7 @@ class CutModel:
 
     Attributes:
         cut: the axes that are sharded.
-        layouts: of every value.
+        layouts: the layout of every value.
         blocks: for each rank, for each parameter, buffer and constant, the block that it stores.
         part: how a rank's graph relates to the whole one: rows of the batch, results, gradients to reduce.
     """
@@ -81,7 +81,7 @@ class CutModel:
         by_sizes: dict[tuple[object, ...], ModelGraph] = {}
         parts, patterns = [], _cut_patterns(self.layouts)
         for extents in _extents(self.graph, self.axes, self.cut, self.part):
-            sizes = (_own_sizes(patterns, extents), variety(self.axes, self.layouts, extents))
+            sizes = (_own_sizes(patterns, extents), window_offsets(self.axes, self.layouts, extents))
             if sizes not in by_sizes:
                 local = localize(self.graph, self.axes, self.layouts, extents, local_statistics=self.cut.local_statistics)
                 by_sizes[sizes] = replace(local, part=self.part)
@@ -99,7 +99,7 @@ def cut_axes(
         stored: layouts of parameters, buffers and constants that ranks have stored already; None: as the calls prefer.
     """
     if cut.mesh.size == 1:
-        return _whole(graph, axes, cut)
+        return _unsharded(graph, axes, cut)
     layouts = layouts_of_cut(graph, axes, cut, results, stored)
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
@@ -125,7 +125,8 @@ def layouts_of_cut(
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 
-def _whole(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
+def _unsharded(graph: ModelGraph, axes: Axes, cut: AxisCut) -> CutModel:
+    """Return the model for a mesh of one rank."""
     whole: dict[str, Layout] = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants), ())
     blocks = tuple(_blocks(axes, whole, [Extents(axes.sizes, (), (), None, 1)]))
     return CutModel(graph, axes, cut, Layouts((), {}, {}, {}, {}, {}), blocks, graph.part)
@@ -136,20 +137,18 @@ _Pattern: TypeAlias = tuple[int, tuple[bool, ...]]
 
 
 def _cut_patterns(layouts: Layouts) -> list[_Pattern]:
-    """Return the ways in which any value shards axes.
+    """Return the patterns in which any value shards axes.
 
     For an axis over several mesh dimensions, this includes the outer ones alone, since inner shards divide their shards: of size 7 over
     2 x 2 ranks the third rank has 2 elements, as the first has, but 2 of 3 and not of 4.
     """
-    every = {layout for each in (*layouts.needs.values(), *layouts.results.values()) for layout in each}
-    patterns = {
-        (place.axis, tuple(isinstance(other, Shard) and other.axis == place.axis for other in layout))
-        for layout in every
-        for place in layout
-        if isinstance(place, Shard)
-    }
-    outer = {(axis, pattern[:end] + (False,) * (len(pattern) - end)) for axis, pattern in patterns for end in range(1, len(pattern) + 1)}
-    return sorted(outer)
+    patterns: set[_Pattern] = set()
+    for layout in {layout for tensors in (*layouts.needs.values(), *layouts.results.values()) for layout in tensors}:
+        for shard in (placement for placement in layout if isinstance(placement, Shard)):
+            pattern = tuple(isinstance(other, Shard) and other.axis == shard.axis for other in layout)
+            for end in range(1, len(pattern) + 1):
+                patterns.add((shard.axis, pattern[:end] + (False,) * (len(pattern) - end)))
+    return sorted(patterns)
 
 
 def _own_sizes(patterns: Sequence[_Pattern], extents: Extents) -> tuple[Size, ...]:
@@ -157,23 +156,23 @@ def _own_sizes(patterns: Sequence[_Pattern], extents: Extents) -> tuple[Size, ..
     return tuple(extents.axis(axis, [Shard(axis, 0) if cut else None for cut in pattern]) for axis, pattern in patterns)
 
 
-def _blocks(axes: Axes, stored: Mapping[str, Layout], every: Iterable[Extents]) -> Iterator[Mapping[str, Block]]:
+def _blocks(axes: Axes, stored: Mapping[str, Layout], ranks: Iterable[Extents]) -> Iterator[Mapping[str, Block]]:
     """Yield the stored blocks of each rank; tensors of equal shape and sharding share the computation.
 
     Args:
         stored: parameter, buffer or constant -> its layout.
-        every: the sizes of each rank's shards.
+        ranks: the sizes of each rank's shards.
     """
-    alike: dict[Hashable, list[str]] = {}
+    alike: dict[Hashable, list[str]] = {}  # (shape, sharding) -> tensors
     for name, layout in stored.items():
         sizes = tuple(tuple(axes.sizes[axis] for axis in dimension) for dimension in axes.of(name))
         cuts = tuple(isinstance(place, Shard) and (place.dimension, axes.of(name)[place.dimension].index(place.axis)) for place in layout)
         alike.setdefault((sizes, cuts), []).append(name)
-    for extents in every:
-        found: dict[str, Block] = {}
+    for extents in ranks:
+        blocks: dict[str, Block] = {}
         for names in alike.values():
-            found.update(dict.fromkeys(names, _block(axes.of(names[0]), stored[names[0]], extents)))
-        yield {name: found[name] for name in stored}
+            blocks.update(dict.fromkeys(names, _block(axes.of(names[0]), stored[names[0]], extents)))
+        yield {name: blocks[name] for name in stored}
 
 
 def _block(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
@@ -207,12 +206,12 @@ def _storage_shard(axes: Axes, name: str, layout: Sequence[Placement], count: in
     An axis that is twice in one dimension (the flattened weight of a score matrix) is left out: a shard of it would be ambiguous.
     """
     taken = {place.axis for place in layout if isinstance(place, Shard)}
-    candidates = [
-        (bool(size % count), dimension, position, axis)
-        for dimension, each in enumerate(axes.of(name))
-        for position, axis in enumerate(each)
-        if axis not in taken and each.count(axis) == 1 and isinstance(size := axes.sizes[axis], int) and size >= count
-    ]
+    candidates: list[tuple[bool, int, int, int]] = []
+    for dimension, axes_of in enumerate(axes.of(name)):
+        for position, axis in enumerate(axes_of):
+            size = axes.sizes[axis]
+            if axis not in taken and axes_of.count(axis) == 1 and isinstance(size, int) and size >= count:
+                candidates.append((size % count != 0, dimension, position, axis))
     if not candidates:
         return None
     _, dimension, _, axis = min(candidates)

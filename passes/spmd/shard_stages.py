@@ -31,7 +31,7 @@ class StagedCut:
     """A model sharded for the stages of a plan.
 
     Attributes:
-        mesh: of all ranks.
+        mesh: the mesh of all ranks.
         of_places: for each pipeline position, the sharded model that its stages are taken from; equal ones are one object.
     """
 
@@ -40,7 +40,7 @@ class StagedCut:
 
     @property
     def widest(self) -> CutModel:
-        """The model sharded over the largest submesh, all ranks of ``mesh.cutting``."""
+        """Return the model sharded over the largest submesh, all ranks of ``mesh.cutting``."""
         return max(self.of_places, key=lambda cut: cut.cut.mesh.size)
 
     @property

@@ -41,6 +41,7 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
+        """Return whether the block is the whole tensor."""
         return self.part == self.shape
 
     def take(self, whole: Tensor) -> Tensor:
@@ -73,11 +74,7 @@ def whole_block(shape: tuple[int, ...]) -> Block:
 
 
 def block_of(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
-    """Return the block that a rank stores of a tensor with a layout.
-
-    Args:
-        extents: of the rank.
-    """
+    """Return the block of a tensor with a layout that the rank of ``extents`` stores."""
     sizes = [[int(extents.sizes[axis]) for axis in of_dimension] for of_dimension in axes]
     intervals = [[extents.interval(axis, shards_of(layout, dim)) for axis in of_dimension] for dim, of_dimension in enumerate(axes)]
     return Block(

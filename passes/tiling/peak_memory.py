@@ -13,7 +13,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import TileCall
-from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
+from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
 
 __all__ = ["StreamSize", "stream_size"]
 
@@ -52,7 +52,7 @@ class _Sweep:
 
 def stream_size(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> StreamSize:
     """Return the peak memory for a budget: of a training step if the model trains, else of a forward."""
-    measure = _Measure(graph, axes, grid, what_to_keep(graph, axes, grid, budget))
+    measure = _Measure(graph, axes, grid, select_checkpoints(graph, axes, grid, budget))
     sweeps = list(measure.sweeps())
     return StreamSize(measure.step_peak(sweeps) if graph.training else measure.forward_peak(sweeps), sum(sweep.calls for sweep in sweeps))
 

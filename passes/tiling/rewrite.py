@@ -35,7 +35,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import Read, TileCall
-from passes.spmd.halo.demand import CheckpointSelection, demand, tiles_of, what_to_keep
+from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
 from passes.tiling.builder import TileWriter
 from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
 from passes.tiling.steps import TEMPLATES
@@ -51,7 +51,7 @@ def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelG
     Args:
         budget: bytes up to which values are computed whole; inputs, and values that cannot be tiled, may be larger.
     """
-    return _Streamer(graph, axes, grid, what_to_keep(graph, axes, grid, budget)).run()
+    return _Streamer(graph, axes, grid, select_checkpoints(graph, axes, grid, budget)).run()
 
 
 class _Streamer:

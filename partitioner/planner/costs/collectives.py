@@ -38,8 +38,8 @@ from passes.ir.comm.index_ranges import segments
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.rules.loops import Size
-from passes.spmd.decompose.registry import SINGLE_BYTES, inside_of
-from passes.spmd.halo.regions import fetch_of, held_for, slides_of
+from passes.spmd.decompose.registry import SINGLE_BYTES, decomposition_of
+from passes.spmd.halo.regions import operand_form, shared_halo_slides, slides_of
 from passes.spmd.propagate import Layouts
 
 __all__ = [
@@ -241,8 +241,8 @@ def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, fl
     extents = sizes.extents
     slides = [(slide, slide.window.operand) for slide in slides_of(node.name, axes, layouts, extents)]
     for place, operand in enumerate(axes.operands[node.name]):
-        if operand.name in layouts.fetched and held_for(node.name, place, axes, layouts, extents)[0] == "fetched":
-            slides += [(slide, place) for slide in fetch_of(operand.name, layouts, extents)]
+        if operand.name in layouts.fetched and operand_form(node.name, place, axes, layouts, extents)[0] == "fetched":
+            slides += [(slide, place) for slide in shared_halo_slides(operand.name, layouts, extents)]
     for slide, place in slides:
         if slide.is_local or slide.owned is None:
             continue
@@ -259,7 +259,7 @@ def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, fl
 def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
     """Yield the all_reduces of a decomposed reduction over a sharded axis: statistics for each row of its first operand."""
     for index, factor in reduced_in_parts(node.name, axes, layouts):
-        inside = inside_of(node, axes.loops[node.name].factors[factor].name)
+        inside = decomposition_of(node, axes.loops[node.name].factors[factor].name)
         if inside is None or not isinstance(node.meta["val"], Tensor):
             continue
         name, whole = layouts.mesh[index][0], cast(Size, 1)

@@ -21,7 +21,7 @@ from passes.analysis.axes import Axes
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size
-from passes.spmd.decompose.registry import SINGLE_BYTES, Inside, inside_of
+from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, decomposition_of
 from passes.spmd.propagate import Layouts
 
 __all__ = ["with_written_out"]
@@ -32,15 +32,15 @@ def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: La
     decomposed: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
         factors = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
-        found = inside_of(node, factors[0]) if factors else None
+        found = decomposition_of(node, factors[0]) if factors else None
         if found is not None and found.kernels:
             decomposed[node.name] = _decomposed_cost(cost.nodes[node.name], node, found, cost.bytes[node.name])
     return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
 
 
-def _decomposed_cost(cost: OperationCost, node: fx.Node, inside: Inside, result: Size) -> OperationCost:
+def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:
     arguments = bound_arguments(node)
-    kernels = [kernel for name, kernel in inside.kernels.items() if not name or arguments.get(name) is not None]
+    kernels = [kernel for name, kernel in decomposition.kernels.items() if not name or arguments.get(name) is not None]
     size = result * SINGLE_BYTES / cost.dtype.itemsize if cost.dtype.itemsize < SINGLE_BYTES else result
     return dataclasses.replace(
         cost,

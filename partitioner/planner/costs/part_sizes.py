@@ -21,7 +21,7 @@ from passes.ir.layout import Layout, Replicate, Shard
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.loops import Size
 from passes.spmd.halo.overlap import interior_of
-from passes.spmd.halo.regions import Holding, Slide, fetch_of, held_for, slides_of
+from passes.spmd.halo.regions import OperandForm, Slide, operand_form, shared_halo_slides, slides_of
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate import Layouts
 
@@ -81,13 +81,13 @@ class PartSizes:
         for place, (operand, _) in enumerate(self._read(call)):
             shape = parts[operand][0]
             is_fetched = operand.name in self._layouts.fetched and self._holding(call, place) == "fetched"
-            slides = [*fetch_of(operand.name, self._layouts, self.extents)] if is_fetched else []
+            slides = [*shared_halo_slides(operand.name, self._layouts, self.extents)] if is_fetched else []
             copies: list[Fetched] = []
             for slide in (*slides, *(each for each in self._slides(call) if each.window.operand == place)):
                 if interior is not None and slide is interior.slide:
-                    borders = interior.of_borders
+                    borders = interior.border_slide
                     copies.append(Fetched(_along(shape, borders), borders.wanted, is_sent=True, is_beside=True))
-                elif not slide.is_as_it_lies:
+                elif not slide.is_identity:
                     shape = _along(shape, slide)
                     copies.append(Fetched(shape, slide.wanted, is_sent=not slide.is_local))
             if copies:
@@ -108,8 +108,8 @@ class PartSizes:
             self._known_slides[call.name] = slides_of(call.name, self._axes, self._layouts, self.extents) if is_call else ()
         return self._known_slides[call.name]
 
-    def _holding(self, call: fx.Node, place: int) -> Holding:
-        return held_for(call.name, place, self._axes, self._layouts, self.extents)[0]
+    def _holding(self, call: fx.Node, place: int) -> OperandForm:
+        return operand_form(call.name, place, self._axes, self._layouts, self.extents)[0]
 
     def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
         """Return a local shape with the halo that ranks recompute (``Layouts.wide``), of the slowest rank: the one with most overlap."""

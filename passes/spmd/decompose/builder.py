@@ -1,4 +1,7 @@
-"""What an operation that reduces inside is written with, on one rank's part."""
+"""Writers of decompositions: emit the local kernels and collectives that compute an op on one rank's shard.
+
+In the decompositions, ``write.call(aten.add.Tensor, a, b)`` emits a call, and ``write["weight"]`` is an argument of the decomposed op.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from passes.ir.comm import functional as collectives
 from passes.rules.loops import Size
 from passes.spmd.local_shapes import product
 
-__all__ = ["InsideCut", "InsideWriter", "PartWriter"]
+__all__ = ["PartWriter", "ReductionCut", "ReductionWriter"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class InsideCut:
-    """One mesh dimension that cuts what an operation reduces over.
+class ReductionCut:
+    """One mesh dimension that shards a factor over which an op reduces.
 
     Attributes:
         over: the mesh dimension.
-        factor: name of the factor that is cut.
-        parts: the sizes of all ranks' parts of it.
-        own: this rank's.
+        factor: the name of the factor.
+        parts: the size of each rank's shard.
+        own: that of this rank's.
     """
 
     over: str
@@ -37,12 +40,12 @@ class InsideCut:
 
 @dataclass(frozen=True)
 class PartWriter:
-    """Writes the calls that take the place of one operation on a part.
+    """Emits the decomposition of one call on a shard.
 
     Attributes:
-        emit: writes one call: function, arguments, keywords, name.
-        arguments: the operation's, its tensors those of the part.
-        name: of the call that is decomposed.
+        emit: ``(function, args, kwargs, name)`` emits one call.
+        arguments: parameter -> argument of the decomposed call, with local tensors.
+        name: that of the decomposed call.
     """
 
     emit: Callable[[Any, tuple[Any, ...], Mapping[str, Any], str], fx.Node]
@@ -50,31 +53,31 @@ class PartWriter:
     name: str
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call, named after the operation."""
+        """Emit a call, named after the decomposed call and the function."""
         return self.emit(function, args, kwargs, f"{self.name}_{function.__name__.partition('.')[0]}")
 
 
 @dataclass(frozen=True)
-class InsideWriter(PartWriter):
-    """Writes calls on parts of what an operation reduces over.
+class ReductionWriter(PartWriter):
+    """Emits the decomposition of an op that reduces over a sharded axis.
 
     Attributes:
-        write_size: writes a size of the whole operation.
-        cuts: the mesh dimensions that cut inside.
-        factors: name of each factor of the operation -> its size in the whole.
-        own: name of each factor -> its size in this rank's part.
+        write_size: emits a size, which may depend on the batch.
+        cuts: the mesh dimensions that shard the reduction.
+        factors: name of each factor of the op -> its whole size.
+        own: name of each factor -> its size on this rank.
     """
 
     write_size: Callable[[Size], Any]
-    cuts: tuple[InsideCut, ...]
+    cuts: tuple[ReductionCut, ...]
     factors: Mapping[str, Size]
     own: Mapping[str, Size]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
-    def in_single_precision(self, write: Callable[[InsideWriter], fx.Node]) -> fx.Node:
-        """Write with half-precision arguments made float32, and the result in their precision: as torch's kernels compute inside."""
+    def in_single_precision(self, write: Callable[[ReductionWriter], fx.Node]) -> fx.Node:
+        """Compute in float32 with half-precision arguments, and round the result to their dtype, as torch's kernels do."""
         source = self.arguments["input"] if "input" in self.arguments else self.arguments["self"]
         dtype = source.meta["val"].dtype
         if dtype not in _HALF:
@@ -88,17 +91,17 @@ class InsideWriter(PartWriter):
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
 
     def rank(self, name: str) -> int:
-        """How many dimensions an argument has."""
+        """Return the number of dimensions of an argument."""
         return int(self.arguments[name].meta["val"].dim())
 
     def total(self, part: fx.Node) -> fx.Node:
-        """The sum over all parts."""
+        """Emit the sum over all ranks of their parts."""
         for cut in self.cuts:
             part = self.emit(collectives.all_reduce, (part, cut.over, "sum"), {}, f"{self.name}_all_reduce_{cut.over}")
         return part
 
     def greatest(self, part: fx.Node) -> fx.Node:
-        """The maximum over all parts, without a gradient."""
+        """Emit the maximum over all ranks of their parts, without a gradient."""
         part = self.call(aten.detach.default, part)
         for cut in self.cuts:
             part = self.emit(collectives.all_reduce, (part, cut.over, "max"), {}, f"{self.name}_greatest_{cut.over}")
@@ -111,7 +114,7 @@ class InsideWriter(PartWriter):
         return whole
 
     def from_own_start(self, index: fx.Node) -> fx.Node:
-        """Indices into what is cut, counted from where this rank's part starts: an outer mesh dimension's, and in it an inner one's."""
+        """Emit indices into the whole axis as indices from the start of this rank's shard; the outermost mesh dimension first."""
         for cut in self.cuts:
             even = len(set(cut.parts)) == 1
             sizes: tuple[Any, Any] = ([], 0) if even else (list(cut.parts), cut.own)
@@ -130,13 +133,13 @@ class InsideWriter(PartWriter):
         return self.call(aten.mul.Tensor, local, inside), inside
 
     def count(self, *factors: str) -> Any:
-        """How many elements the whole operation reduces over: the product of factors' sizes."""
+        """Emit the product of the whole sizes of factors: the number of elements that the op reduces over."""
         return self.write_size(product(self.factors[name] for name in factors))
 
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDENED = ("input", "self", "weight", "bias")
-"""Arguments that are read; stored statistics are written, and stay what they are."""
+"""Arguments that are converted to float32; stored statistics are written, and keep their dtype."""
 
 
 def _is_half(value: Any) -> bool:

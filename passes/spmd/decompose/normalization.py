@@ -1,22 +1,18 @@
-"""Normalisations whose statistics run over what is cut: sums of parts are added, and every rank normalises its own part.
+"""Decompose normalisations whose statistics are over a sharded axis: add the sums of all ranks, then normalise each shard.
 
 mean = all_reduce(sum(x)) / n
-variance = all_reduce(sum((x - mean)^2)) / n             two small sums, and the numbers of one device
-normalize(x, mean, variance, weight, bias, ...)          which knows the way back: here statistics are constants
+variance = all_reduce(sum((x - mean)^2)) / n             two small messages
+normalize(x, mean, variance, weight, bias, ...)          one kernel
 
-Normalisation by statistics of a whole, of which a rank has a part, as one operator with a backward of its own.
+Autograd of these formulas would go back through the statistics, kernel after kernel over all of x. So ``normalize`` takes them as
+constants, and its backward contains their gradients. With s = 1 / sqrt(variance + eps), y = (x - mean) s, n elements that share statistics,
+and D the gradient of the result times the weight:
 
-    statistics of the whole, as constants        normalize(x, mean, variance, ...)        one kernel
+    gradient of x              s (D - sum(D) / n - y sum(D y) / n)        sums over all ranks: one small message
+    gradient of weight, bias   of this rank's shard; summed over ranks as those of other parameters
 
-Autograd of the formula written out would go back through the statistics, kernel after kernel over all of x. To this operator they are
-constants, and its backward adds what they move. With s = 1 / sqrt(variance + eps), y = (x - mean) s, n elements that share statistics, and
-D the gradient of the result times the weight:
-
-    gradient of x              s (D - sum(D) / n - y sum(D y) / n)        sums over all ranks' parts: one small message
-    gradient of weight, bias   of this rank's part; summed as those of other parameters are
-
-(Ioffe, Szegedy, "Batch Normalization", 2015, section 3.) The kernels are those of batch normalisation with stored statistics: one forward;
-back one for the first term and all sums, one for the other two, and what adds them.
+(Ioffe, Szegedy, "Batch Normalization", 2015, section 3.) The kernels are those of batch normalisation with stored statistics: one in the
+forward; in the backward one for the first term and all sums, one for the other two terms, and their addition.
 """
 
 from __future__ import annotations
@@ -30,55 +26,55 @@ from torch import Tensor, fx
 from torch.fx.traceback import annotate, get_current_meta
 
 from passes.ir.comm.functional import GRADIENT, all_reduce
-from passes.spmd.decompose.builder import InsideWriter
+from passes.spmd.decompose.builder import ReductionWriter
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
 
 aten = torch.ops.aten
 
 
-def batch_norm(write: InsideWriter) -> fx.Node:
-    """Statistics of the whole batch, as on one device (SyncBatchNorm); stored statistics move alike on every rank."""
+def batch_norm(write: ReductionWriter) -> fx.Node:
+    """Use the statistics of the whole batch, as on one device (SyncBatchNorm); update the running ones equally on every rank."""
     x, count = write["input"], write.count(*(name for name in write.factors if name != "channels"))
     mean, variance = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], count)
     if write["running_mean"] is not None:
-        of_all = write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, _number(write, count), _number(write, count, less=1)))
-        for name, new in (("running_mean", mean), ("running_var", of_all)):
+        unbiased = write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, _number(write, count), _number(write, count, less=1)))
+        for name, new in (("running_mean", mean), ("running_var", unbiased)):
             stored, momentum = write[name], write["momentum"]
-            kept = write.call(aten.mul.Tensor, stored, 1.0 - momentum)
-            write.call(aten.copy_.default, stored, write.call(aten.add.Tensor, kept, write.call(aten.mul.Tensor, new, momentum)))
+            decayed = write.call(aten.mul.Tensor, stored, 1.0 - momentum)
+            write.call(aten.copy_.default, stored, write.call(aten.add.Tensor, decayed, write.call(aten.mul.Tensor, new, momentum)))
     return _normalized(write, x, mean, variance, count)
 
 
-def group_norm(write: InsideWriter) -> fx.Node:
-    """Statistics over the channels of a group and all of space; another mesh dimension may leave this rank some of the groups."""
+def group_norm(write: ReductionWriter) -> fx.Node:
+    """Use statistics over the channels of a group and all of space; another mesh dimension may shard the groups."""
     x, count = write["input"], write.count(*(name for name in write.factors if name not in ("batch", "groups")))
     grouped = write.call(aten.unflatten.int, x, 1, [-1, write.own.get("channels", 1)])
     return _normalized(write, x, *_statistics(write, grouped, list(range(2, write.rank("input") + 1)), count), count)
 
 
-def instance_norm(write: InsideWriter) -> fx.Node:
-    """Statistics over all of space, of each channel of each image."""
+def instance_norm(write: ReductionWriter) -> fx.Node:
+    """Use statistics over all of space, for each channel of each image."""
     x, count = write["input"], write.count(*(name for name in write.factors if name.startswith("space")))
     return _normalized(write, x, *_statistics(write, x, list(range(2, write.rank("input"))), count), count)
 
 
-def layer_norm(write: InsideWriter) -> fx.Node:
-    """Statistics over the last dimensions, along which weights differ, too."""
+def layer_norm(write: ReductionWriter) -> fx.Node:
+    """Use statistics over the last dimensions, which the weight has, too."""
     x, count = _rows(write)
     return _affine(write, _normalized(write, x, *_statistics(write, x, [2], count), count, weighted=False))
 
 
-def rms_norm(write: InsideWriter) -> fx.Node:
-    """The root of the mean square over the last dimensions."""
+def rms_norm(write: ReductionWriter) -> fx.Node:
+    """Divide by the root of the mean square over the last dimensions: a variance around a mean of zero."""
     x, count = _rows(write)
     mean_square = _mean_square(write, write.call(aten.detach.default, x), [2], count)
     zero = write.call(aten.zeros_like.default, mean_square)
     return _affine(write, _normalized(write, x, zero, mean_square, count, weighted=False, centred=False))
 
 
-def _rows(write: InsideWriter) -> tuple[fx.Node, object]:
-    """What is normalised, as rows of one channel; and how many elements a whole row has."""
+def _rows(write: ReductionWriter) -> tuple[fx.Node, object]:
+    """Return the input as (rows, 1, elements of a row), and the whole number of elements of a row."""
     n_last = len(write["normalized_shape"])
     count = write.count(*(name for name in write.factors if name.startswith("features")))
     rows = write["input"] if n_last == 1 else write.call(aten.flatten.using_ints, write["input"], -n_last, -1)
@@ -87,23 +83,24 @@ def _rows(write: InsideWriter) -> tuple[fx.Node, object]:
     return write.call(aten.unsqueeze.default, rows, 1), count
 
 
-def _statistics(write: InsideWriter, x: fx.Node, dims: Sequence[int], count: object) -> tuple[fx.Node, fx.Node]:
+def _statistics(write: ReductionWriter, x: fx.Node, dims: Sequence[int], count: object) -> tuple[fx.Node, fx.Node]:
     """Write the mean and variance over all ranks, without gradients; the variance takes a second pass, with the mean of all ranks."""
     x = write.call(aten.detach.default, x)
     mean = write.call(aten.div.Tensor, write.total(write.call(aten.sum.dim_IntList, x, dims)), count)
-    spread = mean
+    broadcast = mean
     for dim in dims:
-        spread = write.call(aten.unsqueeze.default, spread, dim)
-    return mean, _mean_square(write, write.call(aten.sub.Tensor, x, spread), dims, count)
+        broadcast = write.call(aten.unsqueeze.default, broadcast, dim)
+    return mean, _mean_square(write, write.call(aten.sub.Tensor, x, broadcast), dims, count)
 
 
-def _mean_square(write: InsideWriter, x: fx.Node, dims: Sequence[int], count: object) -> fx.Node:
+def _mean_square(write: ReductionWriter, x: fx.Node, dims: Sequence[int], count: object) -> fx.Node:
+    """Emit the mean of squares over all ranks."""
     squares = write.call(aten.sum.dim_IntList, write.call(aten.mul.Tensor, x, x), dims)
     return write.call(aten.div.Tensor, write.total(squares), count)
 
 
 def _normalized(
-    write: InsideWriter, x: fx.Node, mean: fx.Node, variance: fx.Node, count: object, *, weighted: bool = True, centred: bool = True
+    write: ReductionWriter, x: fx.Node, mean: fx.Node, variance: fx.Node, count: object, *, weighted: bool = True, centred: bool = True
 ) -> fx.Node:
     """Emit ``normalize`` of this rank's part; ``weighted``: with weight and bias; ``centred``: whether the mean is a statistic."""
     parameters = (write["weight"], write["bias"]) if weighted else (None, None)
@@ -111,8 +108,8 @@ def _normalized(
     return write.call(normalize, x, mean, variance, *parameters, eps, count, [cut.over for cut in write.cuts], centred)
 
 
-def _affine(write: InsideWriter, rows: fx.Node) -> fx.Node:
-    """Rows as they were, times the weight, plus the bias."""
+def _affine(write: ReductionWriter, rows: fx.Node) -> fx.Node:
+    """Emit rows in the shape of the input, times the weight, plus the bias."""
     result = write.call(aten.view_as.default, rows, write["input"])
     if write["weight"] is not None:
         result = write.call(aten.mul.Tensor, result, write["weight"])
@@ -120,14 +117,14 @@ def _affine(write: InsideWriter, rows: fx.Node) -> fx.Node:
     return result if bias is None else write.call(aten.add.Tensor, result, bias)
 
 
-def _number(write: InsideWriter, count: object, less: int = 0) -> fx.Node:
-    """A number of elements as a tensor: it may depend on the batch size."""
+def _number(write: ReductionWriter, count: object, less: int = 0) -> fx.Node:
+    """Emit ``count - less`` as a tensor, since it may depend on the batch size."""
     like = write["running_mean"].meta["val"]
     number = write.call(aten.scalar_tensor.default, count, dtype=like.dtype, device=like.device)
     return write.call(aten.sub.Tensor, number, less) if less else number
 
 
-# -- normalisation by statistics of a whole, of which a rank has a part ------------------------------------------------------------
+# -- the operator normalize --------------------------------------------------------------------------------------------------------
 
 
 torch.library.define(
@@ -136,12 +133,15 @@ torch.library.define(
 )
 
 normalize = torch.ops.partitioner.normalize.default
-"""``x``, (rows, channels, ...), normalised by statistics of the whole: ``mean`` and ``variance``, (groups,) or (rows, groups), each of
-neighbouring channels; times ``weight`` and plus ``bias``, (channels,). ``count``: how many elements of the whole share statistics;
-``over``: the mesh dimensions that cut these; ``centred``: whether the mean is one of the statistics, or zero."""
+"""Normalise ``x``, a shard (rows, channels, ...), by the statistics of the whole.
+
+``mean`` and ``variance``, (groups,) or (rows, groups), are each of adjacent channels; ``weight`` and ``bias`` are (channels,).
+``count``: number of elements of the whole that share statistics; ``over``: the mesh dimensions that shard these; ``centred``: whether the
+mean is a statistic, else zero.
+"""
 
 
-def _run(
+def _normalize(
     x: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -152,42 +152,43 @@ def _run(
     over: list[str],  # noqa: ARG001
     centred: bool,  # noqa: ARG001
 ) -> Tensor:
+    """Run ``normalize`` as a batch normalisation with stored statistics."""
     channels = _Channels(x, mean)
-    means, variances = (channels.of_statistics(each) for each in (mean, variance))
-    return F.batch_norm(channels.flat(x), means, variances, channels.of_weight(weight), channels.of_weight(bias), eps=eps).view(x.shape)
+    means, variances = (channels.from_statistics(each) for each in (mean, variance))
+    return F.batch_norm(channels.flat(x), means, variances, channels.from_weight(weight), channels.from_weight(bias), eps=eps).view(x.shape)
 
 
 class _Channels:
-    """Every number that has statistics of its own as a channel of a batch normalisation: where rows have theirs, all rows' in one row."""
+    """Maps ``normalize`` to a batch normalisation: x (rows, channels, ...) with statistics by row becomes (1, rows x channels, ...)."""
 
     def __init__(self, x: Tensor, mean: Tensor) -> None:
         self._rows, self._channels = x.shape[:2]
         self._by_row = mean.dim() == 2
         self._groups = tuple(mean.shape)
-        self._group = self._channels // mean.shape[-1]
+        self._group_size = self._channels // mean.shape[-1]
 
     def flat(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1).unsqueeze(0) if self._by_row else x
 
-    def of_statistics(self, value: Tensor) -> Tensor:
-        """One number for each channel."""
-        return value.reshape(-1) if self._group == 1 else _repeated(value.unsqueeze(-1), (*self._groups, self._group))
+    def from_statistics(self, value: Tensor) -> Tensor:
+        """Return statistics as one number for each channel of the batch normalisation."""
+        return value.reshape(-1) if self._group_size == 1 else _repeated(value.unsqueeze(-1), (*self._groups, self._group_size))
 
-    def of_weight(self, value: Tensor | None) -> Tensor | None:
-        """The same of a parameter."""
+    def from_weight(self, value: Tensor | None) -> Tensor | None:
+        """Return the weight or the bias as one number for each of these channels."""
         return value if value is None or not self._by_row else _repeated(value, (self._rows, self._channels))
 
-    def in_statistics(self, sums: Tensor) -> Tensor:
-        """Sums of channels, (kinds, channels), for each of the statistics."""
-        return sums.view(-1, *self._groups, self._group).sum(-1) if self._group != 1 else sums.view(-1, *self._groups)
+    def to_statistics(self, sums: Tensor) -> Tensor:
+        """Return sums over these channels, (kinds, channels), added up for each of the statistics."""
+        return sums.view(-1, *self._groups, self._group_size).sum(-1) if self._group_size != 1 else sums.view(-1, *self._groups)
 
-    def in_weight(self, sums: Tensor) -> Tensor:
-        """Sums of channels for each number of a parameter."""
+    def to_weight(self, sums: Tensor) -> Tensor:
+        """Return sums over these channels, added up for each element of the weight."""
         return sums.view(self._rows, self._channels).sum(0) if self._by_row else sums
 
 
 def _repeated(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A vector of its own memory: ``native_batch_norm_backward`` on CPU reads a weight of stride 0 as if its stride were 1."""
+    """Expand and flatten, always as a copy: ``native_batch_norm_backward`` on CPU reads a weight of stride 0 as if it were 1."""
     return value.expand(shape).clone(memory_format=torch.contiguous_format).view(-1)
 
 
@@ -195,33 +196,35 @@ def _fake(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  the names that torch calls it by
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch passes them by these names
     x, mean, variance, weight, bias, *ctx.rest = inputs
     ctx.save_for_backward(x, mean, variance, weight)
     ctx.has_bias = bias is not None
-    ctx.about = get_current_meta().get("custom", {})
+    ctx.custom_meta = get_current_meta().get("custom", {})
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of ``x``, weight and bias, by the formulas above; there are none of the statistics."""
     x, mean, variance, weight = ctx.saved_tensors
     eps, count, over, centred = ctx.rest
     channels = _Channels(x, mean)
-    flat, factor = channels.flat(x), channels.of_weight(weight)
-    means, variances = (channels.of_statistics(each) for each in (mean, variance))
-    direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+    flat, factor = channels.flat(x), channels.from_weight(weight)
+    means, variances = (channels.from_statistics(each) for each in (mean, variance))
+    direct, weight_sums, bias_sums = torch.ops.aten.native_batch_norm_backward(
         channels.flat(grad), flat, factor, means, variances, None, None, False, eps, [True, True, True]
     )
-    sums = torch.stack([of_weight, of_bias] if centred else [of_weight])
-    sums = channels.in_statistics(sums if factor is None else sums * factor)
+    sums = torch.stack([weight_sums, bias_sums] if centred else [weight_sums])
+    sums = channels.to_statistics(sums if factor is None else sums * factor)
     for dimension in over:
-        with annotate({**ctx.about, GRADIENT: True}):
+        with annotate({**ctx.custom_meta, GRADIENT: True}):
             sums = all_reduce(sums, dimension, "sum")
-    moved = [channels.of_statistics(each) for each in (sums * (torch.rsqrt(variance + eps) / -count)).unbind(0)]
-    through = F.batch_norm(flat, means, variances, moved[0], moved[1] if centred else None, eps=eps)
-    of_parameters = (None if weight is None else channels.in_weight(of_weight), channels.in_weight(of_bias) if ctx.has_bias else None)
-    return ((direct + through).view(x.shape), None, None, *of_parameters, *(None for _ in ctx.rest))
+    scales = [channels.from_statistics(each) for each in (sums * (torch.rsqrt(variance + eps) / -count)).unbind(0)]
+    through_statistics = F.batch_norm(flat, means, variances, scales[0], scales[1] if centred else None, eps=eps)
+    weight_grad = None if weight is None else channels.to_weight(weight_sums)
+    bias_grad = channels.to_weight(bias_sums) if ctx.has_bias else None
+    return ((direct + through_statistics).view(x.shape), None, None, weight_grad, bias_grad, *(None for _ in ctx.rest))
 
 
-torch.library.impl(normalize.name(), "CompositeExplicitAutograd", _run)
+torch.library.impl(normalize.name(), "CompositeExplicitAutograd", _normalize)
 torch.library.register_fake(normalize.name(), _fake)
-torch.library.register_autograd(normalize.name(), _backward, setup_context=_remember)
+torch.library.register_autograd(normalize.name(), _backward, setup_context=_setup_context)

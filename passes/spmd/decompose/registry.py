@@ -1,4 +1,4 @@
-"""Which operations can be cut where they reduce inside, over which of their factors."""
+"""The decompositions of ops that reduce over a sharded axis: local kernels and collectives."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from torch import Tensor, fx
 
 from passes.graph.schemas import bound_arguments, packet
 from passes.spmd.decompose import normalization as norms
-from passes.spmd.decompose import softmax_loss as attention
-from passes.spmd.decompose import softmax_loss as classes
-from passes.spmd.decompose.builder import InsideWriter
+from passes.spmd.decompose.builder import ReductionWriter
+from passes.spmd.decompose.softmax_loss import causal_attention, cross_entropy, embedding, log_softmax, softmax
 
-__all__ = ["SINGLE_BYTES", "Inside", "Kernels", "inside_of", "takes_own_statistics"]
+__all__ = ["SINGLE_BYTES", "Decomposition", "Kernels", "decomposition_of", "takes_own_statistics"]
 
 aten = torch.ops.aten
 
 SINGLE_BYTES = 4
-"""Of an element where half precision is made float32 inside."""
+"""Bytes of an element of a decomposition that computes in float32."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a rank runs for a call that is decomposed: kernels, and how often they read or write as many elements as the call's result has.
+    """The kernels of a decomposition, as (number of launches, number of passes over as many elements as the result has).
 
     Attributes:
-        forward: of the call.
-        activation: of the gradients of activations.
-        weight: of the gradients of parameters.
-        keeps: how many values like the result are kept for the backward, beside those of the call in one piece.
+        forward: those of the call.
+        activation: those of the gradients of activations.
+        weight: those of the gradients of parameters.
+        keeps: number of tensors like the result that are saved for the backward, in addition to those of the undecomposed op.
     """
 
     forward: tuple[int, int] = (0, 0)
@@ -41,23 +40,23 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """How one operation is cut over factors that its rule calls whole.
+class Decomposition:
+    """The decomposition of one operator whose rule has a reduction ``"whole"``.
 
     Attributes:
-        write: writes it on a part.
-        factors: the names (or beginnings of names) of the factors.
-        gives: a result that does not have the factor is there on every rank, or a part of a sum.
-        whole: arguments that are read whole by every rank alike, not on their way into cut work: stored statistics.
-        allows: whether this call can be written so.
-        by_place: whether it counts places along the factor: a part must then be a run of them.
-        single: whether half precision is made float32 inside, as torch's kernels do for what adds up many terms.
-        sends: how many statistics, numbers for each element of the other loops, are summed over ranks in each message of the forward.
-        returns: the same of the backward.
-        kernels: what is run, by the argument that asks for it, ``""`` for every call; empty: about as much as for the call in one piece.
+        write: emits it for a shard.
+        factors: the names (or beginnings of names) of the factors that may be sharded.
+        gives: the placement of a result without the factor: the whole on every rank, or a partial sum.
+        whole: arguments that every rank reads as Replicate, not Varying: stored statistics.
+        allows: whether a call with such arguments can be decomposed.
+        by_place: whether positions along the factor matter: a shard must then be a contiguous interval.
+        single: whether half precision is computed in float32, as in torch's kernels for sums of many terms.
+        sends: for each all_reduce of the forward, the number of statistics, each one number for each element of the other loops.
+        returns: the same for the backward.
+        kernels: the kernels run if an argument is given, ``""``: always; empty: about those of the undecomposed op.
     """
 
-    write: Callable[[InsideWriter], fx.Node]
+    write: Callable[[ReductionWriter], fx.Node]
     factors: tuple[str, ...]
     gives: Literal["replicate", "sum"] = "replicate"
     whole: tuple[str, ...] = ()
@@ -68,8 +67,8 @@ class Inside:
     returns: tuple[int, ...] = (2,)
     kernels: Mapping[str, Kernels] = field(default_factory=dict)
 
-    def on_part(self, write: InsideWriter) -> fx.Node:
-        """Write it on a rank's part."""
+    def on_part(self, write: ReductionWriter) -> fx.Node:
+        """Emit the decomposition for a rank's shard."""
         return write.in_single_precision(self.write) if self.single else self.write(write)
 
 
@@ -77,11 +76,11 @@ def _is_plain_lookup(arguments: Mapping[str, Any]) -> bool:
     return not arguments["scale_grad_by_freq"] and not arguments["sparse"]
 
 
-def _is_of_class_numbers(arguments: Mapping[str, Any]) -> bool:
+def _has_class_targets(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the targets of a cross entropy are class indices, without class weights or label smoothing."""
     target = arguments["target"].meta["val"]
-    return (
-        isinstance(target, Tensor) and not target.is_floating_point() and arguments["weight"] is None and not arguments["label_smoothing"]
-    )
+    is_index = isinstance(target, Tensor) and not target.is_floating_point()
+    return is_index and arguments["weight"] is None and not arguments["label_smoothing"]
 
 
 def _is_without_dropout(arguments: Mapping[str, Any]) -> bool:
@@ -89,17 +88,17 @@ def _is_without_dropout(arguments: Mapping[str, Any]) -> bool:
 
 
 def takes_own_statistics(arguments: Mapping[str, Any]) -> bool:
-    """Whether an instance normalisation takes the statistics of its input, and stores none."""
+    """Return whether an instance normalisation uses the statistics of its input, and stores none."""
     return bool(arguments["use_input_stats"]) and arguments["running_mean"] is None
 
 
 _STATISTICS = ("running_mean", "running_var")
 
 _NORMALIZED = Kernels((7, 9), (8, 8))
-"""Sum, mean, distances, squares, sum, variance, ``normalize``; back two over the part and their sum, and what is small."""
+"""Sum, mean, differences, squares, sum, variance, ``normalize``; backward: two kernels over the shard, their sum, and small ones."""
 
 _OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0))}
-"""Statistics that move are small tensors, and many of them."""
+"""Running statistics are updated by many small kernels."""
 
 _OF_GROUPS = {"": Kernels((7, 9), (13, 8)), "weight": Kernels(activation=(2, 0), weight=(1, 0)), "bias": Kernels(weight=(1, 0))}
 _OF_IMAGES = {**_OF_GROUPS, "": _NORMALIZED}
@@ -108,8 +107,8 @@ _AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4), keeps=1), "bias": Kernels((
 _OF_ROWS = {"": _NORMALIZED, **_AFFINE}
 _SCALED = {"": Kernels((5, 6), (8, 8)), **_AFFINE}
 
-_INSIDE: Mapping[Any, Inside] = {
-    aten.batch_norm: Inside(
+_DECOMPOSITIONS: Mapping[Any, Decomposition] = {
+    aten.batch_norm: Decomposition(
         norms.batch_norm,
         ("batch", "space"),
         whole=_STATISTICS,
@@ -117,28 +116,28 @@ _INSIDE: Mapping[Any, Inside] = {
         single=True,
         kernels=_OF_CHANNELS,
     ),
-    aten.layer_norm: Inside(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
-    aten.rms_norm: Inside(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
-    aten.group_norm: Inside(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
-    aten.instance_norm: Inside(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
-    aten.embedding: Inside(classes.embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
-    aten.softmax: Inside(classes.softmax, ("dim",), single=True, returns=(1,)),
-    aten.log_softmax: Inside(classes.log_softmax, ("dim",), single=True, returns=(1,)),
-    aten._softmax: Inside(classes.softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
-    aten._log_softmax: Inside(classes.log_softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
-    aten.scaled_dot_product_attention: Inside(
-        attention.causal_attention, ("queries",), allows=_is_without_dropout, by_place=True, sends=(), returns=()
+    aten.layer_norm: Decomposition(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
+    aten.rms_norm: Decomposition(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
+    aten.group_norm: Decomposition(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
+    aten.instance_norm: Decomposition(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
+    aten.embedding: Decomposition(embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
+    aten.softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),
+    aten.log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),
+    aten._softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
+    aten._log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
+    aten.scaled_dot_product_attention: Decomposition(
+        causal_attention, ("queries",), allows=_is_without_dropout, by_place=True, sends=(), returns=()
     ),
-    aten.cross_entropy_loss: Inside(
-        classes.cross_entropy, ("classes",), allows=_is_of_class_numbers, by_place=True, single=True, sends=(1, 1, 1), returns=()
+    aten.cross_entropy_loss: Decomposition(
+        cross_entropy, ("classes",), allows=_has_class_targets, by_place=True, single=True, sends=(1, 1, 1), returns=()
     ),
 }
-"""Operator -> how it is cut inside."""
+"""Operator -> its decomposition."""
 
 
-def inside_of(node: fx.Node, factor: str) -> Inside | None:
-    """How a call is cut over a factor that its rule calls whole; None when it is not."""
-    found = _INSIDE.get(packet(node.target))
-    if found is None or not factor.startswith(found.factors) or not found.allows(bound_arguments(node)):
+def decomposition_of(node: fx.Node, factor: str) -> Decomposition | None:
+    """Return the decomposition of a call over a factor; None if the factor cannot be sharded."""
+    decomposition = _DECOMPOSITIONS.get(packet(node.target))
+    if decomposition is None or not factor.startswith(decomposition.factors) or not decomposition.allows(bound_arguments(node)):
         return None
-    return found
+    return decomposition

@@ -1,14 +1,14 @@
-"""Operations over classes, words or scores that are cut: no rank ever holds all of them.
+"""Decompose lookup, softmax, cross entropy and causal attention whose classes, words or queries are sharded.
 
-lookup          each rank looks up the rows that it holds, zeros elsewhere; the parts are summed
-softmax         the greatest score and the sum of exponentials are reduced; each rank keeps its own scores
-cross entropy   the same, and the score of the target comes from the rank that holds it: three numbers a row are reduced, no logits
+embedding       each rank looks up the rows that it stores, zeros for others; the partial results are summed
+softmax         the maximum and the sum of exponentials are all_reduced; each rank keeps its own scores
+cross entropy   the same, and the score of the target comes from the rank that has it: three numbers for each row instead of logits
 
-Causal attention of queries that are cut: a rank's own rows, each at its place in the whole, look at the keys up to there.
+Causal attention, 4 keys, 2 queries on each of two ranks: ``is_causal`` counts rows from 0, right on rank 0 only. So each rank has a mask.
 
-          keys 0 1 2 3            ``is_causal`` counts rows from 0: right for rank 0 alone. Every part has a mask of its own:
-rank 0   0     x . . .
-         1     x x . .            key - start of the part <= row of the part
+          keys 0 1 2 3
+rank 0   0     x . . .            key - start of the shard <= row of the shard
+         1     x x . .
 rank 1   0     x x x .
          1     x x x x
 """
@@ -19,58 +19,59 @@ import torch
 from torch import fx
 
 from passes.graph.schemas import MEAN, NO_REDUCTION
-from passes.spmd.decompose.builder import InsideWriter
+from passes.spmd.decompose.builder import ReductionWriter
 
 __all__ = ["causal_attention", "cross_entropy", "embedding", "log_softmax", "softmax"]
 
 aten = torch.ops.aten
 
 
-def embedding(write: InsideWriter) -> fx.Node:
-    """Rows of a table that is cut by rows; a part of a sum."""
+def embedding(write: ReductionWriter) -> fx.Node:
+    """Look up rows in a table of which each rank stores some; the result is a partial sum."""
     index, inside = write.local_index(write["indices"])
-    found = write.call(aten.embedding.default, write["weight"], index)
+    rows = write.call(aten.embedding.default, write["weight"], index)
     padding = write["padding_idx"]
     if padding is not None and padding >= 0:
         is_padding = write.call(aten.unsqueeze.default, write.call(aten.eq.Scalar, write["indices"], padding), -1)
-        found = write.call(aten.where.self, is_padding, write.call(aten.detach.default, found), found)
-    return write.call(aten.mul.Tensor, found, write.call(aten.unsqueeze.default, inside, -1))
+        rows = write.call(aten.where.self, is_padding, write.call(aten.detach.default, rows), rows)
+    return write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, inside, -1))
 
 
-def _exponentials(write: InsideWriter, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Scores less the greatest of all, their exponentials, and the sum of these over all parts."""
+def _exponentials(write: ReductionWriter, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return scores minus the maximum over all ranks, their exponentials, and the sum of these over all ranks."""
     greatest = write.greatest(write.call(aten.amax.default, x, [dim], True))
     shifted = write.call(aten.sub.Tensor, x, greatest)
     exponentials = write.call(aten.exp.default, shifted)
     return shifted, exponentials, write.total(write.call(aten.sum.dim_IntList, exponentials, [dim], True))
 
 
-def softmax(write: InsideWriter) -> fx.Node:
-    """Along a dimension that is cut."""
+def softmax(write: ReductionWriter) -> fx.Node:
+    """Divide exponentials by their sum over all ranks."""
     _, exponentials, total = _exponentials(write, _converted(write), write["dim"])
     return write.call(aten.div.Tensor, exponentials, write.vary(total))
 
 
-def log_softmax(write: InsideWriter) -> fx.Node:
-    """Along a dimension that is cut."""
+def log_softmax(write: ReductionWriter) -> fx.Node:
+    """Subtract the logarithm of the sum of exponentials over all ranks."""
     shifted, _, total = _exponentials(write, _converted(write), write["dim"])
     return write.call(aten.sub.Tensor, shifted, write.vary(write.call(aten.log.default, total)))
 
 
-def _converted(write: InsideWriter) -> fx.Node:
+def _converted(write: ReductionWriter) -> fx.Node:
+    """Return the input in the dtype that the call asks for."""
     x: fx.Node = write["self"]
     dtype = write.arguments.get("dtype")
     return x if dtype is None else write.call(aten.to.dtype, x, dtype)
 
 
-def cross_entropy(write: InsideWriter) -> fx.Node:
-    """Of class numbers, without weights and smoothing."""
+def cross_entropy(write: ReductionWriter) -> fx.Node:
+    """Compute ``log(sum(exp(scores))) - score of the target``; for class indices, without class weights or label smoothing."""
     x, target, ignored = write["self"], write["target"], write["ignore_index"]
     dim = 1 if write.rank("self") > 1 else 0
     shifted, _, total = _exponentials(write, x, dim)
     counted = write.call(aten.ne.Scalar, target, ignored)
-    known = write.call(aten.mul.Tensor, target, counted)
-    index, inside = write.local_index(known)
+    valid_target = write.call(aten.mul.Tensor, target, counted)  # class 0 for ignored ones
+    index, inside = write.local_index(valid_target)
     picked = write.call(aten.gather.default, shifted, dim, write.call(aten.unsqueeze.default, index, dim))
     picked = write.total(write.call(aten.mul.Tensor, write.call(aten.squeeze.dim, picked, dim), inside))
     losses = write.call(aten.sub.Tensor, write.call(aten.squeeze.dim, write.call(aten.log.default, total), dim), picked)
@@ -81,15 +82,12 @@ def cross_entropy(write: InsideWriter) -> fx.Node:
     return write.call(aten.div.Tensor, loss, write.call(aten.sum.default, counted)) if write["reduction"] == MEAN else loss
 
 
-# -- causal attention of queries that are cut --------------------------------------------------------------------------------------
-
-
-def causal_attention(write: InsideWriter) -> fx.Node:
-    """On a part of the queries and all keys."""
+def causal_attention(write: ReductionWriter) -> fx.Node:
+    """Attend from this rank's queries to all keys up to each, by an explicit mask."""
     query, key, value = write["query"], write["key"], write["value"]
     like = query.meta["val"]
     rows = write.call(aten.arange.default, write.own_size(), device=like.device)
     keys = write.from_own_start(write.call(aten.arange.default, write.count("keys"), device=like.device))
-    seen = write.call(aten.le.Tensor, write.call(aten.unsqueeze.default, keys, 0), write.call(aten.unsqueeze.default, rows, -1))
+    mask = write.call(aten.le.Tensor, write.call(aten.unsqueeze.default, keys, 0), write.call(aten.unsqueeze.default, rows, -1))
     keywords = {"scale": write.arguments.get("scale"), "enable_gqa": bool(write.arguments.get("enable_gqa"))}
-    return write.call(aten.scaled_dot_product_attention.default, query, key, value, seen, 0.0, False, **keywords)
+    return write.call(aten.scaled_dot_product_attention.default, query, key, value, mask, 0.0, False, **keywords)

@@ -2,13 +2,13 @@
 
 A convolution, kernel 3, padding 1, height 16 over two ranks; rank 0 has 0 .. 7:
 
-    halo = halo_exchange(x)        _1 0:2 6:9      what both borders read, in one message
-    inner = conv2d(x)              1 .. 6          while it moves
+    halo = halo_exchange(x)        _1 0:2 6:9      the operand of both borders, in one message
+    inner = conv2d(x)              1 .. 6          during the exchange
     first = conv2d(halo[0:3])      0
     last = conv2d(halo[3:6])       7
     result = cat(first, inner, last)
 
-The gradient goes the same way back: borders first, whose gradients move while that of the interior is computed.
+The backward runs in reverse: borders first, whose gradients are exchanged while that of the interior is computed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from passes.spmd.halo.regions import Slide, slides_of
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate import Intervals, Layouts
 
-__all__ = ["Interior", "interior_of", "variety"]
+__all__ = ["Interior", "interior_of", "window_offsets"]
 
 
 @dataclass(frozen=True)
 class Interior:
-    """One call in pieces.
+    """One call in three pieces: the border before the interior (0), the interior (1) and the border after it (2).
 
     Attributes:
-        slide: what brings its halo.
-        dimension: of the result.
-        pieces: the steps in front of the interior, of the interior, and behind it, each for all ranks.
+        slide: the halo exchange.
+        dimension: the dimension of the result that is divided.
+        pieces: for each piece, the interval of steps on each rank.
     """
 
     slide: Slide
@@ -42,22 +42,25 @@ class Interior:
 
     @property
     def share(self) -> float:
-        """The least share of its steps that a rank computes meanwhile."""
+        """Return the smallest fraction of its steps that a rank computes during the exchange."""
         pairs = zip(self.pieces[1], self.slide.parts, strict=True)
-        return min((inner[1] - inner[0]) / (whole[1] - whole[0]) for inner, whole in pairs)
+        return min((interior[1] - interior[0]) / (whole[1] - whole[0]) for interior, whole in pairs)
 
     @property
-    def of_borders(self) -> Slide:
-        """What brings the operand of both borders, one behind the other."""
-        before, _, after = self.pieces
-        borders = zip(before, after, strict=True)
-        return replace(self.slide, wanted=to_text((*self._reads(one), *self._reads(other)) for one, other in borders))
+    def border_slide(self) -> Slide:
+        """Return the slide that fetches the operands of both borders, one after the other."""
+        borders = zip(self.pieces[0], self.pieces[2], strict=True)
+        return replace(self.slide, wanted=to_text((*self._reads(before), *self._reads(after)) for before, after in borders))
+
+    def piece_slide(self, piece: int) -> Slide:
+        """Return the slide of one piece."""
+        return replace(self.slide, parts=self.pieces[piece])
 
     def _reads(self, steps: tuple[int, int]) -> Runs:
         return self.slide.window.reach.reads(*steps) if steps[0] < steps[1] else ()
 
-    def read(self, piece: int) -> tuple[int, int]:
-        """Where what a piece reads stands on this rank: in its own elements, that of a border in what was brought."""
+    def local_interval(self, piece: int) -> tuple[int, int]:
+        """Return the interval that a piece reads: of this rank's own elements (1), or of those that ``border_slide`` fetches (0, 2)."""
         place = self.slide.place
         if piece == 1:
             (run,) = self._reads(self.pieces[1][place])
@@ -66,22 +69,18 @@ class Interior:
         sizes = [length(self._reads(steps[place])) for steps in self.pieces]
         return (0, sizes[0]) if piece == 0 else (sizes[0], sizes[0] + sizes[2])
 
-    def of_piece(self, piece: int) -> Slide:
-        """The slide of a piece alone."""
-        return replace(self.slide, parts=self.pieces[piece])
-
     @property
-    def places(self) -> tuple[int, ...]:
-        """Of each piece on this rank: how many steps it has, and where what it reads starts and ends."""
+    def offsets(self) -> tuple[int, ...]:
+        """Return for each piece on this rank: its number of steps, and the interval that it reads."""
         steps = [piece[self.slide.place] for piece in self.pieces]
-        return tuple(number for piece, (start, stop) in enumerate(steps) for number in (stop - start, *self.read(piece)))
+        return tuple(number for piece, (start, stop) in enumerate(steps) for number in (stop - start, *self.local_interval(piece)))
 
 
 def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
-    """The interior of a call, between the borders of the last exchange that it waits for; None where it is computed in one piece.
+    """Return the interior of a call, between the borders of its last halo exchange; None if the call is not computed in pieces.
 
-    That is where nothing is exchanged; where a part is another operation, or slides over one of two factors of a dimension; where the
-    windows slide along no one dimension of a single result; and where some rank has no interior, or no border.
+    It is not if there is no exchange; if a shard needs a decomposition, or a window slides over one of two factors of a dimension; if the
+    call has several results, or none with a dimension of the window's loop alone; or if some rank has no interior, or no border.
     """
     exchanged = [slide for slide in slides if not slide.is_local]
     can_be_split = not any(slide.window.reach.written or slide.window.part is not None for slide in slides)
@@ -89,9 +88,9 @@ def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
         return None
     slide = exchanged[-1]
     dimensions = [index for index, factors in enumerate(loops.results[0]) if factors == (slide.window.factor,)]
-    inside = [_inside(slide, rank) for rank in range(len(slide.parts))]
-    interiors = tuple(each for each in inside if each is not None)
-    if len(dimensions) != 1 or len(interiors) < len(inside):
+    n_ranks = len(slide.parts)
+    interiors = tuple(filter(None, (_interior_steps(slide, rank) for rank in range(n_ranks))))
+    if len(dimensions) != 1 or len(interiors) < n_ranks:
         return None
     if any(interior == part for interior, part in zip(interiors, slide.parts, strict=True)):  # a rank without a border
         return None
@@ -100,8 +99,8 @@ def interior_of(loops: Loops, slides: Sequence[Slide]) -> Interior | None:
     return Interior(slide, dimensions[0], (before, interiors, after))
 
 
-def _inside(slide: Slide, rank: int) -> tuple[int, int] | None:
-    """The steps of a rank that read its own elements alone, in order."""
+def _interior_steps(slide: Slide, rank: int) -> tuple[int, int] | None:
+    """Return the interval of a rank's steps that read its own elements alone, in order; None if there are none."""
     assert slide.owned is not None
     low, reach = sum(slide.owned[:rank]), slide.window.reach
     high = low + slide.owned[rank]
@@ -118,19 +117,19 @@ def _inside(slide: Slide, rank: int) -> tuple[int, int] | None:
     return (start, stop) if start < stop and is_own(start, stop) else None
 
 
-def variety(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
-    """What else than sizes of parts makes one rank's graph unlike another's.
+def window_offsets(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
+    """Return the numbers, apart from sizes of shards, in which a rank's graph differs from another's.
 
-    How much a call reads, what it cuts off, where it starts; of a call in pieces, where each of them stands.
+    For each window: the elements read, the surplus results, and, for a decomposition, the first step. For a call in pieces: their offsets.
     """
-    found: list[int] = []
+    offsets: list[int] = []
     for name, loops in axes.loops.items():
         if not (loops.windows or layouts.wide):
             continue
         slides = slides_of(name, axes, layouts, extents)
         for slide in slides:
-            found += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
+            offsets += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
         interior = interior_of(loops, slides) if name in layouts.overlapped else None
         if interior is not None:
-            found += interior.places
-    return tuple(found)
+            offsets += interior.offsets
+    return tuple(offsets)

@@ -1,14 +1,14 @@
-"""What the ranks along a mesh dimension read of an operand whose loop slides over it: the halo of a call.
+"""Find the elements that each rank reads of an operand under a sharded window: its own part and the halo.
 
-A convolution, kernel 3, padding 1, height 16 over two ranks:
+A convolution, kernel 3, padding 1, height 16 over two ranks (``_1``: one element of padding):
 
-    rank 0   makes 0 .. 7      reads _1 0:9      has 0 .. 7
-    rank 1   makes 8 .. 15     reads 7:16 _1     has 8 .. 15
+    rank 0   computes 0 .. 7      reads _1 0:9      has 0 .. 7
+    rank 1   computes 8 .. 15     reads 7:16 _1     has 8 .. 15
 
-Two dimensions of space are fetched one after the other: the second fetch takes with it what the first has brought, so corners come, too.
+Halos of two dimensions are fetched one after the other: the second fetch includes the rows of the first, hence the corners.
 
-Where ranks compute more than their own part of a value (``passes.spmd.halo.wide``), it lies in intervals that overlap. A call that reads no
-more than that finds it all there; one that reads the operand element by element slides over it, too, by a window of one element.
+If ranks compute more than their own part of a value (``passes.spmd.halo.wide``), their intervals overlap. A call that reads no more than
+its rank's interval needs no exchange; an elementwise call then has a window of one element.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from passes.spmd.decompose.pooling_resize import Along
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate import Cut, Intervals, Layouts
 
-__all__ = ["Holding", "Slide", "fetch_of", "held_for", "own_part_of", "slides_of", "space_of"]
+__all__ = ["OperandForm", "Slide", "operand_form", "own_part_slides", "shared_halo_slides", "slides_of", "window_dimensions"]
 
-Holding: TypeAlias = Literal["own", "computed", "fetched"]
-"""Of a value: a rank's own part; that and the overlap that the rank has computed; that and what was fetched once for several readers."""
+OperandForm: TypeAlias = Literal["own", "computed", "fetched"]
+"""The form of a value on a rank: its own part; with the overlap that it computes; with the halo fetched once for several readers."""
 
 
 @dataclass(frozen=True)
 class Slide:
-    """One loop that slides and is cut, and one operand of it.
+    """One sharded window over one operand, along one mesh dimension.
 
     Attributes:
         over: the mesh dimension.
-        place: this rank's along it.
-        window: what slides where.
-        owned: how many elements of the operand each rank has; None where each has all.
-        wanted: what each reads (``passes.ir.comm.index_ranges``), counted from the first element.
-        parts: for each rank the first step of its part of the loop, and the one behind the last.
-        held: for each rank the interval of the operand that it has, where they overlap; None where one begins at the end of another.
+        place: this rank's coordinate along it.
+        window: the dimension of the operand, and the loop whose window slides over it.
+        owned: the number of elements of the operand on each rank; None if each has all.
+        wanted: the elements that each rank reads (``passes.ir.comm.index_ranges``), counted from the first of the whole dimension.
+        parts: the interval of steps of the loop that each rank computes.
+        intervals: the interval of the operand that each rank has, if these overlap; else None.
     """
 
     over: str
@@ -54,86 +54,87 @@ class Slide:
     owned: tuple[int, ...] | None
     wanted: str
     parts: Intervals
-    held: Intervals | None = None
+    intervals: Intervals | None = None
 
     @property
     def own(self) -> int:
-        """How many elements this rank has."""
+        """Return the number of elements that this rank has."""
         return self.window.reach.size if self.owned is None else self.owned[self.place]
 
     @property
     def size(self) -> int:
-        """How many elements this rank reads, padding counted."""
+        """Return the number of elements that this rank reads, with padding."""
         return length(from_text(self.wanted)[self.place])
 
     @property
     def skip(self) -> int:
-        """How many results stand before this rank's own."""
+        """Return the number of surplus results in front of this rank's own."""
         return self.window.reach.skipped(self.parts[self.place][0])
 
     @property
     def count(self) -> int:
-        """How many steps this rank has."""
+        """Return the number of steps that this rank computes."""
         start, stop = self.parts[self.place]
         return stop - start
 
     @property
     def first(self) -> int:
-        """The first element that this rank reads."""
+        """Return the first element that this rank reads."""
         return from_text(self.wanted)[self.place][0].start
 
     @property
     def is_local(self) -> bool:
-        """Whether every rank reads its own elements alone."""
-        if self.owned is None or self.held is not None:
+        """Return whether every rank has all elements that it reads."""
+        if self.owned is None or self.intervals is not None:
             return True
-        read = segments(self.owned, self.wanted)
-        return not any(copies for reader, each in enumerate(read) for owner, copies in enumerate(each) if owner != reader)
+        reads = segments(self.owned, self.wanted)
+        return not any(copies for reader, by_owner in enumerate(reads) for owner, copies in enumerate(by_owner) if owner != reader)
 
     @property
     def local_wanted(self) -> str:
-        """What each rank reads, counted from its own first element; where ``is_local``."""
+        """Return ``wanted`` of an ``is_local`` slide, counted from the first element of each rank's own."""
         if self.owned is None:
             return self.wanted
-        starts = [start for start, _ in self.held or _intervals(self.owned)]
-        return to_text(_moved(runs, start) for runs, start in zip(from_text(self.wanted), starts, strict=True))
+        starts = [start for start, _ in self.intervals or _intervals(self.owned)]
+        return to_text(_shifted(runs, start) for runs, start in zip(from_text(self.wanted), starts, strict=True))
 
     @property
-    def is_as_it_lies(self) -> bool:
-        """Whether every rank reads what it has, as it has it."""
+    def is_identity(self) -> bool:
+        """Return whether every rank reads all elements that it has, in order and without padding."""
         whole = None if self.owned is None else to_text((Run(0, size),) for size in self.owned)
         return self.is_local and self.local_wanted == whole
 
 
-def _moved(runs: Runs, start: int) -> Runs:
+def _shifted(runs: Runs, start: int) -> Runs:
+    """Return runs counted from ``start``; padding (step 0) stays as it is."""
     return tuple(Run(run.start - start * (run.step != 0), run.count, run.step) for run in runs)
 
 
 def slides_of(name: str, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
-    """The slides of a call, in the order in which they are fetched."""
+    """Return the slides of a call, in the order in which they are fetched."""
     if name not in axes.loops or not (axes.loops[name].windows or layouts.wide):
         return ()
-    found = []
+    slides = []
     for index, cut in enumerate(layouts.cuts[name]):
         for window in _windows(name, index, axes, layouts):
             assert cut is not None
             parts = _steps(name, index, cut, axes, layouts, extents)
-            place = layouts.needs[name][window.operand][index]
-            owned = held = None
-            if isinstance(place, Shard):
-                held = held_for(name, window.operand, axes, layouts, extents)[1][index]
-                inside = _inner(extents, axes.under(name, window))
-                sizes = _parts(extents, place.axis, index)
-                owned = tuple(size * inside for size in sizes) if held is None else tuple(stop - start for start, stop in held)
+            placement = layouts.needs[name][window.operand][index]
+            owned = intervals = None
+            if isinstance(placement, Shard):
+                intervals = operand_form(name, window.operand, axes, layouts, extents)[1][index]
+                inner = _inner(extents, axes.under(name, window))
+                sizes = _parts(extents, placement.axis, index)
+                owned = tuple(size * inner for size in sizes) if intervals is None else tuple(stop - start for start, stop in intervals)
             wanted = to_text(window.reach.reads(start, stop) for start, stop in parts)
-            found.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, held))
-    return tuple(found)
+            slides.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, intervals))
+    return tuple(slides)
 
 
-def held_for(name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[Holding, tuple[Intervals | None, ...]]:
-    """Return the form in which a call reads an operand, and the intervals of it that ranks have; None where these are their own parts.
+def operand_form(name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> tuple[OperandForm, tuple[Intervals | None, ...]]:
+    """Return the form in which a call reads operand ``place``, and the intervals of it that ranks have; None: their own parts.
 
-    It is the form with overlap if the call reads the operand in its layout, and no more of it than each rank has.
+    It is a form with overlap if the call reads the operand in its layout, and on no rank more of it than the overlap.
     """
     operand = axes.operands[name][place].name
     if layouts.needs[name][place] == layouts.results[operand][0]:
@@ -144,9 +145,9 @@ def held_for(name: str, place: int, axes: Axes, layouts: Layouts, extents: Exten
     return "own", (None,) * len(layouts.mesh)
 
 
-def _is_enough(held: Sequence[Intervals | None], name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> bool:
-    """Whether ranks have all that they read of an operand."""
-    for index, intervals in enumerate(held):
+def _is_enough(overlapping: Sequence[Intervals | None], name: str, place: int, axes: Axes, layouts: Layouts, extents: Extents) -> bool:
+    """Return whether ranks have all elements that they read of operand ``place`` in overlapping intervals."""
+    for index, intervals in enumerate(overlapping):
         if intervals is None:
             continue
         cut = layouts.cuts[name][index]
@@ -154,45 +155,47 @@ def _is_enough(held: Sequence[Intervals | None], name: str, place: int, axes: Ax
         if cut is None or window is None:
             return False
         steps = _steps(name, index, cut, axes, layouts, extents)
-        if not all(_holds(own, window.reach.reads(*part)) for own, part in zip(intervals, steps, strict=True)):
+        if not all(_contains(interval, window.reach.reads(*part)) for interval, part in zip(intervals, steps, strict=True)):
             return False
     return True
 
 
-def _holds(own: tuple[int, int], runs: Runs) -> bool:
-    """Whether an interval contains all elements of runs; padding (step 0) is no element."""
+def _contains(interval: tuple[int, int], runs: Runs) -> bool:
+    """Return whether an interval contains all elements of runs; padding (step 0) is no element."""
     ends = [end for run in runs if run.step for end in (run.start, run.start + run.step * (run.count - 1))]
-    return all(own[0] <= end < own[1] for end in ends)
+    return all(interval[0] <= end < interval[1] for end in ends)
 
 
-def own_part_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
+def own_part_slides(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
     """Return the slides that slice a value computed with overlap to each rank's own part."""
-    return _between(name, layouts.wide[name], layouts, extents, to_own=True)
+    return _to_slides(name, layouts.wide[name], layouts, extents, to_own=True)
 
 
-def fetch_of(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
+def shared_halo_slides(name: str, layouts: Layouts, extents: Extents) -> tuple[Slide, ...]:
     """Return the slides that fetch the halo of a value that several calls share."""
-    return _between(name, layouts.fetched[name], layouts, extents, to_own=False)
+    return _to_slides(name, layouts.fetched[name], layouts, extents, to_own=False)
 
 
-def _between(name: str, overlapping: Sequence[Intervals | None], layouts: Layouts, extents: Extents, *, to_own: bool) -> tuple[Slide, ...]:
+def _to_slides(
+    name: str, overlapping: Sequence[Intervals | None], layouts: Layouts, extents: Extents, *, to_own: bool
+) -> tuple[Slide, ...]:
     """Return slides from overlapping intervals to own parts (``to_own``), or from own parts to overlapping intervals."""
-    found = []
+    slides = []
     for index, intervals in enumerate(overlapping):
-        place = layouts.results[name][0][index]
+        placement = layouts.results[name][0][index]
         if intervals is not None:
-            assert isinstance(place, Shard)
-            own = _intervals(_parts(extents, place.axis, index))
-            window = Window(0, place.dimension, None, Reach(STEP, STEP, own[-1][1]))
-            parts, held = (own, intervals) if to_own else (intervals, None)
-            owned = tuple(stop - start for start, stop in held or own)
+            assert isinstance(placement, Shard)
+            own = _intervals(_parts(extents, placement.axis, index))
+            window = Window(0, placement.dimension, None, Reach(STEP, STEP, own[-1][1]))
+            parts, available = (own, intervals) if to_own else (intervals, None)
+            owned = tuple(stop - start for start, stop in available or own)
             wanted = to_text(window.reach.reads(start, stop) for start, stop in parts)
-            found.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, held))
-    return tuple(found)
+            slides.append(Slide(extents.mesh[index][0], extents.coordinate[index], window, owned, wanted, parts, available))
+    return tuple(slides)
 
 
 def _windows(name: str, index: int, axes: Axes, layouts: Layouts) -> Iterator[Window]:
-    """What slides over operands where a loop is cut; where somebody computes more than its own part, also what runs over them."""
+    """Yield the windows of the loop that a mesh dimension cuts; for operands or results with overlap also windows of one element."""
     cut, loops = layouts.cuts[name][index], axes.loops[name]
     if cut is None:
         return
@@ -206,7 +209,7 @@ def _windows(name: str, index: int, axes: Axes, layouts: Layouts) -> Iterator[Wi
 
 
 def _steps(name: str, index: int, cut: Cut, axes: Axes, layouts: Layouts, extents: Extents) -> Intervals:
-    """For each rank along a mesh dimension, its part of the loop that is cut."""
+    """Return the interval of steps of the cut loop that each rank along a mesh dimension computes."""
     intervals = layouts.wide[name][index] if name in layouts.wide else None
     if intervals is not None:
         return intervals
@@ -214,9 +217,9 @@ def _steps(name: str, index: int, cut: Cut, axes: Axes, layouts: Layouts, extent
     return _intervals([size * inner for size in _parts(extents, cut.axis, index)])
 
 
-def space_of(loops: Loops, slides: Sequence[Slide]) -> tuple[Along, ...]:
-    """All dimensions that windows slide over, those that are cut and those that are not."""
-    found = []
+def window_dimensions(loops: Loops, slides: Sequence[Slide]) -> tuple[Along, ...]:
+    """Return all dimensions over which windows slide, sharded or not, with the steps that this rank computes."""
+    dimensions = []
     rank = len(loops.operands[0])
     for window in loops.windows:
         slide = next((each for each in slides if each.window == window), None)
@@ -224,11 +227,12 @@ def space_of(loops: Loops, slides: Sequence[Slide]) -> tuple[Along, ...]:
         assert isinstance(steps, int)
         start, stop = (0, steps) if slide is None else slide.parts[slide.place]
         first = 0 if slide is None else slide.first
-        found.append(Along(window.dimension - rank, window.reach, start, stop, steps, first, slide is not None))
-    return tuple(found)
+        dimensions.append(Along(window.dimension - rank, window.reach, start, stop, steps, first, slide is not None))
+    return tuple(dimensions)
 
 
 def _parts(extents: Extents, axis: int, index: int) -> list[int]:
+    """Return the sizes of the shards of an axis over one mesh dimension alone."""
     return [int(size) for size in extents.parts(axis, index, (None,) * len(extents.mesh))]
 
 

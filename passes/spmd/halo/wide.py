@@ -45,8 +45,8 @@ class Overlaps:
     """The intervals that ranks have of values beyond their own parts, in the form of ``Layouts``.
 
     Attributes:
-        computed: of the calls of a segment.
-        fetched: of values from outside the segment of which its calls read different intervals: their union.
+        computed: those of the calls of a segment.
+        fetched: those of values from outside the segment of which its calls read different intervals: their union.
     """
 
     computed: Mapping[str, tuple[Intervals | None, ...]]
@@ -58,11 +58,11 @@ class TileRegions:
     """The calls of a graph that ranks may compute beyond their own parts, in connected regions.
 
     Attributes:
-        layouts: how its values lie, each rank with its own part.
-        grid: of the tiles.
-        indices: the mesh dimension of each dimension of the grid.
-        regions: calls that read each other, in order of the graph.
-        order: place of every node in the graph.
+        layouts: the layouts of its values without overlaps.
+        grid: the grid of the tiles.
+        indices: the mesh dimension of each grid dimension.
+        regions: connected components of calls that read each other, in order of the graph.
+        order: position of every node in the graph.
     """
 
     axes: Axes
@@ -74,22 +74,15 @@ class TileRegions:
 
     @staticmethod
     def of(graph: ModelGraph, axes: Axes, layouts: Layouts, assigned: Mapping[str, Sequence[int]]) -> TileRegions:
-        """Find the regions of a graph.
-
-        Args:
-            assigned: mesh dimension -> the axes that it shards.
-        """
+        """Return the regions of a graph; ``assigned``: mesh dimension -> the axes that it shards."""
         indices = tuple(index for index, (name, _) in enumerate(layouts.mesh) if name in TILES)
         counts = tuple(layouts.mesh[index][1] for index in indices)
         space = frozenset(axis for each in space_axes(axes).values() for axis in each)
         grid = TileGrid(counts, tuple(space.intersection(assigned[layouts.mesh[index][0]]) for index in indices))
-        found = TileRegions(axes, layouts, grid, indices, (), {node: place for place, node in enumerate(graph.graph.nodes)})
-        calls = {
-            node: call
-            for node in graph.computing_nodes()
-            if node.op == "call_function" and (call := tile_call(node, axes, grid)) is not None and found._may_overlap(call)
-        }
-        return replace(found, regions=_joined(calls, axes))
+        empty = TileRegions(axes, layouts, grid, indices, (), {node: place for place, node in enumerate(graph.graph.nodes)})
+        nodes = (node for node in graph.computing_nodes() if node.op == "call_function")
+        calls = filter(None, (tile_call(node, axes, grid) for node in nodes))
+        return replace(empty, regions=_connected({call.node: call for call in calls if empty._may_overlap(call)}, axes))
 
     def _may_overlap(self, call: TileCall) -> bool:
         """Return whether any rank can compute any rows of a call from a window of its operands: no reduction over the sharded axis."""
@@ -102,24 +95,24 @@ class TileRegions:
                 if cut is not None:
                     return False
                 continue
-            lies = self.layouts.results[name][0][index]
-            if factor is None or span.inner != 1 or cut != Cut(factor, span.axis) or lies != Shard(span.axis, span.dimension):
+            placement = self.layouts.results[name][0][index]
+            if factor is None or span.inner != 1 or cut != Cut(factor, span.axis) or placement != Shard(span.axis, span.dimension):
                 return False
         return all(read is None or (read.factor is not None and read.span.inner == 1) for reads in call.reads for read in reads)
 
-    def runs(self, ends: Iterable[tuple[str, str]], *, may_lack: bool) -> Iterator[tuple[TileCall, ...]]:
-        """The calls of a region from one to another, for each pair of names.
+    def segments(self, ends: Iterable[tuple[str, str]], *, may_lack: bool) -> Iterator[tuple[TileCall, ...]]:
+        """Yield the calls of each segment, given by the names of its first and last call.
 
         Args:
-            may_lack: leave out what is no run.
+            may_lack: skip segments that these layouts do not have.
 
         Raises:
-            ConfigError: there is no such run.
+            ConfigError: there is no such segment.
         """
         for first, last in ends:
-            found = self._run(first, last)
-            if found:
-                yield found
+            segment = self._segment(first, last)
+            if segment:
+                yield segment
             elif not may_lack:
                 raise ConfigError(
                     f"the plan names a halo strategy for the calls from {first!r} to {last!r}, and no such calls of this model follow "
@@ -127,7 +120,7 @@ class TileRegions:
                     remedy="make the plan again: it is for another model, or another version of it",
                 )
 
-    def _run(self, first: str, last: str) -> tuple[TileCall, ...]:
+    def _segment(self, first: str, last: str) -> tuple[TileCall, ...]:
         """Return the calls of a region from one to another; empty if no region has both in this order."""
         for region in self.regions:
             names = [call.node.name for call in region]
@@ -139,7 +132,7 @@ class TileRegions:
         """Return the overlap of a segment: start from each rank's own part of its last calls, and add the windows of all calls before."""
         members = {call.node: call for call in calls}
         ends = [call for call in calls if not call.node.users or any(user not in members for user in call.node.users)]
-        boxes = []
+        boxes = []  # tile (i, i, ...) gives the i-th interval along every grid dimension: they do not depend on each other
         for place in range(max(self.grid.counts)):
             tile = [min(place, count - 1) for count in self.grid.counts]
             boxes.append(demand({call.node: self.grid.owned(call.spans, tile) for call in ends}, members, self.axes, self.order))
@@ -149,29 +142,28 @@ class TileRegions:
             if len(needs) > 1:
                 united_needs = [functools.reduce(united, each, None) for each in zip(*needs, strict=True)]
                 fetched[operand.name] = self._intervals(operand, united_needs)
-        return Overlaps(_that_differ(computed), _that_differ(fetched))
+        return Overlaps(_not_own(computed), _not_own(fetched))
 
     def _read_from_outside(self, calls: Sequence[TileCall], boxes: Sequence[Mapping[fx.Node, Box]]) -> dict[fx.Node, list[tuple[Box, ...]]]:
         """Return sharded value from outside the segment -> the intervals that ranks read of it, one entry for each kind of window."""
-        found: dict[fx.Node, dict[object, tuple[Box, ...]]] = {}
+        needs_of: dict[fx.Node, dict[object, tuple[Box, ...]]] = {}
         members = {call.node for call in calls}
         for call in calls:
             needs = zip(*(call.needs(box[call.node]) for box in boxes), strict=True)
             for operand, reads, need in zip(self.axes.operands[call.node.name], call.reads, needs, strict=True):
-                if operand not in members and self._lies_in_parts(operand):
+                if operand not in members and self._is_sharded(operand):
                     windows = tuple(None if read is None or read.window is None else read.window.reach for read in reads)
-                    found.setdefault(operand, {})[windows, need] = need
-        return {operand: list(needs.values()) for operand, needs in found.items()}
+                    needs_of.setdefault(operand, {})[windows, need] = need
+        return {operand: list(needs.values()) for operand, needs in needs_of.items()}
 
-    def _lies_in_parts(self, value: fx.Node) -> bool:
+    def _is_sharded(self, value: fx.Node) -> bool:
+        """Return whether a value is sharded as the grid cuts it, each element of a dimension by itself."""
         spans = self.grid.spans(self.axes, self.axes.of(value.name))
-        if spans is None or value.name not in self.layouts.results:
+        if spans is None or value.name not in self.layouts.results or not any(spans):
             return False
-        places = [self.layouts.results[value.name][0][index] for index in self.indices]
-        return any(spans) and all(
-            span is None or (span.inner == 1 and place == Shard(span.axis, span.dimension))
-            for span, place in zip(spans, places, strict=True)
-        )
+        placements = [self.layouts.results[value.name][0][index] for index in self.indices]
+        pairs = [(span, placement) for span, placement in zip(spans, placements, strict=True) if span is not None]
+        return all(span.inner == 1 and placement == Shard(span.axis, span.dimension) for span, placement in pairs)
 
     def own(self, node: fx.Node, index: int) -> Intervals:
         """Return every rank's own interval of a value along a mesh dimension."""
@@ -186,20 +178,21 @@ class TileRegions:
 
     def _intervals(self, value: fx.Node, boxes: Sequence[Box | None]) -> tuple[Intervals | None, ...]:
         """Return the intervals that ranks have of a value along each mesh dimension; None if these are their own parts."""
-        found: list[Intervals | None] = [None] * len(self.layouts.mesh)
+        intervals: list[Intervals | None] = [None] * len(self.layouts.mesh)
         for position, (index, count) in enumerate(zip(self.indices, self.grid.counts, strict=True)):
             if self._span(value, position) is not None:
-                needed = tuple(each for box in boxes[:count] if box is not None and (each := box[position]) is not None)
-                found[index] = needed if needed != self.own(value, index) else None
-        return tuple(found)
+                needed = tuple(filter(None, (box[position] for box in boxes[:count] if box is not None)))
+                intervals[index] = needed if needed != self.own(value, index) else None
+        return tuple(intervals)
 
 
-def _that_differ(found: Mapping[str, tuple[Intervals | None, ...]]) -> dict[str, tuple[Intervals | None, ...]]:
-    return {name: intervals for name, intervals in found.items() if any(each is not None for each in intervals)}
+def _not_own(values: Mapping[str, tuple[Intervals | None, ...]]) -> dict[str, tuple[Intervals | None, ...]]:
+    """Return the values of which ranks have more than their own part along a mesh dimension."""
+    return {name: intervals for name, intervals in values.items() if any(each is not None for each in intervals)}
 
 
-def _joined(calls: Mapping[fx.Node, TileCall], axes: Axes) -> tuple[tuple[TileCall, ...], ...]:
-    """Return the connected components of calls that read each other."""
+def _connected(calls: Mapping[fx.Node, TileCall], axes: Axes) -> tuple[tuple[TileCall, ...], ...]:
+    """Return the connected components of calls that read each other, each in the order of ``calls``."""
     region_of: dict[fx.Node, list[fx.Node]] = {}
     for node in calls:
         region = [node]
@@ -241,9 +234,9 @@ def with_halos(
     regions = TileRegions.of(graph, axes, layouts, assigned)
     computed: dict[str, tuple[Intervals | None, ...]] = {}
     fetched: dict[str, tuple[Intervals | None, ...]] = {}
-    for run in regions.runs(wide, may_lack=may_lack):
-        overlaps = regions.overlaps(run)
+    for segment in regions.segments(wide, may_lack=may_lack):
+        overlaps = regions.overlaps(segment)
         computed |= overlaps.computed
         fetched |= overlaps.fetched
-    meanwhile = frozenset(call.node.name for run in regions.runs(overlapped, may_lack=may_lack) for call in run)
-    return replace(layouts, wide=computed, fetched=fetched, overlapped=meanwhile)
+    in_pieces = frozenset(call.node.name for segment in regions.segments(overlapped, may_lack=may_lack) for call in segment)
+    return replace(layouts, wide=computed, fetched=fetched, overlapped=in_pieces)

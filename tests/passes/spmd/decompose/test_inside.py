@@ -20,7 +20,7 @@ from passes.analysis.axes import find_axes
 from passes.graph.schemas import packet
 from passes.ir.comm import functional as collectives
 from passes.ir.mesh import Mesh
-from passes.spmd.decompose.registry import _INSIDE
+from passes.spmd.decompose.registry import _DECOMPOSITIONS
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from tests.support.running.lockstep import run_cut
 from tests.support.running.traced import assert_equal_runs, run_model
@@ -192,7 +192,7 @@ def cut(example: Example, mesh: tuple[tuple[str, int], ...]) -> tuple[nn.Module,
     model = OneCall(example)
     graph = trace(model, ARGS)
     axes = find_axes(graph.graph)
-    (node,) = [node for node in graph.graph.nodes if node.op == "call_function" and packet(node.target) in _INSIDE]
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_function" and packet(node.target) in _DECOMPOSITIONS]
     factors = {factor.name: own for factor, own in zip(axes.loops[node.name].factors, axes.factors[node.name], strict=True)}
     assigned = {name: factors[example.factor] for name, _ in mesh}
     made = cut_axes(graph, axes, AxisCut(Mesh(mesh), assigned, (), ()), "whole")
@@ -264,4 +264,4 @@ def test_every_operation_of_the_table_has_an_example() -> None:
         shown |= {packet(node.target) for node in graph.graph.nodes if node.op == "call_function"}
     aten = torch.ops.aten
     same = {aten._softmax: aten.softmax, aten._log_softmax: aten.log_softmax}
-    assert {same.get(operator, operator) for operator in _INSIDE} <= shown
+    assert {same.get(operator, operator) for operator in _DECOMPOSITIONS} <= shown
