@@ -1,4 +1,4 @@
-"""Completion for shells, written from the parser itself: commands, options, and the values that an option takes.
+"""Shell completion of commands, options, and values of options, generated from the parser.
 
 source <(partitioner completion bash)
 source <(partitioner completion zsh)
@@ -18,21 +18,21 @@ from passes.ir.mesh import DIMENSIONS
 __all__ = ["add_completion", "completion_script"]
 
 SHELLS = ("bash", "zsh", "fish")
-"""The shells that there are scripts for."""
+"""Supported shells."""
 
 _VALUES: Mapping[str, Sequence[str]] = {
     "--mode": ("auto", *DIMENSIONS),
     "--schedule": tuple(SCHEDULES),
     "--recompute": ("none", "selective", "full"),
 }
-"""Option -> what it may be given, where the parser itself does not say."""
+"""Option -> values to complete, for options without ``choices`` in the parser."""
 
 
 def add_completion(commands: Commands, parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Add the command that prints a script.
+    """Add the command ``completion``, which prints the script for a shell.
 
     Args:
-        parser: makes the parser whose commands are completed.
+        parser: returns the parser whose commands are completed.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -45,13 +45,13 @@ def add_completion(commands: Commands, parser: Callable[[], argparse.ArgumentPar
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of ``SHELLS``."""
+    """Return the completion script for one of ``SHELLS``."""
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
     commands = dict(subparsers.choices)
-    texts = {action.dest: action.help or "" for action in subparsers._choices_actions}  # noqa: SLF001  argparse shows its parts to nobody
+    texts = {action.dest: action.help or "" for action in subparsers._choices_actions}  # noqa: SLF001  argparse has no public access
     if shell == "fish":
-        return "\n".join(_fish(commands, texts))
-    cases = "\n".join(line for name, command in commands.items() for line in _case(name, command))
+        return "\n".join(_fish_lines(commands, texts))
+    cases = "\n".join(line for name, command in commands.items() for line in _bash_cases(name, command))
     script = _BASH.format(commands=" ".join(commands), cases=cases)
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
 
@@ -71,7 +71,7 @@ _partitioner() {{
 complete -o default -F _partitioner partitioner"""
 
 
-def _case(name: str, command: argparse.ArgumentParser) -> list[str]:
+def _bash_cases(name: str, command: argparse.ArgumentParser) -> list[str]:
     """Return the lines of the script's ``case`` for a command, by the word before the cursor.
 
     "inspect --mode")    an option with known values completes to these
@@ -81,28 +81,30 @@ def _case(name: str, command: argparse.ArgumentParser) -> list[str]:
     lines = []
     for option in _options(command):
         values = _values(option)
-        names = "|".join(f'"{name} {each}"' for each in option.option_strings)
+        pattern = "|".join(f'"{name} {flag}"' for flag in option.option_strings)
         if values:
-            lines.append(f'        {names}) COMPREPLY=($(compgen -W "{" ".join(values)}" -- "$word")) ;;')
+            lines.append(f'        {pattern}) COMPREPLY=($(compgen -W "{" ".join(values)}" -- "$word")) ;;')
         elif option.nargs != 0:
-            lines.append(f"        {names}) ;;")
-    words = " ".join(each for option in _options(command) for each in option.option_strings)
-    choices = " ".join(value for action in _positional(command) for value in _values(action))
-    words = f"{choices} {words}".strip()
+            lines.append(f"        {pattern}) ;;")
+    flags = " ".join(flag for option in _options(command) for flag in option.option_strings)
+    choices = " ".join(value for action in _positionals(command) for value in _values(action))
+    words = f"{choices} {flags}".strip()
     lines.append(f'        "{name} "*) [[ "$word" == -* || -n "{choices}" ]] && COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;')
     return lines
 
 
-def _fish(commands: Mapping[str, argparse.ArgumentParser], texts: Mapping[str, str]) -> list[str]:
+def _fish_lines(commands: Mapping[str, argparse.ArgumentParser], texts: Mapping[str, str]) -> list[str]:
+    """Return one ``complete`` line for each command, positional argument with known values, and option."""
     lines = [f"complete -c partitioner -n __fish_use_subcommand -f -a {name} -d {shlex.quote(texts.get(name, ''))}" for name in commands]
     for name, command in commands.items():
-        here = f"complete -c partitioner -n '__fish_seen_subcommand_from {name}'"
-        lines += [f"{here} -f -a {shlex.quote(' '.join(values))}" for action in _positional(command) if (values := _values(action))]
+        complete = f"complete -c partitioner -n '__fish_seen_subcommand_from {name}'"
+        lines += [f"{complete} -f -a {shlex.quote(' '.join(values))}" for values in map(_values, _positionals(command)) if values]
         for option in _options(command):
-            long = next(each for each in option.option_strings if each.startswith("--")).removeprefix("--")
+            long_name = next(flag for flag in option.option_strings if flag.startswith("--")).removeprefix("--")
             values = _values(option)
-            takes = "" if option.nargs == 0 else f" -x -a {shlex.quote(' '.join(values))}" if values else " -r"
-            lines.append(f"{here} -l {long}{takes} -d {shlex.quote(' '.join((option.help or '').split()))}")
+            value_hint = f" -x -a {shlex.quote(' '.join(values))}" if values else " -r"
+            argument = value_hint if option.nargs != 0 else ""
+            lines.append(f"{complete} -l {long_name}{argument} -d {shlex.quote(' '.join((option.help or '').split()))}")
     return lines
 
 
@@ -110,10 +112,13 @@ def _options(command: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in command._actions if action.option_strings]  # noqa: SLF001
 
 
-def _positional(command: argparse.ArgumentParser) -> list[argparse.Action]:
+def _positionals(command: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in command._actions if not action.option_strings]  # noqa: SLF001
 
 
 def _values(action: argparse.Action) -> list[str]:
-    known = [_VALUES[each] for each in action.option_strings if each in _VALUES]
-    return list(known[0]) if known else [str(choice) for choice in action.choices or ()]
+    """Return the values that an option or positional argument takes; empty if it takes any."""
+    for flag in action.option_strings:
+        if flag in _VALUES:
+            return list(_VALUES[flag])
+    return [str(choice) for choice in action.choices or ()]

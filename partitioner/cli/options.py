@@ -1,4 +1,4 @@
-"""What commands have in common: how they are described, and what they write."""
+"""Options and output that all commands share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cost_models.text_files import write_text
 __all__ = ["CODES", "Commands", "add_command", "add_json", "say", "write_json"]
 
 Commands = Any
-"""What ``argparse.ArgumentParser.add_subparsers`` gives."""
+"""The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
 
 CODES = "exit code: 0 it worked, 2 the request was wrong or cannot be met"
-"""What most commands end with."""
+"""Exit codes of most commands, for their help."""
 
 STANDARD_OUTPUT = "-"
 
@@ -24,13 +24,13 @@ STANDARD_OUTPUT = "-"
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str, codes: str = CODES
 ) -> argparse.ArgumentParser:
-    """A command.
+    """Add a command to a parser.
 
     Args:
-        run: does it; returns the exit code.
-        text: what it does, for the list of commands.
-        example: words behind its name, which the tests run.
-        codes: what it ends with.
+        run: runs the command; returns the exit code.
+        text: one line of help, for the list of commands.
+        example: arguments of the example in the help, which the tests run.
+        codes: help on the exit codes.
     """
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -45,17 +45,17 @@ def add_command(
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
-    """The option that gives a result to machines."""
+    """Add the option ``--json`` to a command; ``what`` names its result in the help."""
     text = f"write {what} as JSON to a file; without FILE, to\nstandard output, and nothing else there"
     command.add_argument("--json", nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=text)
 
 
 def write_json(arguments: argparse.Namespace, what: str, value: Any) -> None:
-    """Do what ``--json`` asks for.
+    """Write a result where ``--json`` says: to a file, to standard output, or not at all.
 
     Args:
-        what: it is, for the line that says where it went.
-        value: text that is JSON, or what becomes it.
+        what: name of the result, for the line that says where it was written.
+        value: text that is JSON already, or an object to be converted to it.
     """
     if arguments.json is None:
         return
@@ -69,6 +69,6 @@ def write_json(arguments: argparse.Namespace, what: str, value: Any) -> None:
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:
-    """Print for a person: not where a machine reads."""
+    """Print text for a person, unless ``--json`` writes to standard output."""
     if arguments.json != STANDARD_OUTPUT:
         print(text)

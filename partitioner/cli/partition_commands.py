@@ -21,35 +21,36 @@ from passes.ir.plan import Plan
 __all__ = ["add_partition_commands"]
 
 _FORMATS = ("text", "dot", "svg", "html")
-"""How ``inspect`` shows a model."""
+"""Output formats of ``inspect``."""
 
-_DECIDED = ("mode", "schedule", "microbatches", "cluster", "memory_limit", "recompute")
-"""Options that a whole plan leaves nothing to decide for."""
+_DECIDED_BY_PLAN = ("mode", "schedule", "microbatches", "cluster", "memory_limit", "recompute")
+"""Options whose values ``--plan`` gives."""
 
 
 def add_partition_commands(commands: Commands) -> None:
-    """Add them to a parser."""
-    plan = _add(commands, "plan", _plan, "plan a model and explain the plan", "net.py:factory --devices 4 --json plan.json")
+    """Add the commands on one model to a parser."""
+    plan = _add_model_command(commands, "plan", _plan, "plan a model and explain the plan", "net.py:factory --devices 4 --json plan.json")
     add_json(plan, "the plan, for --plan,")
-    inspect = _add(commands, "inspect", _inspect, "show the programs of the ranks", "net.py:factory --devices 2 --rank 1")
+    inspect = _add_model_command(commands, "inspect", _inspect, "show the programs of the ranks", "net.py:factory --devices 2 --rank 1")
     inspect.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
     formats = "text: the programs (default); dot, svg: a drawing of the\nmodel over its ranks; html: a page with all there is to see"
     inspect.add_argument("--format", choices=_FORMATS, help=formats)
     inspect.add_argument("--output", metavar="FILE", help="write a file; its ending tells the format")
     example = "net.py:factory --devices 4 --cluster h100:1x4 --timeline step.svg"
-    simulate = _add(commands, "simulate", _simulate, "run a step on a clock: time, memory, communication, timeline", example)
+    simulate = _add_model_command(commands, "simulate", _simulate, "run a step on a clock: time, memory, communication, timeline", example)
     timeline = "also write the timeline: .svg a picture, .json for\nhttps://ui.perfetto.dev"
     simulate.add_argument("--timeline", metavar="FILE", help=timeline)
     add_json(simulate, "the numbers")
     codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
-    check = _add(commands, "check", _check, "compare the partitioned model with the original", "net.py:factory --devices 4", codes)
+    text = "compare the partitioned model with the original"
+    check = _add_model_command(commands, "check", _check, text, "net.py:factory --devices 4", codes)
     add_json(check, "the result")
 
 
-def _add(
+def _add_model_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str, codes: str = CODES
 ) -> argparse.ArgumentParser:
-    """A command on a model, with the options that say how it is partitioned."""
+    """Add a command on a model, with the options that say how the model is partitioned."""
     command = add_command(commands, name, run, text, example, codes)
     factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
     command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
@@ -78,48 +79,50 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    form = _format(arguments)
+    """Print the programs of the ranks, or a drawing or page of them, or write it to a file."""
+    output_format = _output_format(arguments)
     pm = _partition(call_factory(arguments.factory), arguments)
-    if form == "html":
+    if output_format == "html":
         pm.save_report(arguments.output)
     elif arguments.output is None:
-        print(_shown(pm, form, arguments.rank))
+        print(_render(pm, output_format, arguments.rank))
     else:
-        write_text(arguments.output, _shown(pm, form, arguments.rank) + "\n", f"the {form}")
+        write_text(arguments.output, _render(pm, output_format, arguments.rank) + "\n", f"the {output_format}")
     if arguments.output is not None:
-        print(f"{form} written to {arguments.output}")
+        print(f"{output_format} written to {arguments.output}")
     return 0
 
 
-def _shown(pm: PartitionedModel, form: str, rank: int | None) -> str:
-    """Programs as text, or a drawing."""
-    if form == "text":
-        return _programs(pm, rank)
+def _render(pm: PartitionedModel, output_format: str, rank: int | None) -> str:
+    """Return the programs as text, or a drawing as dot or svg; of one rank, or of all if it is None."""
+    if output_format == "text":
+        return _programs_text(pm, rank)
     drawing = draw(pm, ranks=None if rank is None else [rank])
-    return drawing.dot() if form == "dot" else drawing.svg()
+    return drawing.dot() if output_format == "dot" else drawing.svg()
 
 
-def _format(arguments: argparse.Namespace) -> str:
-    """The format asked for: by name, or by the ending of the file."""
-    ending = Path(arguments.output).suffix.removeprefix(".") if arguments.output is not None else ""
-    form: str = arguments.format or (ending if ending in _FORMATS else "text")
-    if form == "html" and arguments.output is None:
+def _output_format(arguments: argparse.Namespace) -> str:
+    """Return the format given by ``--format``, or else by the extension of the output file."""
+    extension = Path(arguments.output).suffix.removeprefix(".") if arguments.output is not None else ""
+    output_format: str = arguments.format or (extension if extension in _FORMATS else "text")
+    if output_format == "html" and arguments.output is None:
         raise ConfigError("a page needs a file to be written to", remedy="--output model.html")
-    if form == "html" and arguments.rank is not None:
+    if output_format == "html" and arguments.rank is not None:
         raise ConfigError("a page shows all ranks", remedy="leave out --rank")
-    return form
+    return output_format
 
 
-def _programs(pm: PartitionedModel, rank: int | None) -> str:
-    ranks = range(pm.plan.n_ranks) if rank is None else [rank]
-    codes = {each: pm.graph(each).code.strip() for each in ranks}
-    return "\n\n\n".join(f"{_heading(pm.plan, each)}\n{code}" for each, code in codes.items())
+def _programs_text(pm: PartitionedModel, only_rank: int | None) -> str:
+    """Return the code of one rank, or of all, each under its heading."""
+    ranks = range(pm.plan.n_ranks) if only_rank is None else [only_rank]
+    codes = {rank: pm.graph(rank).code.strip() for rank in ranks}
+    return "\n\n\n".join(f"{_heading(pm.plan, rank)}\n{code}" for rank, code in codes.items())
 
 
 def _heading(plan: Plan, rank: int) -> str:
-    """A comment that says whose program follows."""
-    place = next(ranks.index(rank) for ranks in pipelines(plan.grid) if rank in ranks)
-    stages = [str(index) for index, stage in enumerate(plan.stages) if place in stage.ranks]
+    """Return a comment such as ``# rank 1 of 2, on cpu: stage 1``."""
+    position = next(ranks.index(rank) for ranks in pipelines(plan.grid) if rank in ranks)
+    stages = [str(index) for index, stage in enumerate(plan.stages) if position in stage.ranks]
     return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
 
 
@@ -128,9 +131,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
     simulation = pm.simulate()
     say(arguments, str(simulation))
     if arguments.timeline is not None:
-        drawn = Path(arguments.timeline).suffix == ".svg"
-        write_text(arguments.timeline, simulation.timeline.svg() if drawn else simulation.timeline.to_json(), "the timeline")
+        is_picture = Path(arguments.timeline).suffix == ".svg"
+        write_text(arguments.timeline, simulation.timeline.svg() if is_picture else simulation.timeline.to_json(), "the timeline")
         say(arguments, f"timeline written to {arguments.timeline}")
+    messages = [{"source": source, "destination": target, "bytes": size} for (source, target), size in simulation.communication.items()]
     numbers: dict[str, Any] = {
         "plan": pm.plan.hash,
         "step_time": simulation.step_time,
@@ -139,7 +143,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         "throughput": simulation.throughput,
         "peak_memory": list(simulation.peak_memory),
         "memory": [dict(memory) for memory in simulation.memory],
-        "communication": [{"source": one, "destination": other, "bytes": size} for (one, other), size in simulation.communication.items()],
+        "communication": messages,
     }
     write_json(arguments, "simulation", numbers)
     return 0
@@ -154,14 +158,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
-    plan = None
-    if arguments.plan is not None:
-        decided = [name for name in _DECIDED if getattr(arguments, name) is not None]
-        # A plan may be simulated on another machine than it was made for.
-        if decided and (decided != ["cluster"] or arguments.command != "simulate"):
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
-            raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")
-        plan = Plan.from_json(read_text(arguments.plan, "the plan file", "partitioner plan ... --json FILE writes one"))
+    """Partition the model of a factory as the options say."""
+    plan = _given_plan(arguments)
     return partition(
         made.model,
         devices=arguments.devices,
@@ -175,3 +173,15 @@ def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
         memory_limit=arguments.memory_limit,
         plan=plan,
     )
+
+
+def _given_plan(arguments: argparse.Namespace) -> Plan | None:
+    """Read the plan of ``--plan``; raises ConfigError if options contradict it."""
+    if arguments.plan is None:
+        return None
+    conflicts = [name for name in _DECIDED_BY_PLAN if getattr(arguments, name) is not None]
+    # A plan may be simulated on another machine than it was made for.
+    if conflicts and (conflicts != ["cluster"] or arguments.command != "simulate"):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in conflicts)
+        raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")
+    return Plan.from_json(read_text(arguments.plan, "the plan file", "partitioner plan ... --json FILE writes one"))

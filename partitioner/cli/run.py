@@ -1,4 +1,4 @@
-"""Read the words of a command, run it, and end with a code; errors in words, not as tracebacks."""
+"""Parse and run one command; errors are printed as messages, and set the exit code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from passes.ir.errors import PartitionError, PartitionWarning
 __all__ = ["EXIT_CODES", "command_parser", "main"]
 
 EXIT_CODES = {"worked": 0, "found against it": 1, "wrong request": 2, "defect": 3, "interrupted": 130}
-"""What a process ends with, for scripts."""
+"""Exit code of the process by outcome, for scripts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: its words; None takes the process's.
+        argv: the arguments; None takes those of the process.
 
     Returns:
         The exit code.
@@ -37,17 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = arguments.run(arguments)
         sys.stdout.flush()
     except PartitionError as error:
-        _complain(arguments, str(error))
+        _print_error(arguments, str(error))
         return EXIT_CODES["wrong request"]
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_CODES["interrupted"]
     except BrokenPipeError:
-        # The reader, such as head, has seen enough. What is still to be flushed goes nowhere, so that Python does not complain at its end.
+        # The reader, such as head, has closed the pipe. Discard what is still buffered, or Python reports an error when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CODES["worked"]
-    except Exception as error:  # noqa: BLE001  a defect, too, is told in words; --debug shows the traceback
-        _complain(arguments, f"{type(error).__name__}: {error}\n  This is a defect of partitioner.\n  remedy: --debug shows where it is")
+    except Exception as error:  # noqa: BLE001  a defect is reported as a message, too; --debug shows the traceback
+        _print_error(arguments, f"{type(error).__name__}: {error}\n  This is a defect of partitioner.\n  remedy: --debug shows where it is")
         return EXIT_CODES["defect"]
     return code
 
@@ -71,14 +71,15 @@ def _plain_warnings() -> Iterator[None]:
         yield
 
 
-def _complain(arguments: argparse.Namespace, text: str) -> None:
+def _print_error(arguments: argparse.Namespace, text: str) -> None:
+    """Print an error, after its traceback if ``--debug`` is given."""
     if arguments.debug:
         traceback.print_exc()
     print(f"error: {text}", file=sys.stderr)
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="partitioner",
         description="Partition a PyTorch model over devices, and see what comes out.",

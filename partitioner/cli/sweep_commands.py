@@ -17,7 +17,7 @@ __all__ = ["add_sweep_commands"]
 
 
 def add_sweep_commands(commands: Commands) -> None:
-    """Add them to a parser."""
+    """Add the commands on many placements to a parser."""
     codes = "exit code: 0 it worked, 1 no placement could be planned, 2 the request was wrong,\n130 it was interrupted"
     text = "plan and simulate every placement of a grid"
     command = add_command(commands, "sweep", _sweep, text, "sweep.toml --store runs.db", codes)
@@ -41,11 +41,12 @@ def add_sweep_commands(commands: Commands) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    asked = read_sweep(arguments.file)
-    chosen = {"measure": arguments.measure or None, "workers": arguments.workers, "n_samples": arguments.samples, "seed": arguments.seed}
-    asked |= {name: value for name, value in chosen.items() if value is not None}
+    """Run the sweep of a file; options of the command line override those of the file."""
+    options = read_sweep(arguments.file)
+    given = {"measure": arguments.measure or None, "workers": arguments.workers, "n_samples": arguments.samples, "seed": arguments.seed}
+    options |= {name: value for name, value in given.items() if value is not None}
     resume = arguments.resume or arguments.retry_failures
-    results = sweep(**asked, store=arguments.store, resume=resume, retry_failures=arguments.retry_failures)
+    results = sweep(**options, store=arguments.store, resume=resume, retry_failures=arguments.retry_failures)
     say(arguments, str(results))
     say(arguments, f"kept in {arguments.store}; partitioner report {arguments.store} --html out.html draws it")
     write_json(arguments, "rows", results.rows())

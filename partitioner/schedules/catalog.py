@@ -1,4 +1,4 @@
-"""The schedules by name: to add one, write its file and its line here."""
+"""The schedules by name: to add one, write its file and list it here."""
 
 from __future__ import annotations
 
@@ -21,31 +21,21 @@ from passes.ir.schedule import Schedule
 __all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "make_schedule", "schedule_of"]
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            GPIPE,
-            ONE_F_ONE_B,
-            INTERLEAVED,
-            ZERO_BUBBLE,
-            ZBV,
-            DUALPIPE_V,
-        )
-    }
+    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPE_V)}
 )
 """Every schedule under the name that users write."""
 
 
 def find_schedule(name: str) -> ScheduleKind:
-    """The schedule of this name; raises ConfigError with the names there are and the closest one.
+    """Return the schedule of this name; raises ConfigError, with all names and the closest one, if there is none.
 
     >>> find_schedule("ZBV").default_stages_per_rank
     2
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
-    spelled = {known.lower(): known for known in SCHEDULES}
-    closest = [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=1)]
+    names = {known.lower(): known for known in SCHEDULES}
+    closest = [names[match] for match in difflib.get_close_matches(name.lower(), names, n=1)]
     remedy = f"choose one of {', '.join(SCHEDULES)}"
     raise ConfigError(f"there is no schedule {name!r}", remedy=f"did you mean {closest[0]!r}? {remedy}" if closest else remedy)
 
@@ -54,13 +44,13 @@ def find_schedule(name: str) -> ScheduleKind:
 def make_schedule(
     name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: tuple[int, ...] = ()
 ) -> Schedule:
-    """The schedule of this name for one step: any positive number of ranks, any positive number of microbatches. The last ones are kept.
+    """Return the schedule of this name for one step, from a cache of recent ones.
 
     Args:
         name: a key of ``SCHEDULES``.
         n_ranks: ranks in the pipeline.
         n_microbatches: microbatches in the step: also fewer than the ranks, also no multiple of them.
-        stages_per_rank: stages that each rank runs; None: what the schedule asks for, 2 for Interleaved1F1B.
+        stages_per_rank: stages that each rank runs; None: the schedule's default, 2 for Interleaved1F1B.
         replicas: for each stage, how many ranks run it; empty: one rank each.
 
     Raises:
@@ -70,7 +60,7 @@ def make_schedule(
 
 
 def schedule_of(plan: Plan, n_microbatches: int) -> Schedule:
-    """A plan's schedule, for so many microbatches."""
+    """Return a plan's schedule for a number of microbatches."""
     n_ranks = 1 + max(map(max, plan.stage_ranks))
     stages_per_rank = None if plan.replicas else len(plan.stages) // n_ranks
     return make_schedule(plan.schedule, n_ranks, n_microbatches, stages_per_rank, plan.replicas)

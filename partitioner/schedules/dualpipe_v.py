@@ -25,28 +25,28 @@ __all__ = ["DUALPIPE_V", "dualpipe_v"]
 
 
 def dualpipe_v(rank: Rank) -> list[Move]:
-    """Forwards of one stage beside backwards of the other; only the first and the last backwards are split."""
+    """Alternate forwards of one stage with backwards of the other; only the first and the last backwards are split."""
     down, up = rank.stages
     n_microbatches = max(rank.n_microbatches, 2 * rank.n_ranks)
     fill = on(down, "F") * (2 * rank.n_after)
     fill += (on(down, "F") + on(up, "F")) * (rank.n_before + 1)
     fill += on(up, "IWF") * rank.n_after
-    keep = (on(down, "F") + on(up, "BF") + on(down, "B")) * (n_microbatches - 2 * rank.n_ranks + rank.n_before + 1)
-    keep += (on(up, "BF") + on(down, "B")) * rank.n_after
-    return fill + keep + _drain(rank)
+    steady = (on(down, "F") + on(up, "BF") + on(down, "B")) * (n_microbatches - 2 * rank.n_ranks + rank.n_before + 1)
+    steady += (on(up, "BF") + on(down, "B")) * rank.n_after
+    return fill + steady + _drain(rank)
 
 
 def _drain(rank: Rank) -> list[Move]:
-    """The backwards after the last forward: whole ones first, then split ones, whose W fill the waits and the end, oldest first."""
+    """Return the backwards after the last forward: whole ones, then split ones: I first, then W between the later I and at the end."""
     down, up = rank.stages
     stages = [up, down] * (rank.n_before + 1) + [down] * rank.n_after
     whole, split = stages[: rank.n_before + 1], stages[rank.n_before + 1 :]
-    early, late = split[: rank.n_before + 1], split[rank.n_before + 1 :]
+    early_inputs, late_inputs = split[: rank.n_before + 1], split[rank.n_before + 1 :]
     moves = [move for stage in whole for move in on(stage, "B")]
-    moves += [move for stage in early for move in on(stage, "I")]
-    for weight, stage in zip(split, late, strict=False):
-        moves += on(weight, "W") + on(stage, "I")
-    return moves + [move for stage in split[len(late) :] for move in on(stage, "W")]
+    moves += [move for stage in early_inputs for move in on(stage, "I")]
+    for weight_stage, input_stage in zip(split, late_inputs, strict=False):
+        moves += on(weight_stage, "W") + on(input_stage, "I")
+    return moves + [move for stage in split[len(late_inputs) :] for move in on(stage, "W")]
 
 
 DUALPIPE_V = ScheduleKind(

@@ -1,4 +1,4 @@
-"""Any schedule with all forwards in front: what a loss asks for that needs the results of all microbatches.
+"""Move all forwards of a schedule to the front, for a loss that needs the results of all microbatches.
 
 1F1B, 2 ranks, 3 microbatches                the same for a loss of all rows
 
@@ -16,11 +16,10 @@ __all__ = ["forwards_first"]
 
 
 def forwards_first(schedule: Schedule) -> Schedule:
-    """Return the schedule with each rank's forwards in front; forwards, and all else, keep their order.
+    """Return the schedule with each rank's forwards in front; the order among forwards, and among other actions, stays.
 
-    It runs wherever the given one does: forwards wait for forwards alone, so what each half leaves out is nothing that it waits for. No
-    other order would do: the first backward of the last stage follows all its forwards, and each of these follows that microbatch's
-    forwards on all other stages.
+    The result cannot deadlock if the given schedule does not, because forwards wait for forwards alone. No other order is possible: the
+    first backward of the last stage follows all its forwards, and each of these follows that microbatch's forwards on all other stages.
     """
     actions = tuple(tuple(sorted(of_rank, key=lambda action: action.kind is not ActionKind.FORWARD)) for of_rank in schedule.actions)
     return dataclasses.replace(schedule, actions=actions)

@@ -19,14 +19,14 @@ __all__ = ["GPIPE", "gpipe"]
 
 
 def gpipe(rank: Rank) -> list[Move]:
-    """All forwards, then all backwards."""
+    """Run all forwards, then all backwards."""
     (stage,) = rank.stages
     return on(stage, "F") * rank.n_microbatches + on(stage, "B") * rank.n_microbatches
 
 
 def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
-    every = (n_microbatches,) * n_ranks
-    return InFlight(every, every, (0,) * n_ranks)
+    all_microbatches = (n_microbatches,) * n_ranks
+    return InFlight(ahead=all_microbatches, saved=all_microbatches, weights_behind=(0,) * n_ranks)
 
 
 GPIPE = ScheduleKind(

@@ -10,7 +10,7 @@ Stage s is on rank s mod R. Microbatches go in groups of R: a group runs through
 With v >= 2 stages a rank and m microbatches on R ranks, rank r holds min(v m, 2 (R-1-r) + (v-1) R + 1) activations of thin stages, at
 most; with one stage a rank the schedule is 1F1B. Where R divides m the ranks are idle for (R-1)/(v m + R-1) of the step. The paper asks
 that R divides m. Other numbers run the next multiple of R without the missing microbatches: the memory stays, the step takes up to as long
-as the multiple's. (torch.distributed.pipelining makes the groups larger instead, where the microbatches can be dealt evenly: a shorter
+as the multiple's. (torch.distributed.pipelining makes the groups larger instead, where groups of equal size are possible: a shorter
 step for more memory than the paper's bound.)
 """
 
@@ -25,9 +25,9 @@ __all__ = ["INTERLEAVED", "interleaved"]
 
 
 def interleaved(rank: Rank) -> list[Move]:
-    """Microbatches in groups of R: each group runs through the rank's stages one after the other, backwards in the opposite order.
+    """Run microbatches in groups of R: each group passes the rank's stages one after the other, backwards in the opposite order.
 
-    The extra forwards in front keep a rank's other stages busy. A rank with one stage has none to keep busy: it runs 1F1B.
+    More forwards than in 1F1B come first, because a group passes all stages of a rank before its backwards begin. One stage a rank is 1F1B.
     """
     if len(rank.stages) == 1:
         return one_f_one_b(rank)

@@ -1,7 +1,7 @@
 """Kinds of schedules: the facts that hold for any number of ranks and microbatches, and the ``Schedule`` for given numbers.
 
-Peak activations of a schedule: an activation is alive from the forward of its stage and microbatch to the end of the backward that reads
-it: B, or W when the backward is split. This depends on the order of each rank's actions alone, never on their times.
+A microbatch is in flight at a stage from the start of its forward to the end of the backward that frees its activations: B, or W if the
+backward is split. The peak depends on the order of each rank's actions alone, not on their times.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from partitioner.schedules.pattern import Move, Rank, numbered
@@ -17,7 +16,7 @@ from partitioner.schedules.placement import v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Awaiting", "InFlight", "ScheduleKind", "awaiting", "check_forwards", "peak_in_flight"]
+__all__ = ["Awaiting", "InFlight", "ScheduleKind", "check_forwards", "in_flight_while_awaiting", "peak_in_flight"]
 
 
 class InFlight(NamedTuple):
@@ -25,12 +24,12 @@ class InFlight(NamedTuple):
 
     Attributes:
         ahead: the most forwards that begin before the backward (the input half, if split) of the first of them has ended.
-        held: the same for the weight half: microbatches whose activations are in memory at once.
+        saved: the most microbatches whose activations are in memory at once: as ``ahead``, but until the weight half, if split.
         weights_behind: input halves before the first weight half; 0 if backwards are not split.
     """
 
     ahead: tuple[int, ...]
-    held: tuple[int, ...]
+    saved: tuple[int, ...]
     weights_behind: tuple[int, ...]
 
 
@@ -43,18 +42,20 @@ class ScheduleKind:
     Attributes:
         name: as users write it: ``"1F1B"``.
         source: the paper that it comes from.
-        pattern: what one rank does, in order.
-        placement: of (n_ranks, stages_per_rank), for each stage its rank.
-        default_stages_per_rank: stages a rank where nobody says.
+        pattern: function from a rank to its moves, in order.
+        placement: function from (n_ranks, stages_per_rank) to the rank of each stage.
+        default_stages_per_rank: stages a rank unless the user says otherwise.
         any_stages_per_rank: whether other numbers than the default are possible.
-        splits_backward: whether backwards may be done in two halves, so that the stages' programs need both.
+        splits_backward: whether some backwards run in two halves, so that the stages' programs need both.
         forwards_first: whether all forwards of a rank come in front of all its backwards.
         alternates: whether a rank with one stage runs a forward for each rank behind it first, and then alternates forward and backward.
-        forwards_ahead: of (n_ranks, rank) with two stages on each rank, how many forwards of a rank's first stage come in front of the
-            first one of its second, at most. On a V, the order in front of and behind what repeats is the same for 2 ``n_ranks``
-            microbatches and for more; in a loop, backwards are whole, and as many of the first stage come behind those of the second.
-        in_flight_alone: of (n_ranks, n_microbatches), how far stages run ahead where each rank has one; None: this is counted.
-        idle: how much of the bubble of 1F1B is likely to be left beyond what bounds tell: a guess that orders the search.
+        forwards_ahead: function from (n_ranks, rank), for two stages a rank, to the most forwards of a rank's first stage in front of the
+            first forward of its second. With it, a V schedule promises that its order before and after the steady state is the same
+            for ``2 * n_ranks`` microbatches and for more; a looped one promises whole backwards, and at most as many of the first stage
+            behind the last one of the second. None: nothing is promised.
+        in_flight_alone: function from (n_ranks, n_microbatches), for one stage a rank, to the microbatches in flight. None: they are
+            counted in the schedule.
+        idle: guess of the part of 1F1B's bubble that is left beyond the lower bounds; it only orders the search.
     """
 
     name: str
@@ -85,10 +86,10 @@ class ScheduleKind:
         return self.default_stages_per_rank == 1 and not self.any_stages_per_rank
 
     def stage_ranks(self, n_ranks: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the ranks that run it. Raises ConfigError as ``build`` does."""
+        """Return for each stage the ranks that run it. Raises ConfigError as ``build`` does."""
         _check_positive("pipeline ranks", n_ranks)
         if replicas:
-            return self._shared(n_ranks, stages_per_rank, replicas)
+            return self._ranks_of_replicas(n_ranks, stages_per_rank, replicas)
         if stages_per_rank is None:
             stages_per_rank = self.default_stages_per_rank
         if not self.allows(stages_per_rank):
@@ -100,8 +101,8 @@ class ScheduleKind:
         check_forwards(n_ranks * stages_per_rank)
         return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
-    def _shared(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each stage, numbered consecutively, ``replicas`` of them a stage."""
+    def _ranks_of_replicas(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each stage, ``replicas[stage]`` of them: ``(2, 1)`` gives ``((0, 1), (2,))``."""
         if not self.has_one_stage or stages_per_rank not in (None, 1):
             raise ConfigError(
                 f"schedule {self.name} cannot run stages on {' + '.join(map(str, replicas))} ranks: each rank has several stages",
@@ -113,14 +114,14 @@ class ScheduleKind:
         return tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
 
     def build(self, n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> Schedule:
-        """The schedule of a step, for any positive number of ranks and microbatches.
+        """Return the schedule of a step, for any positive number of ranks and microbatches.
 
         Replicas of a stage take the microbatches round-robin (1F1B-RR of Narayanan et al. 2019, PipeDream).
 
         Args:
-            n_ranks: in the pipeline.
-            n_microbatches: of a step.
-            stages_per_rank: stages that each rank runs; None: as many as the schedule wants.
+            n_ranks: ranks in the pipeline.
+            n_microbatches: microbatches in a step.
+            stages_per_rank: stages that each rank runs; None: the schedule's default.
             replicas: for each stage, how many ranks run it; empty: one rank each.
 
         Raises:
@@ -141,16 +142,17 @@ class ScheduleKind:
     ) -> tuple[Action, ...]:
         """Return the actions of one rank.
 
-        A replica of a stage runs every n-th microbatch. Its pattern is that of a rank with as many warm-up forwards behind it
-        (``n_after``) and in front of it (``n_before``) as its part of the microbatches in flight allows.
+        One of n replicas of a stage runs every n-th microbatch. It follows the pattern of a rank in a longer pipeline without replicas,
+        at the position (``n_before``, ``n_after``) with the same microbatches in flight.
         """
         replicas = stage_ranks[stages[0]]
         microbatches = range(replicas.index(rank), n_microbatches, len(replicas))
         n_after, n_before = n_ranks - 1 - rank, rank
         if max(map(len, stage_ranks)) > 1:
             in_flight = _in_flight_of_replicas([len(ranks) for ranks in stage_ranks])
-            n_after = in_flight[stages[0]] // len(replicas) - 1
-            n_before = -(-in_flight[0] // len(replicas)) - 1 - n_after
+            own_in_flight = in_flight[stages[0]] // len(replicas)
+            first_in_flight = -(-in_flight[0] // len(replicas))  # rounded up
+            n_after, n_before = own_in_flight - 1, first_in_flight - own_in_flight
         actions = numbered(self.pattern(Rank(n_ranks, stages, len(microbatches), n_before, n_after)), len(microbatches))
         if len(replicas) == 1:
             return actions
@@ -158,18 +160,19 @@ class ScheduleKind:
 
 
 def _in_flight_of_replicas(replicas: Sequence[int]) -> list[int]:
-    """Return for each stage the microbatches in flight on all its replicas: on each, one more than its part of those of the next stage.
+    """Return for each stage the microbatches in flight, on all its replicas: each has one more than its part of the next stage's.
 
     With fewer, a replica would wait for the backward of an earlier microbatch before it starts a forward that the next stage needs.
     """
     in_flight: list[int] = []
     for count in reversed(replicas):
-        in_flight.insert(0, count * (-(-in_flight[0] // count) + 1) if in_flight else count)
+        per_replica = -(-in_flight[0] // count) + 1 if in_flight else 1  # the division rounds up
+        in_flight.insert(0, count * per_replica)
     return in_flight
 
 
 MOST_FORWARDS = 2**18
-"""Of a step: stages times microbatches. Programs and clocks have an action for each, and would take minutes, and all memory, for more."""
+"""The most forwards (stages times microbatches) in a step: programs and clocks have an action for each, and more would take minutes."""
 
 
 def check_forwards(n_forwards: int) -> None:
@@ -186,9 +189,6 @@ def _check_positive(what: str, number: int) -> None:
         raise ConfigError(f"a pipeline cannot have {number} {what}", remedy="pass 1 or more")
 
 
-# -- how many activations a schedule keeps alive -----------------------------------------------------------------------------------
-
-
 _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
@@ -201,17 +201,17 @@ def peak_in_flight(schedule: Schedule, ends: Collection[ActionKind] = _FREES, *,
     """
     peak = [0] * schedule.n_stages
     for actions in schedule.actions:
-        held = [0] * schedule.n_stages
-        ended = [False] * schedule.n_stages
+        in_flight = [0] * schedule.n_stages
+        has_ended = [False] * schedule.n_stages
         for action in actions:
             stage = action.stage
             if action.kind is ActionKind.FORWARD:
-                held[stage] += 1
-            if ended[stage] or not later:
-                peak[stage] = max(peak[stage], held[stage])
+                in_flight[stage] += 1
+            if has_ended[stage] or not later:
+                peak[stage] = max(peak[stage], in_flight[stage])
             if action.kind in ends:
-                held[stage] -= 1
-                ended[stage] = True
+                in_flight[stage] -= 1
+                has_ended[stage] = True
     return tuple(peak)
 
 
@@ -231,23 +231,24 @@ class Awaiting(NamedTuple):
     later_backward: tuple[int, ...]
 
 
-def awaiting(schedule: Schedule) -> Awaiting:
+def in_flight_while_awaiting(schedule: Schedule) -> Awaiting:
     """Return the microbatches in flight while messages are received; actions that follow one of another stage are not counted.
 
     >>> from partitioner.schedules.catalog import make_schedule
-    >>> awaiting(make_schedule("1F1B", 2, 3))  # of stage 0: F0 F1 B0 F2 B1 B2
+    >>> in_flight_while_awaiting(make_schedule("1F1B", 2, 3))  # of stage 0: F0 F1 B0 F2 B1 B2
     Awaiting(forward=(2, 1), later_forward=(0, 1), backward=(2, 1), later_backward=(2, 1))
     """
-    found = [[0] * schedule.n_stages for _ in Awaiting._fields]
+    peaks = {phase: [0] * schedule.n_stages for phase in Awaiting._fields}
     for actions in schedule.actions:
-        held, ended = [0] * schedule.n_stages, [False] * schedule.n_stages
-        for action, following in zip_longest(actions, actions[1:]):
+        in_flight, has_gradients = [0] * schedule.n_stages, [False] * schedule.n_stages
+        for action, following in itertools.pairwise(actions):
             stage = action.stage
-            held[stage] += action.kind is ActionKind.FORWARD
-            if following is not None and following.stage == stage and following.kind is not ActionKind.BACKWARD_WEIGHT:
-                counts = found[2 * (following.kind is not ActionKind.FORWARD) + ended[stage]]
-                counts[stage] = max(counts[stage], held[stage])
+            in_flight[stage] += action.kind is ActionKind.FORWARD
+            if following.stage == stage and following.kind is not ActionKind.BACKWARD_WEIGHT:
+                is_forward = following.kind is ActionKind.FORWARD
+                phase = ("later_" if has_gradients[stage] else "") + ("forward" if is_forward else "backward")
+                peaks[phase][stage] = max(peaks[phase][stage], in_flight[stage])
             if action.kind in _FREES:
-                held[stage] -= 1
-                ended[stage] = True
-    return Awaiting(*map(tuple, found))
+                in_flight[stage] -= 1
+                has_gradients[stage] = True
+    return Awaiting(**{phase: tuple(counts) for phase, counts in peaks.items()})

@@ -24,24 +24,24 @@ __all__ = ["ONE_F_ONE_B", "alternate", "one_f_one_b"]
 
 
 def one_f_one_b(rank: Rank) -> list[Move]:
-    """As many forwards as ranks come after, then one forward, one backward, then the backwards that are left."""
+    """Run as many forwards as ranks come after, then one forward, one backward in turn, then the backwards that are left."""
     (stage,) = rank.stages
     return alternate([on(stage, "F")] * rank.n_microbatches, [on(stage, "B")] * rank.n_microbatches, n_ahead=rank.n_after)
 
 
 def alternate(forwards: Sequence[list[Move]], backwards: Sequence[list[Move]], n_ahead: int) -> list[Move]:
-    """``n_ahead`` forwards, then one forward and one backward in turn while there are any.
+    """Return ``n_ahead`` forwards, then one forward and one backward in turn, then the backwards that are left.
 
     >>> [kind.value for _, kind in alternate([on(0, "F")] * 3, [on(0, "B")] * 3, n_ahead=1)]
     ['F', 'F', 'B', 'F', 'B', 'B']
     """
-    turns = zip_longest(forwards[n_ahead:], backwards, fillvalue=())
-    return list(chain(*forwards[:n_ahead], *(chain(forward, backward) for forward, backward in turns)))
+    pairs = zip_longest(forwards[n_ahead:], backwards, fillvalue=())
+    return list(chain(*forwards[:n_ahead], *(chain(forward, backward) for forward, backward in pairs)))
 
 
 def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
-    held = tuple(min(n_microbatches, n_ranks - rank) for rank in range(n_ranks))
-    return InFlight(held, held, (0,) * n_ranks)
+    in_flight = tuple(min(n_microbatches, n_ranks - rank) for rank in range(n_ranks))
+    return InFlight(ahead=in_flight, saved=in_flight, weights_behind=(0,) * n_ranks)
 
 
 ONE_F_ONE_B = ScheduleKind(

@@ -30,9 +30,9 @@ class Rank:
         n_ranks: ranks in the pipeline.
         stages: the stages that the rank runs, ascending.
         n_microbatches: microbatches that it computes in a step.
-        n_before: ranks that come before it, nearer to where microbatches enter; where ranks share stages, how many microbatches fewer it
-            has in hand than the first ones.
-        n_after: ranks that come after it; where ranks share stages, how many microbatches it runs ahead of them.
+        n_before: ranks that come before it, nearer to where microbatches enter; for a replicated stage, how many microbatches fewer it has
+            in flight than the first stage.
+        n_after: ranks that come after it; for a replicated stage, its forwards in front of its first backward, less one.
     """
 
     n_ranks: int
@@ -52,7 +52,7 @@ def on(stage: int, letters: str) -> list[Move]:
 
 
 def numbered(moves: Iterable[Move], n_microbatches: int) -> tuple[Action, ...]:
-    """Give every move its microbatch, leaving out the microbatches from ``n_microbatches`` on.
+    """Turn moves into actions: give every move its microbatch, and leave out microbatches from ``n_microbatches`` on.
 
     A forward takes the stage's next microbatch, a backward (B or I) likewise, and W the oldest I of the stage that has no W yet.
 
@@ -61,19 +61,19 @@ def numbered(moves: Iterable[Move], n_microbatches: int) -> tuple[Action, ...]:
     """
     n_forwards: dict[int, int] = defaultdict(int)
     n_backwards: dict[int, int] = defaultdict(int)
-    halves: dict[int, deque[int]] = defaultdict(deque)
+    awaiting_weight: dict[int, deque[int]] = defaultdict(deque)
     actions = []
     for stage, kind in moves:
         if kind is ActionKind.FORWARD:
             microbatch = n_forwards[stage]
             n_forwards[stage] += 1
         elif kind is ActionKind.BACKWARD_WEIGHT:
-            microbatch = halves[stage].popleft()
+            microbatch = awaiting_weight[stage].popleft()
         else:
             microbatch = n_backwards[stage]
             n_backwards[stage] += 1
             if kind is ActionKind.BACKWARD_INPUT:
-                halves[stage].append(microbatch)
+                awaiting_weight[stage].append(microbatch)
         if microbatch < n_microbatches:
             actions.append(Action(stage, kind, microbatch))
     return tuple(actions)

@@ -6,7 +6,7 @@ __all__ = ["looped", "v_shaped"]
 
 
 def looped(n_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Round after round over the ranks: for each stage, its rank.
+    """Return the rank of each stage: round after round over the ranks.
 
     >>> looped(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -15,7 +15,7 @@ def looped(n_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def v_shaped(n_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Down the ranks and up again: for each stage, its rank. Rank r of R runs stages r and 2R-1-r.
+    """Return the rank of each stage: down the ranks and up again. Rank r of R runs stages r and 2R-1-r.
 
     The turn stays on one rank and costs no communication, and the first rank holds the last stage, where the loss is.
 

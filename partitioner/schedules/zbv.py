@@ -29,12 +29,12 @@ def zbv(rank: Rank) -> list[Move]:
     fill = on(down, "F") * (2 * rank.n_after + 1)
     fill += (on(up, "F") + on(down, "F")) * rank.n_before
     fill += on(up, "FIW") * (rank.n_after + 1)
-    keep = (on(down, "FIW") + on(up, "FIW")) * (n_microbatches - n_filled)
-    keep += (on(down, "IW") + on(up, "FIW")) * rank.n_after
+    steady = (on(down, "FIW") + on(up, "FIW")) * (n_microbatches - n_filled)
+    steady += (on(down, "IW") + on(up, "FIW")) * rank.n_after
     drain = (on(down, "I") + on(up, "I")) * rank.n_before
     drain += on(down, "IW") * (rank.n_after + 1)
     drain += on(up, "W") * rank.n_before + on(down, "W") * rank.n_before
-    return fill + keep + drain
+    return fill + steady + drain
 
 
 ZBV = ScheduleKind(

@@ -1,4 +1,4 @@
-"""ZB1P: 1F1B with the backward in two halves; only the input gradients hurry, the weight gradients fill the bubble at the end.
+"""ZB1P: 1F1B with the backward in two halves; input gradients run first, weight gradients fill the bubble at the end.
 
 ZB-H1 of Qi et al. 2023. W on rank r stays r microbatches behind I, so that every rank holds as much as the first one.
 
@@ -23,7 +23,7 @@ __all__ = ["ZERO_BUBBLE", "zero_bubble"]
 
 
 def zero_bubble(rank: Rank) -> list[Move]:
-    """1F1B of forwards and input gradients; the weight gradients stay as many microbatches behind as ranks come before."""
+    """Run forwards and input gradients as 1F1B; the weight gradients stay as many microbatches behind as ranks come before."""
     (stage,) = rank.stages
     n_behind = min(rank.n_before, rank.n_microbatches)
     forwards = [on(stage, "F")] * rank.n_microbatches
@@ -33,7 +33,7 @@ def zero_bubble(rank: Rank) -> list[Move]:
 
 def _in_flight(n_ranks: int, n_microbatches: int) -> InFlight:
     ahead = tuple(min(n_microbatches, n_ranks - rank) for rank in range(n_ranks))
-    return InFlight(ahead, (min(n_microbatches, n_ranks),) * n_ranks, tuple(range(n_ranks)))
+    return InFlight(ahead, saved=(min(n_microbatches, n_ranks),) * n_ranks, weights_behind=tuple(range(n_ranks)))
 
 
 ZERO_BUBBLE = ScheduleKind(

@@ -26,18 +26,20 @@ __all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
-    """Normalize an exported program and say what its placeholders mean; its outputs are left to say."""
+    """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` fills in ``outputs`` and ``updates``."""
     refuse_sparse(model, exported.program.graph)
     refuse_data_dependent(model, exported.program.graph)
     lifted = read_signature(exported.program)
     first = first_names(model)
-    tied = _tied(lifted, first)
+    tied = _tied_placeholders(lifted, first)
     graph, renamed = _ordered_graph(exported, lifted)
     module = LazyGraphModule(exported.program.graph_module, graph)
     batch = next(iter(graph.nodes)) if exported.batch is not None else None
     input_names = {renamed[name] for name in lifted.inputs if name is not None}
-    given = (batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast)
-    normal = normalize(ExportedGraph(module, module.graph, *given))
+    exported_graph = ExportedGraph(
+        module, module.graph, batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast
+    )
+    normal = normalize(exported_graph)
     refuse_learned_constants(lifted)
     return ModelGraph(
         module=LazyGraphModule(nn.Module(), normal.graph, type(model).__name__),
@@ -45,7 +47,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
         buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
         constants=lifted.constants,
         aliases={name: other for name, other in first.items() if name != other},
-        inputs=_inputs(exported, lifted, renamed, draws(normal.graph)),
+        inputs=_inputs(exported, lifted, renamed, with_memory_order=draws(normal.graph)),
         input_tree=exported.inputs.tree,
         outputs=(),
         output_tree=exported.program.call_spec.out_spec,
@@ -57,14 +59,14 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
     )
 
 
-def _tied(lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
-    """Placeholder to remove -> placeholder of the first name of the same tensor."""
+def _tied_placeholders(lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
+    """Return placeholder -> the placeholder to use instead, for tensors with an earlier name in ``first`` (see ``first_names``)."""
     placeholder_of = {target: name for name, target in (*lifted.parameters.items(), *lifted.buffers.items())}
     return {name: placeholder_of[first[target]] for target, name in placeholder_of.items() if first[target] != target}
 
 
 def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[str, str]]:
-    """A copy of the graph with ``batch`` in front and no placeholders for plain values; also new names of placeholders."""
+    """Return a copy of the graph, ``batch`` in front and no placeholders for plain values, and old -> new names of placeholders."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     batch = graph.placeholder("batch") if exported.batch is not None else None
@@ -84,6 +86,7 @@ def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[s
 
 
 def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch.SymInt:
+    """Return the symbolic batch size, as traced in the first input that has it."""
     leaf, dimension = exported.layout.dimensions[0]
     name = exported.program.graph_signature.user_inputs[leaf]
     node = next(node for node in copies if node.name == name)
@@ -91,9 +94,10 @@ def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch
     return value
 
 
-def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], random: bool) -> tuple[Input, ...]:
+def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], *, with_memory_order: bool) -> tuple[Input, ...]:
+    """Return the description of each leaf of the inputs; placeholders have their names in ``renamed``."""
     values = {node.name: node.meta.get("val") for node in exported.program.graph.nodes if node.op == "placeholder"}
-    dimensions = dict(exported.layout.dimensions)
+    batch_dims = dict(exported.layout.dimensions)
     inputs = []
     for index, (name, placeholder) in enumerate(zip(exported.inputs.names, lifted.inputs, strict=True)):
         if placeholder is None:
@@ -101,17 +105,14 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], rand
             continue
         value = values[placeholder]
         shape = tuple(size_of(size) for size in value.shape)
-        order = tuple(memory_order(value)) if random else None
-        inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, dimensions.get(index), order))
+        order = tuple(memory_order(value)) if with_memory_order else None
+        inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, batch_dims.get(index), order))
     return tuple(inputs)
-
-
-# -- read the signature of an exported program -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lifted:
-    """What the placeholders of a graph stand for.
+    """The role of each placeholder of an exported graph.
 
     Attributes:
         parameters: placeholder -> name in the model.
@@ -132,7 +133,7 @@ class Lifted:
 
 
 def read_signature(program: ExportedProgram) -> Lifted:
-    """What each placeholder of an exported program stands for.
+    """Return the role of each placeholder of an exported program.
 
     Raises:
         TraceError: the program holds something that is neither a tensor nor a plain value.
@@ -161,7 +162,7 @@ def read_signature(program: ExportedProgram) -> Lifted:
 
 
 def refuse_learned_constants(lifted: Lifted) -> None:
-    """Raise TraceError when a tensor of the model's code requires a gradient: nobody would give it one."""
+    """Raise TraceError when a constant requires a gradient: gradients of parameters alone are computed."""
     for name, constant in lifted.constants.items():
         if constant.requires_grad:
             raise TraceError(

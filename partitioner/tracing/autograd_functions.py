@@ -18,9 +18,9 @@ from passes.ir.torch_private import tree_leaves
 
 __all__ = ["CustomFunctionError", "refuse_custom_functions"]
 
-_TRACED = ("torch._higher_order_ops", "torch._library.autograd")
-"""PyTorch's own control flow is traced as an operation of its own, and refused as such; an operation of ``torch.library`` keeps the
-backward that was registered for it, wherever it is called."""
+_ALLOWED = ("torch._higher_order_ops", "torch._library.autograd")
+"""Modules of torch whose functions are no problem: control flow is traced as one operation, and refused as that; an operation of
+``torch.library`` keeps the backward that is registered for it."""
 
 
 class CustomFunctionError(Exception):
@@ -35,7 +35,7 @@ class CustomFunctionError(Exception):
 def refuse_custom_functions() -> Iterator[None]:
     """Raise CustomFunctionError when this thread applies a custom autograd function to values that carry gradients.
 
-    ``Function.apply`` ends in ``super().apply``, which is looked up at each call: so bound copies of ``apply`` are noticed too.
+    The patch is in a base class, because ``Function.apply`` looks up ``super().apply`` at each call: bound copies of it are noticed too.
     """
     thread = threading.get_ident()
     base: Any = torch.autograd.Function.__mro__[1]
@@ -43,8 +43,8 @@ def refuse_custom_functions() -> Iterator[None]:
         raise AssertionError(f"{base} defines apply: this version of torch calls custom autograd functions in another way")
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        watched = threading.get_ident() == thread and torch.is_grad_enabled() and not function.__module__.startswith(_TRACED)
-        if watched and any(map(_is_differentiable, tree_leaves((args, kwargs)))):
+        is_checked = threading.get_ident() == thread and torch.is_grad_enabled() and not function.__module__.startswith(_ALLOWED)
+        if is_checked and any(map(_is_differentiable, tree_leaves((args, kwargs)))):
             raise CustomFunctionError(function)
         return super(base, function).apply(*args, **kwargs)
 

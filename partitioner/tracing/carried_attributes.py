@@ -1,7 +1,7 @@
-"""Refuse a forward that computes with what the call before it left in an attribute: a graph has the numbers of the call that was traced.
+"""Refuse a forward that reads a number or tensor that an earlier call left in an attribute: a graph has the values of the traced call.
 
-Attributes that are written and never read (weights of an attention to look at, sizes to remember) stay allowed. Buffers are no
-attributes: what is written to them is part of the graph.
+Attributes that are only written (attention weights to inspect, sizes to remember) stay allowed. Buffers are no attributes here: writes to
+them are part of the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attributes = Mapping[str, object]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Every attribute that is a number, or a tensor."""
+    """Return the attributes of all modules that are numbers or tensors."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()
@@ -31,43 +31,40 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 
 @contextlib.contextmanager
-def attributes_behind(model: nn.Module) -> Iterator[dict[str, object]]:
-    """While it lasts, the attributes as each call of the model has left them: ``torch.export`` puts them back behind it."""
-    found: dict[str, object] = {}
+def record_attributes_after_calls(model: nn.Module) -> Iterator[dict[str, object]]:
+    """While active, record the attributes after the last call of the model, before ``torch.export`` restores them; yield them."""
+    attributes: dict[str, object] = {}
 
-    def look(*_: object) -> None:
-        found.clear()
-        found.update(attributes_of(model))
+    def record(*_: object) -> None:
+        attributes.clear()
+        attributes.update(attributes_of(model))
 
-    handle = model.register_forward_hook(look)
+    handle = model.register_forward_hook(record)
     try:
-        yield found
+        yield attributes
     finally:
         handle.remove()
 
 
 def changed_numbers(before: Attributes, after: Attributes) -> dict[str, int | float]:
-    """The numbers that a call has changed, as it left them."""
+    """Return attribute -> new value, of the numbers that differ after a call."""
     number = (int, float)
-    return {
-        name: value
-        for name, value in after.items()
-        if isinstance(value, number) and isinstance(before.get(name), number) and before[name] != value
-    }
+    numbers = {path: value for path, value in after.items() if isinstance(value, number) and isinstance(before.get(path), number)}
+    return {path: value for path, value in numbers.items() if before[path] != value}
 
 
 def set_numbers(model: nn.Module, numbers: Mapping[str, int | float]) -> None:
     """Set attributes by their paths."""
     for path, value in numbers.items():
-        module, _, name = path.rpartition(".")
-        setattr(model.get_submodule(module), name, value)
+        module_path, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module_path), name, value)
 
 
 def refuse_read_numbers(model: nn.Module, changed: Sequence[str], first: ExportedProgram, second: ExportedProgram) -> None:
-    """Raise TraceError where a second trace, with the attributes as the first left them, gives another graph: the model reads them.
+    """Raise TraceError where a second trace, which starts with the changed numbers, gives another graph: the model reads them.
 
     Args:
-        changed: the numbers that the first trace has changed.
+        changed: paths of the numbers that the first trace has changed.
     """
     if first.graph_module.code != second.graph_module.code:
         raise _error(model, changed)
@@ -77,7 +74,8 @@ def refuse_read_tensors(model: nn.Module, before: Attributes, assigned: Sequence
     """Raise TraceError where a graph reads the tensors that were in attributes before forward assigned others.
 
     Args:
-        assigned: the attributes that tracing has found to be assigned.
+        before: the attributes before the trace.
+        assigned: paths of the attributes that forward assigns.
     """
     constants = [value for value in program.constants.values() if isinstance(value, Tensor)]
     read = [name for name in assigned if any(before.get(name) is constant for constant in constants)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -21,30 +22,27 @@ __all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse
 
 @dataclass(frozen=True)
 class _Kind:
-    """One way in which a model cannot be traced.
+    """One reason why a model cannot be traced.
 
     Attributes:
-        recognizes: whether an exception is of this kind.
-        problem: what was wrong, behind "the model".
-        remedy: what to do.
+        matches: returns whether an exception has this reason.
+        problem: predicate of a sentence about the model; ``{error}`` stands for the exception.
+        remedy: advice to the user.
     """
 
-    recognizes: Callable[[Exception], bool]
+    matches: Callable[[Exception], bool]
     problem: str
     remedy: str
 
 
-def _says(*words: str) -> Callable[[Exception], bool]:
-    return lambda error: any(word in str(error) for word in words)
-
-
-def _is_checkpoint(error: Exception) -> bool:
-    return isinstance(error, CustomFunctionError) and error.function.__module__ == "torch.utils.checkpoint"
+def _mentions(*phrases: str) -> Callable[[Exception], bool]:
+    """Return a test whether the text of an exception has any of the phrases."""
+    return lambda error: any(phrase in str(error) for phrase in phrases)
 
 
 _KINDS = (
     _Kind(
-        _is_checkpoint,
+        lambda error: isinstance(error, CustomFunctionError) and error.function.__module__ == "torch.utils.checkpoint",
         "recomputes activations with reentrant checkpoints, whose backward a trace would lose",
         'checkpoint with use_reentrant=False, or not at all and pass recompute="full"',
     ),
@@ -59,64 +57,61 @@ _KINDS = (
         "compute it outside of the model, in loss_fn for instance, or from operations whose sizes do not depend on values",
     ),
     _Kind(
-        _says("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
+        _mentions("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
         "lets the values of a tensor decide what it computes",
         "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
     ),
     _Kind(
-        _says(".numpy()", "data pointer", "data_ptr", "Cannot access storage", "not allocated", "numpy"),
+        _mentions(".numpy()", "data pointer", "data_ptr", "Cannot access storage", "not allocated", "numpy"),
         "reads the values of a tensor outside of PyTorch",
         "compute with PyTorch's own operations, or before and after the model",
     ),
     _Kind(
-        _says("not a known type", "pytree", "Unsupported input type", "Unsupported output type"),
+        _mentions("not a known type", "pytree", "Unsupported input type", "Unsupported output type"),
         "takes or returns something that is not made of tensors: {error}",
         "use tensors in tuples, lists, dicts, or in dataclasses registered with torch.export.register_dataclass",
     ),
     _Kind(
-        _says("no fake impl"),
+        _mentions("no fake impl"),
         "calls an operation of which nothing says how large its result is: {error}",
         "register that with torch.library.register_fake",
     ),
     _Kind(
-        _says("__obj_flatten__", "ScriptObject", "script object"),
+        _mentions("__obj_flatten__", "ScriptObject", "script object"),
         "keeps weights in an object that is no tensor, as quantized modules do: {error}",
         "partition the model before it is quantized, or keep its weights as tensors",
     ),
     _Kind(
-        _says("device propagation", "found two different devices", "Device Propagation"),
+        _mentions("device propagation", "found two different devices", "Device Propagation"),
         "mixes devices: {error}",
         "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
     ),
 )
 
-
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_OF_SIZE = (
+_SIZE_REMEDY = (
     "keep all elements and choose among them: torch.where(mask, x, 0), or a product with the mask, in the place of x[mask], nonzero, "
     "masked_select, unique and repeat_interleave; or choose outside of the model"
 )
-_OF_NUMBER = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
-
-
-_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
+_NUMBER_REMEDY = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
+_MAKE_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
 _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, torch.ops.aten.gather)
 
 
 def depends_on_sizes(error: Exception) -> bool:
-    """Whether the error may be gone when other sizes are traced, or when sizes are not left open."""
-    return not isinstance(error, CustomFunctionError) and not any(kind.recognizes(error) for kind in _KINDS[:5])
+    """Return whether a trace with other sizes, or with fixed sizes, may succeed: the error has none of the first five reasons."""
+    return not isinstance(error, CustomFunctionError) and not any(kind.matches(error) for kind in _KINDS[:5])
 
 
 def trace_error(model: nn.Module, error: Exception) -> TraceError:
-    """The error to raise in place of what ``torch.export`` raised; raise it ``from`` that."""
+    """Return the error to raise, ``from`` the given one, in place of an error of ``torch.export``."""
     if isinstance(error, TraceError):
         return error
     place = _place(model, error)
     name = type(model).__name__
     message = _first_line(error)
     for kind in _KINDS:
-        if kind.recognizes(error):
+        if kind.matches(error):
             return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=kind.remedy)
     return TraceError(
         f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
@@ -126,7 +121,7 @@ def trace_error(model: nn.Module, error: Exception) -> TraceError:
 
 
 def why_fixed(error: Exception | None) -> str:
-    """Why a batch size could not be left open, in one clause."""
+    """Return a clause that says why the batch size could not be left open; None: no error, but the size came out constant."""
     text = str(error)
     if error is None or "specialized it to be a constant" in text or "specialized value" in text:
         return "the model turns it into a constant, as int(x.shape[0]) and loops over it do"
@@ -137,8 +132,8 @@ def why_fixed(error: Exception | None) -> str:
 
 
 def refuse_unplaceable(model: nn.Module) -> None:
-    """Raise TraceError when a model is not all there, or placed already: lazy parameters, distributed tensors, several devices."""
-    found: dict[torch.device, str] = {}
+    """Raise TraceError for a model with lazy, distributed or sparse tensors, or with tensors on several devices."""
+    first_on: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = Place(module=name.rpartition(".")[0])
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
@@ -150,47 +145,45 @@ def refuse_unplaceable(model: nn.Module) -> None:
                 remedy="partition the model before it is parallelised",
             )
         if tensor.layout != torch.strided:
-            raise TraceError(f"{name} is sparse ({tensor.layout}), and has no rows or columns to divide", place=place, remedy=_DENSE)
-        found.setdefault(tensor.device, name)
-    if len(found) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in found.items())
+            raise TraceError(f"{name} is sparse ({tensor.layout}), and has no rows or columns to divide", place=place, remedy=_MAKE_DENSE)
+        first_on.setdefault(tensor.device, name)
+    if len(first_on) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first_on.items())
         raise TraceError(
             f"{type(model).__name__} is on several devices already: {where}",
-            place=Place(module=list(found.values())[1].rpartition(".")[0]),
+            place=Place(module=list(first_on.values())[1].rpartition(".")[0]),
             remedy='move it to one, and partition(...) will place it: model.to("cpu")',
         )
 
 
 def refuse_data_dependent(model: nn.Module, graph: fx.Graph) -> None:
-    """Raise TraceError where the values of a tensor decide a size or a number: no rank could know it before the step.
+    """Raise TraceError where a size or a number depends on the values of a tensor, so that no rank knows it before the step.
 
     torch.export gives such a number a symbol without a hint: ``y.max().item()``, ``x[x > 0]``, ``x.nonzero()``.
     """
     for node in graph.nodes:
-        given = node.meta.get("val")
-        values = given if isinstance(given, tuple | list) else (given,)
-        shapes: list[int | torch.SymInt] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-        sizes = [size for size in shapes if isinstance(size, torch.SymInt) and not size.node.has_hint()]
-        numbers = [value for value in values if isinstance(value, _NUMBERS) and not value.node.has_hint()]
-        if sizes or numbers:
-            what = "how large another is" if sizes else "a plain number that it computes with"
+        values = _values_of(node)
+        sizes: list[int | torch.SymInt] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        has_unknown_size = any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes)
+        has_unknown_number = any(isinstance(value, _NUMBERS) and not value.node.has_hint() for value in values)
+        if has_unknown_size or has_unknown_number:
+            what = "how large another is" if has_unknown_size else "a plain number that it computes with"
             raise TraceError(
                 f"{type(model).__name__} lets the values of a tensor decide {what}",
                 place=place_of(node),
-                remedy=_OF_SIZE if sizes else _OF_NUMBER,
+                remedy=_SIZE_REMEDY if has_unknown_size else _NUMBER_REMEDY,
             )
 
 
 def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
-    """Raise TraceError where a tensor, or the gradient of a parameter, is sparse: neither can be cut along an axis, nor be sent."""
+    """Raise TraceError where a tensor, or the gradient of a parameter, is sparse: neither can be sharded or sent."""
     for node in graph.nodes:
-        given = node.meta.get("val")
-        for value in given if isinstance(given, tuple | list) else (given,):
+        for value in _values_of(node):
             if isinstance(value, torch.Tensor) and value.layout != torch.strided:
                 raise TraceError(
                     f"{type(model).__name__} computes with a sparse tensor ({value.layout}), which has no rows or columns to divide",
                     place=place_of(node),
-                    remedy=_DENSE,
+                    remedy=_MAKE_DENSE,
                 )
         if packet(node.target) in _SPARSE_GRADIENTS and any(bound_arguments(node).get(name) for name in ("sparse", "sparse_grad")):
             raise TraceError(
@@ -200,13 +193,19 @@ def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
             )
 
 
+def _values_of(node: fx.Node) -> Sequence[Any]:
+    """Return the traced results of a node; most have one."""
+    value = node.meta.get("val")
+    return value if isinstance(value, tuple | list) else (value,)
+
+
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def _place(model: nn.Module, error: Exception) -> Place:
-    """The innermost module that was running, and the innermost line outside of PyTorch and of this package."""
+    """Return the innermost module that was running, and the innermost source line outside of torch and this package."""
     names = {module: name for name, module in model.named_modules()}
     module: str | None = None
     source: str | None = None
@@ -214,14 +213,15 @@ def _place(model: nn.Module, error: Exception) -> Place:
         running = frame.f_locals.get("self")
         if isinstance(running, nn.Module) and running in names:
             module = names[running]
-        if module is not None and not _is_inside(frame.f_code.co_filename):
+        if module is not None and not _is_library_code(frame.f_code.co_filename):
             source = f"{frame.f_code.co_filename}:{line}"
     return Place(module=module, source=source)
 
 
-_OWN = (Path(torch.__file__).parent, Path(__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
-def _is_inside(file: str) -> bool:
+def _is_library_code(file: str) -> bool:
+    """Return whether a file belongs to torch or this package, or is generated code such as ``<string>``."""
     path = Path(file)
-    return file.startswith("<") or any(own in path.parents for own in _OWN)
+    return file.startswith("<") or any(library in path.parents for library in _LIBRARIES)

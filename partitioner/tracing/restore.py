@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["preserved"]
+__all__ = ["preserve"]
 
 
 @contextlib.contextmanager
-def preserved(*objects: object) -> Iterator[None]:
-    """Restore every attribute of every module, training flags and the contents of lists and dicts among them.
-
-    Args:
-        objects: models, and other objects: their own attributes; lists and dicts: what they hold.
-    """
+def preserve(*objects: object) -> Iterator[None]:
+    """On exit, restore the attributes of objects (of a model: of all its modules) and the items of lists and dicts, also in attributes."""
     lists = [(value, _copy(value)) for value in objects if isinstance(value, list | dict)]
-    others = [value for value in objects if not isinstance(value, list | dict)]
-    owners = [owner for value in others for owner in (value.modules() if isinstance(value, nn.Module) else [value])]
+    owners: list[object] = []
+    for value in objects:
+        if isinstance(value, nn.Module):
+            owners.extend(value.modules())
+        elif not isinstance(value, list | dict):
+            owners.append(value)
     before = [(owner, {name: (value, _copy(value)) for name, value in vars(owner).items()}) for owner in owners]
     try:
         yield
@@ -32,15 +32,14 @@ def preserved(*objects: object) -> Iterator[None]:
 
 
 def _copy(value: object) -> Any:
-    return list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else None
+    """Return a shallow copy of a list or dict; None for other objects."""
+    if isinstance(value, list):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else None
 
 
 def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
-    """Remove the attributes that tracing added, put back those it replaced or removed, and refill lists and dicts.
-
-    Args:
-        contents: attribute -> its value, and a copy of what a list or dict holds.
-    """
+    """Restore the attributes of an object to ``contents``: attribute -> its value, and the ``_copy`` of this value."""
     attributes = vars(owner)
     for name in [name for name in attributes if name not in contents]:
         del attributes[name]
@@ -51,6 +50,7 @@ def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _refill(value: object, copy: Any) -> None:
+    """Give a list or dict the items of its copy; do nothing for other objects."""
     if isinstance(value, list):
         value[:] = copy
     elif isinstance(value, dict) and not _is_same(value, copy):  # some dicts allow no writing at all
@@ -59,5 +59,5 @@ def _refill(value: object, copy: Any) -> None:
 
 
 def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether two dicts hold the very same objects in the same order."""
+    """Return whether two dicts hold the identical objects in the same order."""
     return list(one) == list(other) and all(left is right for left, right in zip(one.values(), other.values(), strict=True))

@@ -16,7 +16,7 @@ from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
 from partitioner.tracing.inputs.ties import refuse_overlaps
-from partitioner.tracing.outputs import with_outputs
+from partitioner.tracing.outputs import add_outputs
 from passes.analysis.batch_sizes import FittedSizes, OpenSizes, pair_nodes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
@@ -52,54 +52,56 @@ def trace(
     is_found = example_inputs is None and example_kwargs is None
     if is_found:
         example_inputs, example_kwargs = find_example_inputs(model)
-    inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).moved_with(model)
+    inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).on_device_of(model)
     inputs = dataclasses.replace(inputs, autocast=autocast)
     training = model.training if training is None else training
     with TRACING:
         if batch_size is not None:
-            return _fixed(model, inputs, training, inputs.layout(0), batch_size)
-        graph = _open(model, inputs, training)
-    return _with_note_of_batch(graph) if is_found else graph
+            return _trace_fixed(model, inputs, training, inputs.batch_layout(0), batch_size)
+        graph = _trace_open(model, inputs, training)
+    return _add_batch_note(graph) if is_found else graph
 
 
-def _with_note_of_batch(graph: ModelGraph) -> ModelGraph:
-    """Add a note: nobody said how large the batch is, and a plan is for one size."""
+def _add_batch_note(graph: ModelGraph) -> ModelGraph:
+    """Add a note that the batch size of the plan comes from inputs found with the model."""
     rows = f"{graph.batch_size} row{'' if graph.batch_size == 1 else 's'}"
     note = f"no example inputs were passed: the plan is for a batch of {rows}, found with the model; pass example_inputs= to plan for yours"
     return dataclasses.replace(graph, notes=(note, *graph.notes))
 
 
-def _open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelGraph:
-    """With an open batch, if there is one; the batch is the first dimension, or the second where layers expect it there."""
-    layout = inputs.layout(0)
-    first = _with_open_batch(model, inputs, training, layout)
-    if not isinstance(first, str) and _can_be_cut(first):
-        return first
+def _trace_open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelGraph:
+    """Trace with an open batch size if possible, else with that of the inputs. Layers with ``batch_first=False`` have it in dimension 1."""
+    layout = inputs.batch_layout(0)
+    batch_first = _try_open(model, inputs, training, layout)
+    if not isinstance(batch_first, str) and _has_splittable_outputs(batch_first):
+        return batch_first
     if any(getattr(module, "batch_first", None) is False for module in model.modules()):
-        second = _with_open_batch(model, inputs, training, inputs.layout(1))
-        if not isinstance(second, str) and _can_be_cut(second):
-            return second
-    if not isinstance(first, str):
-        return first
-    fixed = _fixed(model, inputs, training, layout, layout.size)
-    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {first}"
+        batch_second = _try_open(model, inputs, training, inputs.batch_layout(1))
+        if not isinstance(batch_second, str) and _has_splittable_outputs(batch_second):
+            return batch_second
+    if not isinstance(batch_first, str):
+        return batch_first
+    fixed = _trace_fixed(model, inputs, training, layout, layout.size)
+    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first}"
     return dataclasses.replace(fixed, notes=(note, *fixed.notes))
 
 
-def _with_open_batch(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
+def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
+    """Trace with an open batch size; return the reason, as a clause, if that is impossible."""
     exported = export_open(model, inputs, training, layout)
     if isinstance(exported, str):
         return exported
     graph = assemble(model, exported, training)
     assert graph.batch is not None
-    return with_outputs(graph, OpenSizes(graph.batch))
+    return add_outputs(graph, OpenSizes(graph.batch))
 
 
-def _can_be_cut(graph: ModelGraph) -> bool:
+def _has_splittable_outputs(graph: ModelGraph) -> bool:
+    """Return whether every output can be put together from microbatches."""
     return all(output.combine != "mixed" for output in graph.outputs)
 
 
-def _fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
+def _trace_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
     """For one batch size; a second trace, with twice the batch or half of it, shows where the batch is."""
     exported = export_fixed(model, inputs, training, layout, size)
     graph, found = assemble(model, exported, training), None
@@ -107,7 +109,7 @@ def _fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchL
         found = sizes if found is None or sizes.digest is not None else found
         if sizes.digest is not None:
             break
-    described = with_outputs(graph, found)
+    described = add_outputs(graph, found)
     return described if found is None else dataclasses.replace(described, digest=found.digest)
 
 

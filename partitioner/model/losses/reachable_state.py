@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.tracing.restore import preserved
+from partitioner.tracing.restore import preserve
 
 __all__ = ["loss_key", "preserve_state"]
 
@@ -104,7 +104,7 @@ def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> 
         return snapshots[-1] != snapshots[-2]
 
     devices = [] if device.type == "cpu" else [device]
-    with preserved(*objects), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with preserve(*objects), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
             yield is_changed
         finally:

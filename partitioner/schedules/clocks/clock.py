@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Timing", "held_up", "run_on_clock"]
+__all__ = ["Timing", "host_delay", "run_on_clock"]
 
 _Result = tuple[int, ActionKind, int]
-"""Something computed: a stage, FORWARD, BACKWARD_INPUT or BACKWARD_WEIGHT, a microbatch."""
+"""Stage, kind, and microbatch of a result; the kind is FORWARD, BACKWARD_INPUT or BACKWARD_WEIGHT."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,35 @@ class Timing:
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
 
-def held_up(left: float, there: float, free: float, share: float) -> float:
-    """How much later a rank is done with what it computed while a message came, of which its processor moved a part.
+def host_delay(sent_at: float, arrives_at: float, free_at: float, host_share: float) -> float:
+    """Return by how much a message delays the computation of its receiver, whose processor moves a part of it.
 
-        message           left |~~~~~~~~| there
-        rank     ... computing ...   | free          held up by share x (free - left), of there - left at most
+        message        sent_at |~~~~~~~~| arrives_at
+        receiver     ... computing ...  | free_at          delayed by host_share * (time in which it computes and the message moves)
 
     Args:
-        share: the part of the message's time that is the processor's (``Link.host_share``).
+        host_share: part of the message's time that the processor is busy with it (``Link.host_share``).
     """
-    return share * max(0.0, min(there, free) - left)
+    return host_share * max(0.0, min(arrives_at, free_at) - sent_at)
 
 
 def run_on_clock(
     schedule: Schedule,
     duration: Callable[[Action], float],
-    on_its_way: Callable[[int, ActionKind], float] | None = None,
-    share: Callable[[int, ActionKind], float] | None = None,
+    message_time: Callable[[int, ActionKind], float] | None = None,
+    host_share: Callable[[int, ActionKind], float] | None = None,
 ) -> Timing:
     """Run a schedule on the clock.
 
     Args:
         duration: of an action.
-        on_its_way: how long a stage's result (of a FORWARD, or a BACKWARD_INPUT) takes to the stage that reads it. None: no time.
-        share: the part of that time in which the processor of who receives is busy with it. None: nothing.
+        message_time: of a stage's result (kind FORWARD or BACKWARD_INPUT), until the stage that reads it has it. None: no time.
+        host_share: of the same, the part of that time in which the receiver's processor is busy with it. None: nothing.
 
     Raises:
         VerificationError: the schedule cannot run: ranks wait for each other, or for what no rank computes, or compute twice.
     """
-    ready: dict[_Result, float] = {}
+    computed_at: dict[_Result, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.n_ranks
     busy = [0.0] * schedule.n_ranks
@@ -89,43 +89,46 @@ def run_on_clock(
         for rank, actions in enumerate(schedule.actions):
             while len(starts[rank]) < len(actions):
                 action = actions[len(starts[rank])]
-                message = _last_message(action, schedule.n_stages, ready, on_its_way)
-                if message is None:
+                arrival = _arrival(action, schedule.n_stages, computed_at, message_time)
+                if arrival is None:
                     break
-                left, start, need = message
-                moved = 0.0 if share is None or need is None else held_up(left, start, clock[rank], share(*need))
-                starts[rank].append(max(clock[rank], start) + moved)
-                lasts = duration(action)
-                clock[rank] = starts[rank][-1] + lasts
-                busy[rank] += lasts
+                sent_at, arrives_at, message = arrival
+                delay = 0.0
+                if host_share is not None and message is not None:
+                    delay = host_delay(sent_at, arrives_at, clock[rank], host_share(*message))
+                starts[rank].append(max(clock[rank], arrives_at) + delay)
+                seconds = duration(action)
+                clock[rank] = starts[rank][-1] + seconds
+                busy[rank] += seconds
                 for result in _results(action):
-                    if result in ready:
+                    if result in computed_at:
                         raise VerificationError(f"schedule {schedule.name} computes {Action(*result)} twice", remedy=f"leave {action} out")
-                    ready[result] = clock[rank]
+                    computed_at[result] = clock[rank]
                 progress = True
-    heads = {rank: actions[len(starts[rank])] for rank, actions in enumerate(schedule.actions) if len(starts[rank]) < len(actions)}
-    if heads:
-        raise _stuck(schedule, heads, set(ready))
+    blocked = {rank: actions[len(starts[rank])] for rank, actions in enumerate(schedule.actions) if len(starts[rank]) < len(actions)}
+    if blocked:
+        raise _deadlock(schedule, blocked, set(computed_at))
     return Timing(schedule, tuple(tuple(rank_starts) for rank_starts in starts), tuple(busy), tuple(clock))
 
 
-def _last_message(
-    action: Action, n_stages: int, ready: dict[_Result, float], on_its_way: Callable[[int, ActionKind], float] | None
+def _arrival(
+    action: Action, n_stages: int, computed_at: dict[_Result, float], message_time: Callable[[int, ActionKind], float] | None
 ) -> tuple[float, float, tuple[int, ActionKind] | None] | None:
-    """When what the action needs of another stage left, when all that it needs is there, and the message; None: not computed yet."""
-    left, start, message = 0.0, 0.0, None
+    """Return when an action's message was sent, when all that it needs is there, and the message; None while a need is not computed."""
+    sent_at, arrives_at, message = 0.0, 0.0, None
     for need in _needs(action, n_stages):
-        arrival = ready.get(need)
+        arrival = computed_at.get(need)
         if arrival is None:
             return None
-        if on_its_way is not None and need[0] != action.stage:
-            left, message = arrival, (need[0], need[1])
-            arrival += on_its_way(*message)
-        start = max(start, arrival)
-    return left, start, message
+        if message_time is not None and need[0] != action.stage:
+            sent_at, message = arrival, (need[0], need[1])
+            arrival += message_time(*message)
+        arrives_at = max(arrives_at, arrival)
+    return sent_at, arrives_at, message
 
 
 def _needs(action: Action, n_stages: int) -> list[_Result]:
+    """Return the results that an action reads."""
     stage, microbatch, kind = action.stage, action.microbatch, action.kind
     if kind is ActionKind.FORWARD:
         return [(stage - 1, ActionKind.FORWARD, microbatch)] if stage > 0 else []
@@ -136,38 +139,37 @@ def _needs(action: Action, n_stages: int) -> list[_Result]:
 
 
 def _results(action: Action) -> list[_Result]:
-    """What the action computes; a whole backward is both halves."""
+    """Return the results that an action computes; a whole backward computes both halves."""
     stage, microbatch, kind = action.stage, action.microbatch, action.kind
     if kind is ActionKind.BACKWARD:
         return [(stage, ActionKind.BACKWARD_INPUT, microbatch), (stage, ActionKind.BACKWARD_WEIGHT, microbatch)]
     return [(stage, kind, microbatch)]
 
 
-def _stuck(schedule: Schedule, heads: dict[int, Action], ready: set[_Result]) -> VerificationError:
-    """Follow who waits for whom, from one rank that is stuck, to a rank met before or to a result that nobody computes.
+def _deadlock(schedule: Schedule, blocked: dict[int, Action], computed: set[_Result]) -> VerificationError:
+    """Return the error for a schedule that cannot go on: it names a cycle of waiting ranks, or a result that no rank computes.
 
     Args:
-        schedule: what cannot go on.
-        heads: for each rank that is not done, the action that it waits with.
-        ready: all that has been computed.
+        blocked: for each rank that is not done, its next action.
+        computed: all results so far.
     """
     producers = {
         result: (rank, action) for rank, actions in enumerate(schedule.actions) for action in actions for result in _results(action)
     }
     waits: dict[int, str] = {}
-    rank = min(heads)
-    while rank not in waits:
-        missing = next(need for need in _needs(heads[rank], schedule.n_stages) if need not in ready)
+    rank = min(blocked)
+    while rank not in waits:  # follow each rank to the one that it waits for, until one is met again
+        missing = next(need for need in _needs(blocked[rank], schedule.n_stages) if need not in computed)
         if missing not in producers:
             return VerificationError(
-                f"schedule {schedule.name} cannot run: {heads[rank]} of rank {rank} needs {Action(*missing)}, which no rank computes",
+                f"schedule {schedule.name} cannot run: {blocked[rank]} of rank {rank} needs {Action(*missing)}, which no rank computes",
                 remedy="give every stage a forward and a backward for every microbatch",
             )
         producer, awaited = producers[missing]
-        waits[rank] = f"rank {rank} at {heads[rank]} waits for {awaited} of rank {producer}"
+        waits[rank] = f"rank {rank} at {blocked[rank]} waits for {awaited} of rank {producer}"
         rank = producer
-    circle = list(waits)[list(waits).index(rank) :]
+    cycle = list(waits)[list(waits).index(rank) :]
     return VerificationError(
-        f"schedule {schedule.name} cannot run: {'; '.join(waits[rank] for rank in circle)}",
+        f"schedule {schedule.name} cannot run: {'; '.join(waits[rank] for rank in cycle)}",
         remedy="order the actions of each rank so that what comes first never waits for what comes later",
     )

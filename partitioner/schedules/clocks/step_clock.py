@@ -1,4 +1,4 @@
-"""A schedule compiled to rows of numbers, to be simulated for many stage times: the dependences of its actions, resolved once.
+"""A schedule compiled to rows of numbers, to be simulated for many stage times: dependencies of actions are resolved once.
 
     row    action   waits for, of its own rank   waits for, of another stage
     0      0F0      -                            -
@@ -6,7 +6,7 @@
     2      1B0      row 1                        -
     3      0B0      row 0                        row 2, the gradient that stage 1 sends
 
-Rows are in topological order. ``clock.run_on_clock`` gives the start of every action; this gives the end of the last one.
+Rows are in topological order. ``clock.run_on_clock`` returns the start of every action, ``StepClock.makespan`` the end of the last one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from passes.ir.schedule import Action, ActionKind, Schedule
 __all__ = ["StepClock", "step_clock"]
 
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
-"""Times of stages are given in this order."""
+"""The order of the durations in ``StepClock.makespan``."""
 
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class StepClock:
-    """A schedule, to be run on the clock many times.
+    """Step time and peak memory of one schedule, for many stage times and sizes.
 
     Args:
         schedule: every stage has a forward and a backward for every microbatch.
@@ -41,34 +41,35 @@ class StepClock:
         self._rows = tuple(_rows(schedule))
 
     @cached_property
-    def _states(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:
-        return tuple(_states(actions) for actions in self.schedule.actions)
+    def _counts_of_ranks(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:
+        return tuple(_memory_counts(actions) for actions in self.schedule.actions)
 
     def peak_memory(
         self,
-        kept: Sequence[float],
+        saved: Sequence[float],
         gradients: Sequence[float],
-        working: Sequence[float],
-        summed: float = 0.0,
-        entering: Sequence[float] = (),
-        leaving: Sequence[float] = (),
+        transient: Sequence[float],
+        bucket_limit: float = 0.0,
+        received: Sequence[float] = (),
+        sent: Sequence[float] = (),
     ) -> tuple[float, ...]:
         """Return for each rank the peak bytes of all its stages, beside the memory that is allocated all the time.
 
         Args:
-            kept: for each stage, saved activations of one microbatch.
-            gradients: for each stage, gradients of parameters, from its first whole backward or weight half on.
-            working: for each stage, transient memory during its actions.
-            summed: limit of gradients that are in memory twice, in buckets, at the end.
-            entering, leaving: for each stage, bytes received for a forward, and sent; a backward receives as many as were sent.
-                Receives are posted one action ahead.
+            saved: for each stage, bytes of the saved activations of one microbatch.
+            gradients: for each stage, bytes of the gradients of parameters, from its first whole backward or weight half on.
+            transient: for each stage, bytes during its actions alone.
+            bucket_limit: the most bytes of gradients that are in memory twice, in buckets, at the end.
+            received, sent: for each stage, bytes that its forward, and its backward, receives; receives are posted one action ahead.
         """
-        sizes = np.array([kept, gradients, working, *(each or [0.0] * len(kept) for each in (entering, leaving))], dtype=float)
+        zeros = [0.0] * len(saved)
+        sizes = np.array([saved, gradients, transient, received or zeros, sent or zeros], dtype=float)
         peaks = []
-        for stages, states in self._states:
-            moments = np.einsum("nks,ks->n", states, sizes[:, stages])
-            made = float(sizes[1, stages].sum())
-            peaks.append(max(float(moments.max(initial=0.0)), made + min(made, summed)))
+        for stages, counts in self._counts_of_ranks:
+            bytes_during_actions = np.einsum("nks,ks->n", counts, sizes[:, stages])
+            gradient_bytes = float(sizes[1, stages].sum())
+            bytes_at_end = gradient_bytes + min(gradient_bytes, bucket_limit)
+            peaks.append(max(float(bytes_during_actions.max(initial=0.0)), bytes_at_end))
         return tuple(peaks)
 
     def makespan(
@@ -85,29 +86,29 @@ class StepClock:
         Args:
             send: until what a stage sends forward has arrived.
             send_gradient: until the gradients that it sends back have arrived.
-            shares: the part of messages between a stage and the next that processors move (``Link.host_share``).
+            shares: for each stage, the part of messages to and from the next one that processors move (``Link.host_share``).
         """
-        whole = [one + other for one, other in zip(backward_input, backward_weight, strict=True)]
-        lasting = [*forward, *backward_input, *backward_weight, *whole]
-        sending = [*send, *send_gradient, 0.0]
+        whole = [input_half + weight_half for input_half, weight_half in zip(backward_input, backward_weight, strict=True)]
+        durations = [*forward, *backward_input, *backward_weight, *whole]
+        message_times = [*send, *send_gradient, 0.0]
         if any(shares):
-            return self._makespan_of_movers(lasting, sending, [*shares, 0.0, *shares[:-1], 0.0])
-        ends = [0.0]
-        for before, other, sent, lasts in self._rows:
-            free, there = ends[before + 1], ends[other + 1] + sending[sent]
-            ends.append((there if there > free else free) + lasting[lasts])  # noqa: FURB136  max() is a call, in every row
+            return self._makespan_with_host_delays(durations, message_times, [*shares, 0.0, *shares[:-1], 0.0])
+        ends = [0.0]  # row r ends at ends[r + 1]; row -1 stands for no row
+        for previous, producer, message, duration in self._rows:
+            free_at, arrives_at = ends[previous + 1], ends[producer + 1] + message_times[message]
+            ends.append((arrives_at if arrives_at > free_at else free_at) + durations[duration])  # noqa: FURB136  max() is slow, per row
         return max(ends)
 
-    def _makespan_of_movers(self, lasting: Sequence[float], sending: Sequence[float], shares: Sequence[float]) -> float:
-        """The same where who receives moves a part of the message itself: ``clock.held_up``, written out because it is in every row."""
+    def _makespan_with_host_delays(self, durations: Sequence[float], message_times: Sequence[float], shares: Sequence[float]) -> float:
+        """Return the makespan where receivers move a part of each message, ``shares``: inlines ``clock.host_delay`` for speed."""
         ends = [0.0]
-        for before, other, sent, lasts in self._rows:
-            free, left = ends[before + 1], ends[other + 1]
-            there = left + sending[sent]
-            start, beside = (there, free - left) if there > free else (free, there - left)
-            if beside > 0:
-                start += shares[sent] * beside
-            ends.append(start + lasting[lasts])
+        for previous, producer, message, duration in self._rows:
+            free_at, sent_at = ends[previous + 1], ends[producer + 1]
+            arrives_at = sent_at + message_times[message]
+            start, overlap = (arrives_at, free_at - sent_at) if arrives_at > free_at else (free_at, arrives_at - sent_at)
+            if overlap > 0:
+                start += shares[message] * overlap
+            ends.append(start + durations[duration])
         return max(ends)
 
 
@@ -117,31 +118,39 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
     return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas))
 
 
-def _states(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """The stages of a rank, and (actions, 5, stages) of each.
+def _memory_counts(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
+    """Return the stages of a rank, and (actions, 5, stages) how many of each size of ``StepClock.peak_memory`` are in memory.
 
-    How many microbatches it holds, whether it has gradients, whether it acts, whether its forward, and its backward, comes next.
+    That is, during each action and for each stage: microbatches in flight; 1 if it has gradients; 1 if it acts; 1 if the next action is its
+    forward, whose message is being received; 1 if that is its backward.
     """
     stages = sorted({action.stage for action in actions})
     kind = np.array([_NUMBER[action.kind] for action in actions], dtype=np.int64)
     acts = np.eye(len(stages), dtype=np.int64)[[stages.index(action.stage) for action in actions]]
-    nothing = np.zeros((1, len(stages)), dtype=np.int64)
+    zero = np.zeros((1, len(stages)), dtype=np.int64)
 
-    def those(*kinds: ActionKind) -> NDArray[np.int64]:
-        return np.where(np.isin(kind, [_NUMBER[each] for each in kinds])[:, None], acts, 0)
+    def acts_with(*kinds: ActionKind) -> NDArray[np.int64]:
+        return np.where(np.isin(kind, [_NUMBER[wanted] for wanted in kinds])[:, None], acts, 0)
 
-    forwards, backwards = those(ActionKind.FORWARD), those(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-    ended = np.concatenate([nothing, those(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT).cumsum(axis=0)])[: len(actions)]
-    following = (np.concatenate([each, nothing])[1:] for each in (forwards, backwards))
-    return stages, np.stack([forwards.cumsum(axis=0) - ended, (ended > 0).astype(np.int64), acts, *following], axis=1)
+    forwards = acts_with(ActionKind.FORWARD)
+    backwards = acts_with(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    freed = np.concatenate([zero, acts_with(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT).cumsum(axis=0)])[: len(actions)]
+    in_flight, has_gradients = forwards.cumsum(axis=0) - freed, (freed > 0).astype(np.int64)
+    next_forwards, next_backwards = (np.concatenate([current, zero])[1:] for current in (forwards, backwards))
+    return stages, np.stack([in_flight, has_gradients, acts, next_forwards, next_backwards], axis=1)
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
-    """For each action: the row before it on its rank, the row of the other stage that it waits for (-1: none), what is sent, what lasts."""
+    """Return a row (previous, producer, message, duration) for each action, in topological order; -1 stands for no row.
+
+    previous    the row of the action before it on its rank
+    producer    the row of the other stage's action whose result it needs
+    message     index of that result's time in ``[*send, *send_gradient, 0.0]``
+    duration    index of its duration: number of its kind in ``_KINDS`` times stages, plus its stage
+    """
     n_stages, n = schedule.n_stages, schedule.n_microbatches
-    n_actions = sum(len(actions) for actions in schedule.actions)
     rows: list[tuple[int, int, int, int]] = []
-    forwards, backwards = [-1] * (n_stages * n), [-1] * (n_stages * n)
+    forwards, backwards = [-1] * (n_stages * n), [-1] * (n_stages * n)  # at stage * n + microbatch: the row
     done, last = [0] * schedule.n_ranks, [-1] * schedule.n_ranks
     progress = True
     while progress:
@@ -149,31 +158,31 @@ def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
         for rank, actions in enumerate(schedule.actions):
             while done[rank] < len(actions):
                 action = actions[done[rank]]
-                needs, sent = _needs(action, n_stages, n, forwards, backwards)
-                if needs is None:
+                producer, message = _producer(action, n_stages, n, forwards, backwards)
+                if producer is None:
                     break
-                number = len(rows)
-                rows.append((last[rank], needs, sent, _NUMBER[action.kind] * n_stages + action.stage))
+                row = len(rows)
+                rows.append((last[rank], producer, message, _NUMBER[action.kind] * n_stages + action.stage))
                 if action.kind is ActionKind.FORWARD:
-                    forwards[action.stage * n + action.microbatch] = number
+                    forwards[action.stage * n + action.microbatch] = row
                 elif action.kind is not ActionKind.BACKWARD_WEIGHT:
-                    backwards[action.stage * n + action.microbatch] = number
-                done[rank], last[rank], progress = done[rank] + 1, number, True
-    if len(rows) < n_actions:
+                    backwards[action.stage * n + action.microbatch] = row
+                done[rank], last[rank], progress = done[rank] + 1, row, True
+    if len(rows) < sum(map(len, schedule.actions)):
         raise VerificationError(f"schedule {schedule.name} cannot run: ranks wait for each other", remedy="see schedules.clock for who")
     return rows
 
 
-def _needs(action: Action, n_stages: int, n: int, forwards: Sequence[int], backwards: Sequence[int]) -> tuple[int | None, int]:
-    """The row of another stage that an action waits for, and which message; None: not yet there."""
+def _producer(action: Action, n_stages: int, n: int, forwards: Sequence[int], backwards: Sequence[int]) -> tuple[int | None, int]:
+    """Return producer and message of an action's row, with ``n`` microbatches; the producer is None while it has no row itself."""
     stage, place = action.stage, action.stage * n + action.microbatch
-    nothing = 2 * n_stages
+    no_message = 2 * n_stages
     if action.kind is ActionKind.FORWARD:
         if stage == 0:
-            return -1, nothing
+            return -1, no_message
         row = forwards[place - n]
         return (None if row < 0 else row), stage - 1
     if action.kind is ActionKind.BACKWARD_WEIGHT or stage == n_stages - 1:
-        return -1, nothing
+        return -1, no_message
     row = backwards[place + n]
     return (None if row < 0 else row), n_stages + stage + 1

@@ -24,6 +24,7 @@ class Durations:
     backward: float | None = None
 
     def of(self, kind: ActionKind) -> float:
+        """Return the duration of an action of this kind."""
         whole = self.backward_input + self.backward_weight if self.backward is None else self.backward
         return {
             ActionKind.FORWARD: self.forward,
@@ -47,7 +48,7 @@ def simulate(schedule: Schedule, durations: Durations = _UNIT) -> Timing:
 
 
 def draw(schedule: Schedule, durations: Durations = _UNIT) -> str:
-    """Rank against time as text: a line a rank, a cell a unit of time, bubbles dotted.
+    """Return the timeline as text: a line a rank, a cell a unit of time, bubbles dotted.
 
     Raises:
         ConfigError: a duration is not a positive whole number.
@@ -56,10 +57,10 @@ def draw(schedule: Schedule, durations: Durations = _UNIT) -> str:
     for kind in ActionKind:
         if durations.of(kind) < 1 or durations.of(kind) % 1:
             raise ConfigError(f"a {kind.value} of {durations.of(kind)} units cannot be drawn", remedy="give whole durations of 1 or more")
-    timeline = simulate(schedule, durations)
-    cell = max(len(str(action)) for action in schedule) + 1
+    timing = simulate(schedule, durations)
+    cell = max(len(str(action)) for action in schedule) + 1  # characters for a unit of time, with the bar behind it
     lines = []
-    for rank, (actions, starts) in enumerate(zip(schedule.actions, timeline.start, strict=True)):
+    for rank, (actions, starts) in enumerate(zip(schedule.actions, timing.start, strict=True)):
         line = "|"
         for action, start in zip(actions, starts, strict=True):
             idle = int(start) * cell + 1 - len(line)

@@ -6,8 +6,8 @@
             |
          violated:  fixed, with the reason
 
-A candidate is a tensor that has the batch size of the example as a size. The size that is traced is no other size of the inputs, so
-that a mask of (sequence, sequence) is told from one of (batch, sequence).
+A candidate is a tensor that has the batch size of the example as a size. The model is traced with a batch size that no other dimension
+of the inputs has, so that a mask of (sequence, sequence) differs from one of (batch, sequence).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Exported:
     """A model exported with or without an open batch size.
 
     Attributes:
-        program: what ``torch.export`` gave.
+        program: the result of ``torch.export``.
         inputs: the inputs of the user; a program with an open batch may have been traced with another batch size.
-        layout: where they hold the batch.
+        layout: the dimensions of the inputs that are the batch.
         batch: the symbol of the batch size; None when every size is fixed.
-        notes: what the user should know, one sentence each.
+        notes: for the user, one sentence each.
     """
 
     program: ExportedProgram
@@ -47,86 +47,86 @@ class Exported:
 
 
 def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | str:
-    """Export with the batch size open; the reason when the model does not allow it.
+    """Export with the batch size open; return the reason, as a clause, when the model does not allow it.
 
     Raises:
         TraceError: the model cannot be traced, whatever its batch size.
     """
     if not layout.dimensions:
         return "no input is a tensor with dimensions"
-    reason: Exception | None = None
-    for choice in _choices(model, inputs, training, layout):
-        found = _try(model, inputs, training, choice)
-        if isinstance(found, Exported):
-            return found
-        reason = reason or found
-    return why_fixed(reason)
+    first_error: Exception | None = None
+    for candidate in _layouts_to_try(model, inputs, training, layout):
+        result = _try_layout(model, inputs, training, candidate)
+        if isinstance(result, Exported):
+            return result
+        first_error = first_error or result
+    return why_fixed(first_error)
 
 
-def _try(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | Exception:
-    """Export with one open size in all leaves of a layout, and nothing assumed about it."""
-    resized = inputs.with_batch(_unmistakable_size(inputs, layout), layout)
-    reason: Exception | None = None
+def _try_layout(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | Exception:
+    """Export with one open size in all leaves of a layout; return the error if it needs assumptions that may not hold."""
+    resized = inputs.with_batch(_unique_size(inputs, layout), layout)
+    first_error: Exception | None = None
     for may_assume in (False, True):
         try:
             program, notes = export(model, resized, training, Dim("batch"), layout, may_assume=may_assume)
         except Exception as error:
             if not depends_on_sizes(error):
                 raise trace_error(model, error) from error
-            reason = reason or error
+            first_error = first_error or error
             continue
         batch = symbol_of(program, *layout.dimensions[0])
         if batch is not None and (not may_assume or assumptions_always_hold(program, layout)):
             return Exported(program, inputs, layout, batch, notes)
-    return reason or ValueError("the model makes it a constant")
+    return first_error or ValueError("the model makes it a constant")
 
 
-def _choices(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Iterator[BatchLayout]:
-    """Layouts to try, best first; later ones are made only when earlier ones fail."""
+def _layouts_to_try(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Iterator[BatchLayout]:
+    """Yield the layouts to try, best first: all leaves, then those that stay open when ``torch.export`` chooses (``Dim.AUTO``)."""
     yield layout
     if len(layout.dimensions) < 2:
         return
-    if layout.size == 1:  # a size of 1 is never left open, so that asking would not help
-        yield from layout.smaller()
+    if layout.size == 1:  # Dim.AUTO never leaves a size of 1 open
+        yield from layout.smaller_layouts()
         return
     try:
         program, _ = export(model, inputs, training, Dim.AUTO, layout)
     except Exception as error:
         raise trace_error(model, error) from error
-    left = BatchLayout(layout.size, tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None))
-    if left.dimensions and left != layout:
-        yield left
+    still_open = BatchLayout(layout.size, tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None))
+    if still_open.dimensions and still_open != layout:
+        yield still_open
 
 
 def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported:
-    """Export for one batch size: the inputs that hold the batch are resized to it.
+    """Export for one batch size, to which the inputs of the layout are resized; a smaller layout is tried if the model refuses that.
 
     Raises:
         TraceError: the model cannot be traced with that batch size.
     """
-    failure: Exception | None = None
-    for choice in (layout, *layout.smaller()):
-        resized = inputs.with_batch(size, choice)
+    first_error: Exception | None = None
+    for candidate in (layout, *layout.smaller_layouts()):
+        resized = inputs.with_batch(size, candidate)
         try:
             program, notes = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
-            failure = failure or error
+            first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
-            return Exported(program, resized, BatchLayout(size, choice.dimensions), None, notes)
-    assert failure is not None
-    raise trace_error(model, failure) from failure
+            return Exported(program, resized, BatchLayout(size, candidate.dimensions), None, notes)
+    assert first_error is not None
+    raise trace_error(model, first_error) from first_error
 
 
-def _unmistakable_size(inputs: ModelInputs, layout: BatchLayout) -> int:
-    """The least multiple of the batch size, 2 or more, that no other size of the inputs equals."""
-    others: set[int] = set()
-    dimensions = dict(layout.dimensions)
+def _unique_size(inputs: ModelInputs, layout: BatchLayout) -> int:
+    """Return the least multiple of the batch size, 2 or more, that is no other size of the inputs."""
+    other_sizes: set[int] = set()
+    batch_dims = dict(layout.dimensions)
     for index, leaf in enumerate(inputs.leaves):
         if isinstance(leaf, Tensor):
-            others.update(size for dimension, size in enumerate(leaf.shape) if dimension != dimensions.get(index))
+            other_sizes.update(size for dimension, size in enumerate(leaf.shape) if dimension != batch_dims.get(index))
     size = layout.size
-    while size < 2 or size in others:
+    while size < 2 or size in other_sizes:
         size += max(layout.size, 1)
     return size

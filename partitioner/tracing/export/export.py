@@ -18,20 +18,20 @@ from torch.export import ExportedProgram, ShapesCollection
 
 from partitioner.tracing.autograd_functions import refuse_custom_functions
 from partitioner.tracing.carried_attributes import (
-    attributes_behind,
     attributes_of,
     changed_numbers,
+    record_attributes_after_calls,
     refuse_read_numbers,
     refuse_read_tensors,
     set_numbers,
 )
-from partitioner.tracing.export.guards import DecidedRandomChoices, questions_about_one_row
+from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
-from partitioner.tracing.repeated.find import rehearse
-from partitioner.tracing.repeated.replay import traced_once, write_copies
-from partitioner.tracing.restore import preserved
+from partitioner.tracing.repeated.find import find_copies
+from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
+from partitioner.tracing.restore import preserve
 from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
@@ -47,12 +47,12 @@ def export(
 
     Args:
         training: the mode to trace in; a model that is in it keeps the flag of every module.
-        batch: what ``torch.export`` takes for a dynamic dimension; None makes every size static.
-        layout: which leaves it is in.
-        may_assume: trace on where a size has to be assumed something of, which ``shape_guards`` then reads; else it is an error.
+        batch: the ``Dim`` of the batch dimensions; None makes every size static.
+        layout: the leaves of the inputs that have this dimension.
+        may_assume: allow assumptions about symbolic sizes, which ``assumptions_always_hold`` checks afterwards; else they are an error.
 
     Returns:
-        The program, and what the user should know, one sentence each.
+        The program, and notes for the user, one sentence each.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function where gradients flow.
@@ -65,7 +65,7 @@ def export(
             shapes[inputs.leaves[index]] = {dimension: batch}
     register_caches()
     with contextlib.ExitStack() as stack:
-        questions = stack.enter_context(questions_about_one_row())
+        comparisons = stack.enter_context(record_comparisons_with_one())
         for context in (
             TRACING,
             torch.inference_mode(mode=False),
@@ -74,26 +74,29 @@ def export(
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),
             refuse_custom_functions(),
-            DecidedRandomChoices(),
-            preserved(model),
+            ConstantRandomComparisons(),
+            preserve(model),
         ):
             stack.enter_context(context)
-        warned = stack.enter_context(_quietly())
-        before, after = attributes_of(model), stack.enter_context(attributes_behind(model))
+        caught = stack.enter_context(_silence_torch())
+        before = attributes_of(model)
+        after = stack.enter_context(record_attributes_after_calls(model))
         if model.training != training:
             model.train(training)
         _name_keywords(model, inputs.kwargs)
-        program = _exported(model, inputs, shapes or None, may_assume=may_assume)
-        kept = _kept_attributes(warned)
-        refuse_read_tensors(model, before, kept, program)
-        if changed := changed_numbers(before, after):
+        program = _export(model, inputs, shapes or None, may_assume=may_assume)
+        assigned = _assigned_attributes(caught)
+        refuse_read_tensors(model, before, assigned, program)
+        changed = changed_numbers(before, after)
+        if changed:
             set_numbers(model, changed)
-            refuse_read_numbers(model, tuple(changed), program, _exported(model, inputs, shapes or None, may_assume=may_assume))
-    return program, _notes(kept, questions)
+            second_program = _export(model, inputs, shapes or None, may_assume=may_assume)
+            refuse_read_numbers(model, tuple(changed), program, second_program)
+    return program, _notes(assigned, comparisons)
 
 
-def _exported(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: bool) -> ExportedProgram:
-    """Export with modules that repeat traced once; as the model is, where they cannot be written from one."""
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: bool) -> ExportedProgram:
+    """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is."""
 
     def run() -> ExportedProgram:
         return torch.export.export(
@@ -105,31 +108,31 @@ def _exported(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume:
             prefer_deferred_runtime_asserts_over_guards=may_assume,
         )
 
-    copies = rehearse(model, inputs.args, inputs.kwargs)
+    copies = find_copies(model, inputs.args, inputs.kwargs)
     if not copies:
         return run()
     try:
-        with preserved(model), traced_once(model, copies):
+        with preserve(model), trace_copies_once(model, copies):
             program = run()
         write_copies(program, copies)
-    except Exception:  # noqa: BLE001  whatever it is, the trace of the model as it is has it, too, or does without
+    except Exception:  # noqa: BLE001  an error of the model itself is raised again by run()
         return run()
     return program
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Give ``forward`` a signature that names what it takes as ``**kwargs``: there, ``torch.export`` fails on open sizes."""
+    """Replace ``**kwargs`` in the signature of ``forward`` by the names that are passed: ``torch.export`` fails on open sizes in it."""
     signature = inspect.signature(model.forward)
     named = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-    others = [name for name in kwargs if name not in signature.parameters]
-    if not others:
+    unnamed = [name for name in kwargs if name not in signature.parameters]
+    if not unnamed:
         return
     original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
     forward.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
     model.forward = forward
 
@@ -137,42 +140,42 @@ def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 _ASSIGNED = re.compile(r"tensor attributes? (.+) (?:was|were) assigned during export")
 
 
-def _kept_attributes(warned: Sequence[warnings.WarningMessage]) -> list[str]:
-    """Attributes in which the model kept tensors: ``torch.export`` puts them back and warns."""
-    found = [_ASSIGNED.search(str(warning.message)) for warning in warned]
-    names = [name.removeprefix("self.") for match in found if match is not None for name in match[1].split(", ")]
-    return sorted(dict.fromkeys(names))
+def _assigned_attributes(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Return the attributes that forward assigned tensors to, from warnings of ``torch.export``, which restores them."""
+    names: set[str] = set()
+    for warning in caught:
+        match = _ASSIGNED.search(str(warning.message))
+        if match is not None:
+            names.update(name.removeprefix("self.") for name in match[1].split(", "))
+    return sorted(names)
 
 
-def _notes(kept: Sequence[str], questions: Sequence[str]) -> tuple[str, ...]:
+def _notes(assigned: Sequence[str], comparisons: Sequence[str]) -> tuple[str, ...]:
+    """Return notes about the attributes that forward assigns, and the lines that compare the batch size with one."""
     notes = []
-    if kept:
-        notes.append(f"the model keeps tensors in {', '.join(kept)} for later calls; partitioned, only its buffers are kept")
-    if questions:
-        where = ", ".join(questions)
+    if assigned:
+        notes.append(f"the model keeps tensors in {', '.join(assigned)} for later calls; partitioned, only its buffers are kept")
+    if comparisons:
+        where = ", ".join(comparisons)
         notes.append(f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are")
     return tuple(notes)
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[list[warnings.WarningMessage]]:
-    """PyTorch reports failures in its log and on stderr before it raises them; some are expected here, and all others are raised.
-
-    Yields:
-        What was warned of.
-    """
+def _silence_torch() -> Iterator[list[warnings.WarningMessage]]:
+    """While active, drop torch's log messages and stderr, which repeat the errors that it raises; yield the list of warnings."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for logger in loggers for handler in logger.handlers]
 
-    def is_no_failure(record: logging.LogRecord) -> bool:
+    def is_below_warning(record: logging.LogRecord) -> bool:
         return record.levelno < logging.WARNING
 
     for handler in handlers:
-        handler.addFilter(is_no_failure)
+        handler.addFilter(is_below_warning)
     try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(record=True) as warned:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield warned
+            yield caught
     finally:
         for handler in handlers:
-            handler.removeFilter(is_no_failure)
+            handler.removeFilter(is_below_warning)

@@ -4,7 +4,7 @@
 - A batch of one: torch.export assumes that a symbolic size is at least two. If the model's own code compares such a size, and the result
   would differ for one, the graph computes one row as it does several, and a note tells the user.
 - Random numbers: encoders of transformers drop layers in training, ``if torch.rand([]) < self.layerdrop``. A trace cannot branch on a
-  value, but ``layerdrop = 0.0`` decides the comparison. The number is drawn still, so that later draws do not change.
+  value, but with ``layerdrop = 0.0`` the result is constant. The number is still drawn, so that later draws do not change.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["DecidedRandomChoices", "assumptions_always_hold", "questions_about_one_row", "symbol_of"]
+__all__ = ["ConstantRandomComparisons", "assumptions_always_hold", "record_comparisons_with_one", "symbol_of"]
 
-
-_TRIED = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
+_TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
 
 
@@ -41,30 +40,29 @@ def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symb
 def assumptions_always_hold(program: ExportedProgram, layout: BatchLayout) -> bool:
     """Return whether all assumptions of a trace hold for every tested batch size, up to a million.
 
-    PyTorch cannot prove all that is true: ``min(6, 6 * batch) == 6`` is an assumption, though a batch is never empty.
+    PyTorch assumes what it cannot prove, even if it is true: ``min(6, 6 * batch) == 6`` holds because a batch is never empty.
     """
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
     symbol, environment = size.node.expr, size.node.shape_env
     assumed = [guard.expr for guard in environment.guards]
-    assumed += [deferred.expr for several in environment.deferred_runtime_asserts.values() for deferred in several]
+    assumed += [deferred.expr for asserts in environment.deferred_runtime_asserts.values() for deferred in asserts]
     return all(_always_holds(expression.xreplace(environment.replacements), symbol) for expression in assumed)
 
 
 def _always_holds(expression: sympy.Basic, symbol: sympy.Symbol) -> bool:
+    """Return whether a condition on one symbol is true for every tested size; False if it has other symbols."""
     if expression.free_symbols - {symbol}:
         return False
-    return all(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true for size in _TRIED)
+    return all(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true for size in _TESTED_SIZES)
 
 
 def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.SymInt:
+    """Return the traced size of one dimension of a leaf of the inputs."""
     name = program.graph_signature.user_inputs[leaf]
     placeholder = next(node for node in program.graph.nodes if node.name == name)
     size: int | torch.SymInt = placeholder.meta["val"].shape[dimension]
     return size
-
-
-# -- comparisons that a batch of one would decide otherwise ------------------------------------------------------------------------
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -75,32 +73,32 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
-def questions_about_one_row() -> Iterator[list[str]]:
+def record_comparisons_with_one() -> Iterator[list[str]]:
     """While active, record comparisons of symbolic sizes whose results would differ for a batch of one.
 
     Yields:
         A list that grows by their source lines, ``file.py:12``.
     """
-    found: list[str] = []
+    lines: list[str] = []
     originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
 
-    def watch(name: str) -> Callable[[Any, Any], Any]:
+    def recording(name: str) -> Callable[[Any, Any], Any]:
         """Return a comparison operator that records lines of the model's code, not of torch, and then compares as the original."""
 
         def compare(self: torch.SymInt, other: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001  the line that compares; inspect.stack() would read source files
             if not frame.f_code.co_filename.startswith(_TORCH) and _differs_for_one(self, other, _COMPARISONS[name]):
                 line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                if line not in found:
-                    found.append(line)
+                if line not in lines:
+                    lines.append(line)
             return originals[name](self, other)
 
         return compare
 
     for name in _COMPARISONS:
-        setattr(torch.SymInt, name, watch(name))
+        setattr(torch.SymInt, name, recording(name))
     try:
-        yield found
+        yield lines
     finally:
         for name, original in originals.items():
             setattr(torch.SymInt, name, original)
@@ -116,9 +114,6 @@ def _differs_for_one(size: torch.SymInt, other: Any, compare: Callable[[Any, Any
     return bool(one) != bool(two)
 
 
-# -- comparisons of random numbers that are certain --------------------------------------------------------------------------------
-
-
 _RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
     function: compare
     for compare in (operator.lt, operator.le, operator.gt, operator.ge)
@@ -129,23 +124,24 @@ _LEAST, _LARGEST = 0.0, 1.0 - 2.0**-24
 """The least and the largest number that ``torch.rand`` draws."""
 
 
-class DecidedRandomChoices(TorchFunctionMode):
-    """While active, comparing a scalar of ``torch.rand`` with a constant gives a bool if the result is the same for all draws."""
+class ConstantRandomComparisons(TorchFunctionMode):
+    """While active, comparing a scalar of ``torch.rand`` with a number gives a bool if all draws give the same one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._drawn: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        decided = self._decide(func, args)
-        if decided is not None:
-            return decided
+        constant = self._constant_result(func, args)
+        if constant is not None:
+            return constant
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.ndim == 0:
             self._drawn.append(result)
         return result
 
-    def _decide(self, func: Any, args: Any) -> bool | None:
+    def _constant_result(self, func: Any, args: Any) -> bool | None:
+        """Return the result of a comparison that is the same for all draws; None for any other call."""
         compare = _RANDOM_COMPARISONS.get(func) if len(args) == 2 else None
         if compare is None or not isinstance(args[1], int | float) or not any(args[0] is drawn for drawn in self._drawn):
             return None

@@ -21,33 +21,34 @@ from passes.ir.errors import ConfigError
 
 __all__ = ["find_example_inputs"]
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""``args`` and ``kwargs`` of one call."""
 
 _BATCH = 2
 _LENGTHS = (16, 8, 4, 2, 1)
 _IMAGE_SIZES = (64, 224, 32, 28, 16)
 
 
-def find_example_inputs(model: nn.Module) -> _Call:
-    """The positional and keyword inputs that a model brings along, or that its first layer implies.
+def find_example_inputs(model: nn.Module) -> _Inputs:
+    """Return the args and kwargs that a library left on a model, or that its first layer implies.
 
     Raises:
         ConfigError: there are none, or the model does not take them; says what to pass.
     """
-    for source in (_of_lightning, _of_transformers, _of_timm):
-        found = source(model)
-        if found is not None:
-            return found
-    for found in _of_first_layer(model):
-        if _runs(model, *found):
-            return found
+    for find in (_inputs_of_lightning, _inputs_of_transformers, _inputs_of_timm):
+        inputs = find(model)
+        if inputs is not None:
+            return inputs
+    for inputs in _inputs_of_first_layer(model):
+        if _accepts(model, *inputs):
+            return inputs
     raise ConfigError(
         f"no example inputs are known for {type(model).__name__}, and its first layer does not tell",
         remedy=f"pass one batch (only sizes and types matter): {_how_to_pass(model)}",
     )
 
 
-def _of_lightning(model: nn.Module) -> _Call | None:
+def _inputs_of_lightning(model: nn.Module) -> _Inputs | None:
     example = getattr(model, "example_input_array", None)
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -56,8 +57,8 @@ def _of_lightning(model: nn.Module) -> _Call | None:
     return ((example,), {}) if isinstance(example, Tensor) else None
 
 
-def _of_transformers(model: nn.Module) -> _Call | None:
-    """``dummy_inputs`` are token ids for every model of the library, so they count only for models whose main input those are."""
+def _inputs_of_transformers(model: nn.Module) -> _Inputs | None:
+    """Return ``dummy_inputs`` if they have the model's main input (they are token ids for every model), or images of its size."""
     main = getattr(model, "main_input_name", None)
     if not isinstance(main, str):
         return None
@@ -68,32 +69,33 @@ def _of_transformers(model: nn.Module) -> _Call | None:
     config = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if main == "pixel_values" and size is not None and channels is not None:
-        sides = (size, size) if isinstance(size, int) else tuple(size)
+        sides = (size, size) if isinstance(size, int) else tuple(size)  # a number, or (height, width)
         return (), {main: torch.zeros((_BATCH, channels, *sides), dtype=_tensor_of(model).dtype, device=device)}
     return None
 
 
-def _of_timm(model: nn.Module) -> _Call | None:
+def _inputs_of_timm(model: nn.Module) -> _Inputs | None:
     config = getattr(model, "pretrained_cfg", None)
     size = config.get("input_size") if isinstance(config, Mapping) else None
     if size is None:
         return None
-    like = _tensor_of(model)
-    return (torch.zeros((_BATCH, *size), dtype=like.dtype, device=like.device),), {}
+    parameter = _tensor_of(model)
+    return (torch.zeros((_BATCH, *size), dtype=parameter.dtype, device=parameter.device),), {}
 
 
-def _of_first_layer(model: nn.Module) -> Iterator[_Call]:
-    """Inputs to try when the model takes one tensor and its first layer says which."""
-    names = _required(model)
+def _inputs_of_first_layer(model: nn.Module) -> Iterator[_Inputs]:
+    """Yield inputs to try, for a model of one batch-first input: shapes that the first layer with parameters may take."""
+    names = _required_inputs(model)
     first = next((module for module in model.modules() if next(module.parameters(recurse=False), None) is not None), None)
     if len(names) != 1 or first is None or any(getattr(module, "batch_first", None) is False for module in model.modules()):
         return
-    for shape, dtype in _shapes(model, first):
+    for shape, dtype in _input_shapes(model, first):
         value = torch.zeros(shape, dtype=dtype, device=next(first.parameters()).device)
-        yield ((value,), {}) if names[0] in _without_default(model) else ((), {names[0]: value})
+        yield ((value,), {}) if names[0] in _inputs_without_default(model) else ((), {names[0]: value})
 
 
-def _shapes(model: nn.Module, first: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _input_shapes(model: nn.Module, first: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """Yield shapes and types of inputs that a model's first layer may take."""
     if isinstance(first, nn.Linear) and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield (_BATCH, first.in_features), first.weight.dtype
     elif isinstance(first, nn.Embedding):
@@ -106,8 +108,8 @@ def _shapes(model: nn.Module, first: nn.Module) -> Iterator[tuple[tuple[int, ...
             yield (_BATCH, first.in_channels, *(size for _ in first.kernel_size)), first.weight.dtype
 
 
-def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model takes such inputs: tried on the meta device, where nothing is computed."""
+def _accepts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a model runs on these inputs, on the meta device, where nothing is computed."""
     tensors = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad():
@@ -119,26 +121,27 @@ def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _tensor_of(model: nn.Module) -> Tensor:
-    """A floating-point tensor of the model, whose type and device its inputs should have."""
+    """Return a floating-point tensor of the model, whose type and device its inputs should have."""
     tensors = (*model.parameters(), *model.buffers())
     return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
 
 
-def _without_default(model: nn.Module) -> list[str]:
+def _inputs_without_default(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of ``forward`` that have no default."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(model.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds and parameter.default is inspect.Parameter.empty]
 
 
-def _required(model: nn.Module) -> list[str]:
-    """The inputs that have to be given; models of transformers give all of them a default and name the one that counts."""
+def _required_inputs(model: nn.Module) -> list[str]:
+    """Return the inputs without a default; else the main input that a model of transformers, with defaults for all, names."""
     main = getattr(model, "main_input_name", None)
-    return _without_default(model) or ([main] if isinstance(main, str) else [])
+    return _inputs_without_default(model) or ([main] if isinstance(main, str) else [])
 
 
 def _how_to_pass(model: nn.Module) -> str:
-    """A line of code."""
-    positional = _without_default(model)
-    if positional or not _required(model):
+    """Return the call of ``partition`` to write, as text: ``partition(model, ..., example_inputs=(x,))``."""
+    positional = _inputs_without_default(model)
+    if positional or not _required_inputs(model):
         return f"partition(model, ..., example_inputs=({', '.join(positional or ['x'])},))"
-    return f"partition(model, ..., example_kwargs={{{', '.join(f'{name!r}: {name}' for name in _required(model))}}})"
+    return f"partition(model, ..., example_kwargs={{{', '.join(f'{name!r}: {name}' for name in _required_inputs(model))}}})"

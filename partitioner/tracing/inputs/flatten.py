@@ -50,31 +50,32 @@ class ModelInputs:
         _, kwargs = tree_unflatten(self.leaves, self.tree)
         return dict(kwargs)
 
-    def moved_with(self, model: nn.Module) -> ModelInputs:
-        """On the meta device, where the model is."""
+    def on_device_of(self, model: nn.Module) -> ModelInputs:
+        """Return the inputs, moved to the meta device if a tensor of the model is there."""
         if not any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
             return self
         leaves = tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return replace(self, leaves=leaves)
 
-    def layout(self, dimension: int) -> BatchLayout:
-        """Where the batch may be, if it is in this dimension of the first tensor that has it; nowhere when there is none.
+    def batch_layout(self, dimension: int) -> BatchLayout:
+        """Return the batch dimensions of the inputs, if the batch size is the size of this dimension in the first tensor that has it.
 
-        Every tensor with as large a size takes part: in the same dimension, else in its first.
+        Every tensor of this size takes part: in the same dimension, else in its first. Without tensors the layout is empty.
         """
         tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         size = next((leaf.shape[dimension] for _, leaf in tensors if leaf.ndim > dimension), None)
         if size is None:
             return BatchLayout(1, ())
-        dimensions = []
+        batch_dims = []
         for index, leaf in tensors:
-            found = next((each for each in dict.fromkeys((dimension, 0)) if leaf.ndim > each and leaf.shape[each] == size), None)
-            if found is not None:
-                dimensions.append((index, found))
-        return BatchLayout(size, tuple(dimensions))
+            for candidate in (dimension, 0):
+                if leaf.ndim > candidate and leaf.shape[candidate] == size:
+                    batch_dims.append((index, candidate))
+                    break
+        return BatchLayout(size, tuple(batch_dims))
 
     def with_batch(self, size: int, layout: BatchLayout) -> ModelInputs:
-        """The same inputs with another batch size; values of resized tensors mean nothing."""
+        """Return the inputs with another batch size; the values of resized tensors are undefined."""
         resized = list(self.leaves)
         for index, dimension in layout.dimensions:
             leaf = resized[index]
@@ -84,28 +85,29 @@ class ModelInputs:
 
 
 def _resized(leaf: Tensor, dimension: int, size: int) -> Tensor:
-    """A new tensor, no view, of another size in one dimension, its dimensions in the same order in memory."""
-    shape = [size if each == dimension else other for each, other in enumerate(leaf.shape)]
-    strides, inner = [0] * leaf.dim(), 1
-    for each in reversed(memory_order(leaf)):
-        strides[each], inner = inner, inner * shape[each]
+    """Return an uninitialized tensor of another size in one dimension, with the dimensions in the same order in memory."""
+    shape = list(leaf.shape)
+    shape[dimension] = size
+    strides, stride = [0] * leaf.dim(), 1
+    for current in reversed(memory_order(leaf)):  # innermost first
+        strides[current], stride = stride, stride * shape[current]
     return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which inputs hold the batch.
+    """The dimensions of the inputs that are the batch.
 
     Attributes:
         size: the batch size.
-        dimensions: pairs of a leaf and its dimension that holds the batch.
+        dimensions: pairs (index of a leaf, its batch dimension).
     """
 
     size: int
     dimensions: tuple[tuple[int, int], ...]
 
-    def smaller(self) -> Iterator[BatchLayout]:
-        """Layouts of fewer leaves: all but one, then the first alone."""
+    def smaller_layouts(self) -> Iterator[BatchLayout]:
+        """Yield layouts of fewer leaves: without one of them, never the first, then the first alone."""
         for dropped in reversed(self.dimensions[1:]):
             yield BatchLayout(self.size, tuple(pair for pair in self.dimensions if pair != dropped))
         if len(self.dimensions) > 2:
@@ -115,11 +117,11 @@ class BatchLayout:
 def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelInputs:
     """Flatten and name the inputs of one call.
 
+    A trace would take a tensor that is passed twice for one input, and would describe the base of a view: such tensors are cloned, and so
+    are tensors of inference mode.
+
     Raises:
         ConfigError: the model's ``forward`` does not take them.
-
-    One tensor passed twice becomes two, which a trace would take for one input, and tensors of inference mode, and views of larger tensors,
-    become plain ones: a trace would describe what they are views of.
     """
     args, kwargs = tuple(args), dict(kwargs)
     signature = inspect.signature(model.forward)
@@ -133,31 +135,34 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     leaves, tree = tree_flatten((args, kwargs))
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
-        names += [name + path for path in _leaf_paths(tree_flatten(value)[1])]
+        _, value_tree = tree_flatten(value)
+        names += [name + path for path in _leaf_paths(value_tree)]
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Tensor):
             check_dense(f"the input {name}", leaf)
-    return ModelInputs(tuple(_distinct(leaves)), tuple(names), tree)
+    return ModelInputs(tuple(_clone_shared(leaves)), tuple(names), tree)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), or of several shapes (nested): no rule says how to cut it."""
+    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), or of several shapes (nested): it cannot be sharded."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested (of several shapes)" if tensor.is_nested else f"sparse ({tensor.layout})"
         remedy = "a padded tensor and a mask" if tensor.is_nested else "it dense, x.to_dense(), or its indices and values as a tensor each"
         raise ConfigError(f"{name} is {kind} and has no rows to divide", remedy=f"pass {remedy}")
 
 
-def _distinct(leaves: list[Any]) -> Iterator[Any]:
+def _clone_shared(leaves: list[Any]) -> Iterator[Any]:
+    """Yield the leaves; tensors that came before, views, and tensors of inference mode are cloned."""
     seen: set[int] = set()
     for leaf in leaves:
-        replaced = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference() or is_view(leaf))
+        is_shared = isinstance(leaf, Tensor) and (id(leaf) in seen or leaf.is_inference() or is_view(leaf))
         seen.add(id(leaf))
         with torch.inference_mode(mode=False):
-            yield leaf.detach().clone().requires_grad_(leaf.requires_grad) if replaced else leaf
+            yield leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_shared else leaf
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> list[str]:
+    """Return the names of the first ``count`` positional inputs; those of ``*args`` are ``args[0]``, ``args[1]``, ..."""
     names: list[str] = []
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -167,22 +172,19 @@ def _positional_names(signature: inspect.Signature, count: int) -> list[str]:
     return names[:count]
 
 
-# -- paths through nested inputs and outputs ---------------------------------------------------------------------------------------
-
-
 def _leaf_paths(tree: TreeSpec) -> tuple[str, ...]:
-    """For each leaf, its path behind the root: ``""``, ``"[0]"``, ``"['key']"``, ``".field"``, or several of them."""
+    """Return the path of each leaf from the root: ``""``, ``"[0]"``, ``"['key']"``, ``".field"``, or several of them joined."""
     if tree.is_leaf():
         return ("",)
-    return tuple(step + rest for step, child in zip(_steps(tree), tree.children(), strict=True) for rest in _leaf_paths(child))
+    return tuple(step + rest for step, child in zip(_child_paths(tree), tree.children(), strict=True) for rest in _leaf_paths(child))
 
 
 def output_names(tree: TreeSpec) -> tuple[str, ...]:
-    """For each leaf of a result, its path; a key or field at the top stands bare: ``"logits"``, ``"states[0]"``."""
+    """Return the path of each leaf of a result; a key or field at the top is bare: ``"logits"``, ``"states[0]"``."""
     if tree.is_leaf():
         return ("",)
     names = []
-    for step, child in zip(_steps(tree), tree.children(), strict=True):
+    for step, child in zip(_child_paths(tree), tree.children(), strict=True):
         bare = step.removeprefix(".")
         if step.startswith("['"):
             bare = step[2:-2]
@@ -190,8 +192,8 @@ def output_names(tree: TreeSpec) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _steps(tree: TreeSpec) -> list[str]:
-    """How the children of a node are reached: by key where it is a mapping, by field where it is a dataclass or named tuple."""
+def _child_paths(tree: TreeSpec) -> list[str]:
+    """Return the path of each child of a node: its key in a mapping, its field in a dataclass or named tuple, else its index."""
     children = tree.num_children
     keys: Any = tree.context
     if isinstance(tree.type, type) and issubclass(tree.type, dict):
@@ -207,11 +209,11 @@ def _steps(tree: TreeSpec) -> list[str]:
 
 
 def _keys_of_mapping(tree: TreeSpec) -> list[Any] | None:
-    """The keys of a mapping of any registered kind, found by putting it together from its own leaves' numbers."""
-    try:
+    """Return the keys of a mapping of any registered type, if its children are in their order; else None."""
+    try:  # the type's own flatten is not known here: unflatten the numbers of the leaves, and read the result
         mapping = tree_unflatten(list(range(tree.num_leaves)), tree)
         keys = list(mapping)
-        in_order = [leaf for key in keys for leaf in tree_flatten(mapping[key])[0]]
+        leaf_numbers = [leaf for key in keys for leaf in tree_flatten(mapping[key])[0]]
     except (TypeError, ValueError, KeyError):
         return None
-    return keys if len(keys) == tree.num_children and in_order == sorted(in_order) else None
+    return keys if len(keys) == tree.num_children and leaf_numbers == sorted(leaf_numbers) else None

@@ -15,7 +15,7 @@ from passes.ir.torch_private import pytree
 __all__ = ["register_caches"]
 
 _LAYER_STATE = ("sliding_window", "cumulative_length")
-"""What a layer of a cache holds besides its keys and values."""
+"""Attributes of a cache layer besides its keys and values; a layer has some of them."""
 
 
 def register_caches() -> None:
@@ -39,13 +39,14 @@ def register_caches() -> None:
 
 
 def _flatten_dynamic(cache: Any) -> tuple[list[Any], Any]:
-    """The children are one pair (keys, values) for each layer."""
-    states = tuple(tuple((name, getattr(layer, name)) for name in _LAYER_STATE if hasattr(layer, name)) for layer in cache.layers)
-    return [(layer.keys, layer.values) for layer in cache.layers], (type(cache), tuple(type(layer) for layer in cache.layers), states)
+    """Return a pair (keys, values) for each layer, and the types and other state as the context."""
+    tensors = [(layer.keys, layer.values) for layer in cache.layers]
+    states = [tuple((name, getattr(layer, name)) for name in _LAYER_STATE if hasattr(layer, name)) for layer in cache.layers]
+    return tensors, (type(cache), tuple(type(layer) for layer in cache.layers), tuple(states))
 
 
 def _unflatten_dynamic(layers: Any, context: Any) -> Any:
-    """Put together without computing: the children may be anything that stands for a tensor."""
+    """Rebuild a cache without computing: a pytree is also unflattened with other objects in place of tensors."""
     kind, layer_kinds, states = context
     cache = kind()
     cache.layers = []
@@ -61,10 +62,12 @@ def _unflatten_dynamic(layers: Any, context: Any) -> Any:
 
 
 def _flatten_pair(cache: Any) -> tuple[list[Any], Any]:
+    """Return the two caches of an ``EncoderDecoderCache``, and its type and flags as the context."""
     return [cache.self_attention_cache, cache.cross_attention_cache], (type(cache), tuple(sorted(cache.is_updated.items())))
 
 
 def _unflatten_pair(caches: Any, context: Any) -> Any:
+    """Rebuild an ``EncoderDecoderCache``: its constructor needs two caches, so it gets empty ones, which are then replaced."""
     kind, is_updated = context
     empty = type(sys.modules["transformers.cache_utils"].DynamicCache())
     cache = kind(empty(), empty())
@@ -74,7 +77,7 @@ def _unflatten_pair(caches: Any, context: Any) -> Any:
 
 
 def _with_keys(flatten: Any) -> Any:
-    """The same flattening with a key for each child."""
+    """Return a flatten function that also returns a key, its index, for each child."""
 
     def flatten_with_keys(cache: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten(cache)

@@ -1,12 +1,13 @@
-"""Which modules of a model are copies of each other: of one class, with attributes of equal values.
+"""Find the modules of a model that are copies of each other: of one class, with attributes of equal values.
 
     blocks.0   Block(heads=96, window=None), weights of (36864, 12288) ...      alike
     blocks.1   Block(heads=96, window=None), weights of (36864, 12288) ...      alike
     blocks.2   Block(heads=96, window=256), weights of (36864, 12288) ...       another form
 
-Weights count by their sizes and types, everything else by its value; objects that have no value of their own are equal to themselves alone.
+Weights are compared by size and type, everything else by value; objects that do not compare by value are equal to themselves alone.
 
-Run a model once on shapes alone, to see which of its modules do the very same: those are traced once.
+Such modules are candidates. The model runs on the meta device, which logs every PyTorch call with its arguments: numbers by value, tensors
+by their source. Candidates of one form with equal logs are copies, and are traced once:
 
     model(tokens)                              log of the model                     logs of the blocks
       x = embedding(tokens)                    embedding(tokens)
@@ -14,12 +15,9 @@ Run a model once on shapes alone, to see which of its modules do the very same: 
       x = blocks.1(x)                          blocks.1(result of blocks.0)         norm, linear, ... of input 0, own weights
       norm(x)                                  norm(result of blocks.1)
 
-Every call of PyTorch is logged, with its arguments: numbers by value, tensors by where they come from. Modules of one form whose logs
-are equal are copies. Then the model runs a second time, stand-ins in the place of all copies but one: if whatever is outside of them
-does the same again, nothing that the copies do besides returning their results is noticed by anybody.
-
-A log tells what Python did, not what it might have done at other sizes; that, too, is the same for modules of equal code and equal
-attributes (``alike_modules``), unless they ask something that is neither an attribute nor an argument, which the logs would show.
+Then the model runs a second time, with stand-ins in place of all copies but one. If the rest of the model makes the same calls again, no
+copy has a side effect that the rest reads. Copies do the same at other sizes, too: their code and attributes are equal, and a read of
+anything else but arguments shows in the logs.
 """
 
 from __future__ import annotations
@@ -36,169 +34,151 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from partitioner.tracing.inputs.ties import first_names
-from partitioner.tracing.restore import preserved
+from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = [
-    "LEAST_COPIES",
-    "Copies",
-    "Forms",
-    "StandIn",
-    "alike_modules",
-    "contents_of",
-    "described",
-    "intercepted",
-    "layout_of",
-    "rehearse",
-]
-
+__all__ = ["LEAST_COPIES", "Copies", "StandIn", "find_copies", "intercept_calls"]
 
 LEAST_COPIES = 3
-"""Modules that must be alike for it to be worth looking closer: one of them is traced in any case."""
+"""The fewest copies that are worth finding: one of them is traced in any case."""
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 _VALUES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types whose objects are their values; numbers with a point are told apart by their digits."""
+"""Types compared by ``==``; floats and complex numbers are compared by ``repr``, so that NaN equals NaN and 0.0 differs from -0.0."""
 
 
 class Forms:
-    """Numbers for modules: equal for those that are alike."""
+    """Number the forms of modules: modules of equal class, attribute values, and tensor layouts have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, module: nn.Module) -> int:
-        """The form of a module as it is now."""
-        own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
-        tensors = [(name, None if tensor is None else layout_of(tensor)) for name, tensor in _tensors(module).items()]
+        """Return the number of a module's form in its current state."""
+        attributes = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        own_tensors = {**module._parameters, **module._buffers}  # noqa: SLF001  unlike named_parameters(), these include None
+        tensors = [(name, None if tensor is None else layout_of(tensor)) for name, tensor in own_tensors.items()]
         children = [(name, None if child is None else self.number(child)) for name, child in module._modules.items()]  # noqa: SLF001
-        form = type(module), described(own, _itself), tuple(tensors), tuple(children)
+        form = type(module), comparison_key(attributes, _identity_key), tuple(tensors), tuple(children)
         return self._numbers.setdefault(form, len(self._numbers))
 
 
 def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
-    """Path -> module, of the outermost modules that have copies, in the order of the model.
+    """Return path -> module of the outermost modules whose form occurs ``LEAST_COPIES`` times or more, in the order of the model.
 
-    Modules that share a tensor, or a module of theirs, with anything else are none of them.
+    Modules without children are left out, and so are modules that share a tensor or a submodule with another part of the model.
     """
     first = first_names(model)
     shared = {name for pair in first.items() if pair[0] != pair[1] for name in pair}
-    shared |= _several_names(model)
-    numbers = {name: forms.number(module) for name, module in model.named_modules() if name and any(module.children())}
+    shared |= _paths_of_shared_modules(model)
+    numbers = {path: forms.number(module) for path, module in model.named_modules() if path and any(module.children())}
     counts = Counter(numbers.values())
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if name not in numbers or counts[numbers[name]] < LEAST_COPIES or isinstance(module, nn.ModuleList | nn.ModuleDict):
+    alike: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path not in numbers or counts[numbers[path]] < LEAST_COPIES or isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not inside and not any(each == name or each.startswith(f"{name}.") for each in shared):
-            found[name] = module
-    return found
+        is_nested = any(path.startswith(f"{outer}.") for outer in alike)
+        if not is_nested and not any(name == path or name.startswith(f"{path}.") for name in shared):
+            alike[path] = module
+    return alike
 
 
-def described(value: Any, of_object: Callable[[Any], Hashable]) -> Hashable:
-    """What a value is, to be compared.
+def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hashable:
+    """Return a key that is equal for equal values; containers are compared item by item.
 
     Args:
-        of_object: what is said of a tensor, and of an object that has no value of its own.
+        key_of_object: gives the key of a tensor, and of an object that does not compare by value.
     """
     if isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, float | complex):
         return type(value), repr(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple(described(part, of_object) for part in value)
+        return type(value), tuple(comparison_key(part, key_of_object) for part in value)
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(described(part, of_object) for part in value)
+        return type(value), frozenset(comparison_key(part, key_of_object) for part in value)
     if isinstance(value, Mapping):
-        return type(value), tuple((described(key, of_object), described(part, of_object)) for key, part in value.items())
+        return type(value), tuple((comparison_key(key, key_of_object), comparison_key(part, key_of_object)) for key, part in value.items())
     if isinstance(value, slice):
-        return slice, described((value.start, value.stop, value.step), of_object)
-    return of_object(value)
+        return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
+    return key_of_object(value)
 
 
 def layout_of(tensor: Tensor) -> Hashable:
-    """All that tracing may see of a tensor that is given."""
+    """Return all properties of a tensor that tracing can depend on."""
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return type(tensor), tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 
-def contents_of(module: nn.Module) -> list[Hashable]:
-    """All that modules hold, to see whether anything of it changes."""
-    return [described(vars(each), _itself) for each in module.modules()]
+def attribute_snapshot(module: nn.Module) -> list[Hashable]:
+    """Return a key of all attributes of a module and its submodules, which changes when an attribute is replaced."""
+    return [comparison_key(vars(submodule), _identity_key) for submodule in module.modules()]
 
 
-def _itself(value: Any) -> Hashable:
+def _identity_key(value: Any) -> Hashable:
     return "object", id(value)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    return {**module._parameters, **module._buffers}  # noqa: SLF001  in order, those that are None among them
-
-
-def _several_names(model: nn.Module) -> set[str]:
-    """The names of modules that have more than one."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-    return {name for several in names.values() if len(several) > 1 for name in several}
-
-
-# -- run a model once on shapes alone, to see which of its modules do the very same ------------------------------------------------
+def _paths_of_shared_modules(model: nn.Module) -> set[str]:
+    """Return every path of each module that has more than one path."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    return {path for same_module in paths.values() if len(same_module) > 1 for path in same_module}
 
 
 Handler: TypeAlias = Callable[..., Any]
-"""Called in the place of a module's ``forward``: with the module's path, ``forward``, and its arguments."""
+"""Called in place of a module's ``forward``: with the module's path, ``forward``, and its arguments."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a module gives, without computing it.
+    """Gives a result like a module's, without computing it.
 
     Attributes:
-        leaves: for each leaf of its result: ``("input", k)``, the leaf of its arguments; ``("like", k)``, a new tensor like it; or
-            ``("value", v)``, no tensor.
+        leaves: for each leaf of the result: ``("input", k)``, leaf k of the arguments; ``("like", k)``, a new tensor like it; or
+            ``("value", v)``, the value v, no tensor.
         tree: the structure of the result.
     """
 
     leaves: tuple[tuple[str, Any], ...]
     tree: TreeSpec
 
-    def __call__(self, given: Sequence[Any]) -> list[Any]:
-        """The leaves of the result, from those of the arguments."""
-        return [self._leaf(how, what, given) for how, what in self.leaves]
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the result for the leaves of the arguments."""
+        return [self._leaf(kind, source, arguments) for kind, source in self.leaves]
 
-    def _leaf(self, how: str, what: Any, given: Sequence[Any]) -> Any:
-        if how == "value":
-            return what
-        return given[what] if how == "input" else torch.clone(given[what], memory_format=torch.contiguous_format)
+    def _leaf(self, kind: str, source: Any, arguments: Sequence[Any]) -> Any:
+        if kind == "value":
+            return source
+        return arguments[source] if kind == "input" else torch.clone(arguments[source], memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Modules that do the very same.
+    """Modules that compute the same, each with its own weights.
 
     Attributes:
-        template: path of the one that is traced.
-        others: paths of those that are written as it is.
-        result: what all of them give.
+        template: path of the module that is traced.
+        others: paths of the modules whose graph is copied from the template's.
+        stand_in: gives a result like that of each of them.
     """
 
     template: str
     others: tuple[str, ...]
-    result: StandIn
+    stand_in: StandIn
 
 
 @contextlib.contextmanager
-def intercepted(modules: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """While it lasts, calls of modules go to a handler."""
+def intercept_calls(modules: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
+    """While active, route the calls of modules to a handler."""
 
-    def instead(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def routed(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: handler(path, forward, *args, **kwargs)
 
     for path, module in modules.items():
-        module.forward = instead(path, module.forward)
+        module.forward = routed(path, module.forward)
     try:
         yield
     finally:
@@ -206,167 +186,162 @@ def intercepted(modules: Mapping[str, nn.Module], handler: Handler) -> Iterator[
             del module.forward
 
 
-def rehearse(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Copies, ...]:
-    """The copies among a model's modules; none where that cannot be told for sure."""
+def find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Copies, ...]:
+    """Return the modules of a model that compute the same; none unless a second run, with stand-ins, confirms all of them."""
     forms = Forms()
     modules = alike_modules(model, forms)
     if len(modules) < LEAST_COPIES or any("forward" in vars(module) for module in modules.values()):
         return ()
     try:
-        first = _run(model, args, kwargs, modules, forms, {})
+        first = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins={}))
         copies = _copies(first)
         if not copies:
             return ()
-        stand_ins = {path: each.result for each in copies for path in each.others}
-        again = _run(model, args, kwargs, modules, forms, stand_ins)
-    except Exception:  # noqa: BLE001  a model that needs values, or refuses to be run so, is traced as it is
+        stand_ins = {path: group.stand_in for group in copies for path in group.others}
+        second = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins))
+    except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device, is traced whole
         return ()
-    logs = [(call.path, call.log) for call in first.calls if call.path not in stand_ins]
-    is_same = again.outside.entries == first.outside.entries and logs == [(call.path, call.log) for call in again.calls]
-    return copies if is_same and not again.outside.is_unclear else ()
-
-
-# -- what is seen of a run ---------------------------------------------------------------------------------------------------------------
+    expected = [(call.path, call.log) for call in first.calls if call.path not in stand_ins]
+    is_same = second.outer.entries == first.outer.entries and expected == [(call.path, call.log) for call in second.calls]
+    return copies if is_same and not second.outer.reads_unknown else ()
 
 
 @dataclass
 class _Log:
-    """Calls of PyTorch, in order.
+    """PyTorch calls, in order: of one candidate, or of the rest of the model.
 
     Attributes:
-        entries: each call with what it was given and what came of it.
-        roles: tensors, by identity -> where they come from.
-        is_unclear: whether a tensor was read that comes from nowhere.
+        entries: for each call, a key of its function, arguments, modes, and result.
+        sources: id of a tensor -> its source: an argument, a parameter or buffer, or (entry, leaf) of an earlier result.
+        reads_unknown: whether a call has read a tensor without a source.
     """
 
     entries: list[Hashable] = field(default_factory=list)
-    roles: dict[int, Hashable] = field(default_factory=dict)
-    is_unclear: bool = False
+    sources: dict[int, Hashable] = field(default_factory=dict)
+    reads_unknown: bool = False
 
-    def role(self, value: Any) -> Hashable:
-        """Where a tensor comes from; an object is itself."""
+    def source_of(self, value: Any) -> Hashable:
+        """Return the source of a tensor, and note if it has none; for another object, a key of its identity."""
         if not isinstance(value, Tensor):
-            return value if callable(value) and isinstance(value, Hashable) else ("object", id(value))
-        self.is_unclear |= id(value) not in self.roles
-        return self.roles.get(id(value))
+            return value if callable(value) and isinstance(value, Hashable) else _identity_key(value)
+        self.reads_unknown |= id(value) not in self.sources
+        return self.sources.get(id(value))
 
-    def name(self, result: Any) -> Hashable:
-        """Give the new tensors of a result roles; returns what is to be compared of it."""
+    def register_result(self, result: Any) -> Hashable:
+        """Record the next entry as the source of the new tensors of its result; return a key of the result for that entry."""
         for position, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
-                self.roles.setdefault(id(leaf), (len(self.entries), position))
-        return described(result, self._seen)
+                self.sources.setdefault(id(leaf), (len(self.entries), position))
+        return comparison_key(result, self._result_key)
 
-    def _seen(self, value: Any) -> Hashable:
+    def _result_key(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
-            return self.role(value), layout_of(value)
+            return self.source_of(value), layout_of(value)
         return str(type(value))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module.
+    """One call of a candidate.
 
     Attributes:
         path: of the module.
-        log: what it did.
-        key: equal for calls that do the same; None for one that no other can be like.
-        result: what stands in for it.
+        log: the entries of its log.
+        key: equal for calls that do the same; None if the module cannot be a copy.
+        stand_in: gives a result like that of the call; None if that takes computing.
     """
 
     path: str
     log: tuple[Hashable, ...]
     key: Hashable
-    result: StandIn | None
+    stand_in: StandIn | None
 
 
-class _Watch(TorchFunctionMode):
-    """Logs every call of PyTorch, in the log of the module that it is made in."""
+class _CallLogger(TorchFunctionMode):
+    """Log every PyTorch call of a run: in the log of the candidate that makes it, else in ``outer``; ``stand_ins`` replace candidates."""
 
     def __init__(self, modules: Mapping[str, nn.Module], forms: Forms, stand_ins: Mapping[str, StandIn]) -> None:
         super().__init__()
-        self.outside = _Log()
+        self.outer = _Log()
         self.calls: list[_Call] = []
-        self._log: _Log | None = self.outside
-        self._modules = {path: (module, forms.number(module)) for path, module in modules.items()}
+        self._log: _Log | None = self.outer  # None: calls are not logged
+        self.modules = modules
+        self._forms = {path: forms.number(module) for path, module in modules.items()}
         self._stand_ins = stand_ins
-        self._alive: list[Any] = []  # identities tell tensors apart while they live
+        self._alive: list[Any] = []  # keeps tensors alive, so that their ids stay unique
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         log = self._log
         if log is None:
             return func(*args, **(kwargs or {}))
-        given = described((args, kwargs or {}), log.role)
+        arguments = comparison_key((args, kwargs or {}), log.source_of)
         result = func(*args, **(kwargs or {}))
         self._alive.append(result)
-        log.entries.append((func, given, _modes(), log.name(result)))
+        log.entries.append((func, arguments, _modes(), log.register_result(result)))
         return result
 
-    def call(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module that may have copies is called."""
-        if self._log is not self.outside:
+    def call_module(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a candidate or its stand-in, as one entry of ``outer``; a candidate inside another one is an ordinary module."""
+        if self._log is not self.outer:
             return forward(*args, **kwargs)
         self._log = None
-        given, tree = tree_flatten((args, kwargs))
+        arguments, tree = tree_flatten((args, kwargs))
         stand_in = self._stand_ins.get(path)
-        result = self._watched(path, forward, args, kwargs) if stand_in is None else tree_unflatten(stand_in(given), stand_in.tree)
-        self._alive.append((given, result))
-        entry = path, str(tree), described(given, self.outside.role)
-        self.outside.entries.append((*entry, self.outside.name(result)))
-        self._log = self.outside
+        result = self._run_module(path, forward, args, kwargs) if stand_in is None else tree_unflatten(stand_in(arguments), stand_in.tree)
+        self._alive.append((arguments, result))
+        entry = path, str(tree), comparison_key(arguments, self.outer.source_of)
+        self.outer.entries.append((*entry, self.outer.register_result(result)))
+        self._log = self.outer
         return result
 
-    def _watched(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module with a log of its own."""
-        (module, form), (given, tree) = self._modules[path], tree_flatten((args, kwargs))
-        log, before = _Log(), contents_of(module)
-        for place, leaf in enumerate(given):
-            if isinstance(leaf, Tensor):
-                log.roles.setdefault(id(leaf), ("input", place))
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            log.roles[id(tensor)] = "state", name
-        modes, seen = _modes(), tuple(layout_of(leaf) if isinstance(leaf, Tensor) else described(leaf, id) for leaf in given)
+    def _run_module(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a candidate with a log of its own, and record the call in ``calls``."""
+        module, form = self.modules[path], self._forms[path]
+        arguments, tree = tree_flatten((args, kwargs))
+        log, attributes, modes = _module_log(module, arguments), attribute_snapshot(module), _modes()
+        layouts = tuple(layout_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in arguments)
         self._log = log
         result = forward(*args, **kwargs)
         self._log = None
-        is_changed = contents_of(module) != before or [*map(id, tree_leaves((args, kwargs)))] != [*map(id, given)]
+        changes_attributes = attribute_snapshot(module) != attributes
+        changes_arguments = [*map(id, tree_leaves((args, kwargs)))] != [*map(id, arguments)]  # a list or dict among them
         leaves, result_tree = tree_flatten(result)
-        stand_in = _stand_in(given, leaves, result_tree)
+        stand_in = _stand_in(arguments, leaves, result_tree)
         key = None
-        if stand_in is not None and not is_changed and not log.is_unclear and all(map(_has_value, given)):
-            results = tuple(log.role(leaf) if isinstance(leaf, Tensor) else described(leaf, id) for leaf in leaves)
-            key = form, str(tree), seen, modes, tuple(log.entries), str(result_tree), results
+        is_pure = not (changes_attributes or changes_arguments or log.reads_unknown)
+        if stand_in is not None and is_pure and all(map(_has_value, arguments)):
+            results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
+            key = form, str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))
         return result
 
 
-def _run(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    modules: Mapping[str, nn.Module],
-    forms: Forms,
-    stand_ins: Mapping[str, StandIn],
-) -> _Watch:
-    """Run a model on shapes alone.
+def _module_log(module: nn.Module, arguments: Sequence[Any]) -> _Log:
+    """Return an empty log that knows the tensors of the arguments by position, and parameters and buffers by name."""
+    log = _Log()
+    for position, leaf in enumerate(arguments):
+        if isinstance(leaf, Tensor):
+            log.sources.setdefault(id(leaf), ("input", position))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        log.sources[id(tensor)] = "state", name
+    return log
 
-    Args:
-        modules: by path, those whose calls are looked at.
-        stand_ins: path of a module -> what is done in its place.
-    """
-    args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(args), dict(kwargs)))
+
+def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logger: _CallLogger) -> _CallLogger:
+    """Run a model on the meta device under a logger, and return the logger."""
+    args, kwargs = tree_map_only(Tensor, _on_meta, (tuple(args), dict(kwargs)))
     state = dict((*model.named_parameters(), *model.named_buffers()))
-    replaced = {name: _without_memory(tensor) for name, tensor in state.items() if tensor.device.type != "meta"}
-    watch = _Watch(modules, forms, stand_ins)
+    replaced = {name: _on_meta(tensor) for name, tensor in state.items() if tensor.device.type != "meta"}
     for name, tensor in (*enumerate(tree_leaves((args, kwargs))), *state.items(), *replaced.items()):
-        watch.outside.roles[id(tensor)] = "given", name
-    with preserved(model), intercepted(modules, watch.call), watch:
+        logger.outer.sources[id(tensor)] = "given", name
+    with preserve(model), intercept_calls(logger.modules, logger.call_module), logger:
         result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
-    watch.outside.entries.append(watch.outside.name(result))
-    return watch
+    logger.outer.entries.append(logger.outer.register_result(result))
+    return logger
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same layout on the meta device: the tensor itself if it is there."""
     if tensor.device.type == "meta":
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -374,62 +349,67 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _modes() -> Hashable:
-    """What else decides what a call of PyTorch does."""
+    """Return the global state of PyTorch that decides what a call computes: grad and inference mode, default dtype, autocast."""
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
 
 
-# -- what follows from it ----------------------------------------------------------------------------------------------------------------
-
-
-def _copies(run: _Watch) -> tuple[Copies, ...]:
-    """The modules that are called once and do what others do."""
+def _copies(run: _CallLogger) -> tuple[Copies, ...]:
+    """Group the modules that are called once by the keys of their calls; return groups of ``LEAST_COPIES`` or more."""
+    n_calls = Counter(call.path for call in run.calls)
     alike: defaultdict[Hashable, list[_Call]] = defaultdict(list)
     for call in run.calls:
-        if call.key is not None and sum(other.path == call.path for other in run.calls) == 1:
+        if call.key is not None and n_calls[call.path] == 1:
             alike[call.key].append(call)
-    found = []
+    copies = []
     for template, *others in alike.values():
-        if len(others) + 1 >= LEAST_COPIES and template.result is not None:
-            found.append(Copies(template.path, tuple(each.path for each in others), template.result))
-    return tuple(found)
+        if len(others) + 1 >= LEAST_COPIES and template.stand_in is not None:
+            copies.append(Copies(template.path, tuple(other.path for other in others), template.stand_in))
+    return tuple(copies)
 
 
-def _stand_in(given: Sequence[Any], leaves: Sequence[Any], tree: TreeSpec) -> StandIn | None:
-    """What gives tensors like these without computing them; None where there is nothing so simple."""
-    memory = [_memory(leaf) for leaf in given if isinstance(leaf, Tensor)]
-    found: list[tuple[str, Any]] = []
+def _stand_in(arguments: Sequence[Any], leaves: Sequence[Any], tree: TreeSpec) -> StandIn | None:
+    """Return the stand-in for a call with these leaves of arguments and result; None if no stand-in gives such a result."""
+    storages = [_storage_key(leaf) for leaf in arguments if isinstance(leaf, Tensor)]
+    sources: list[tuple[str, Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            if not _has_value(leaf):
-                return None
-            found.append(("value", leaf))
-            continue
-        place = next((place for place, other in enumerate(given) if other is leaf), None)
-        if place is not None:
-            found.append(("input", place))
-            continue
-        like = next((place for place, other in enumerate(given) if isinstance(other, Tensor) and _is_like(other, leaf)), None)
-        if like is None or _memory(leaf) in memory:
+        source = _leaf_source(leaf, arguments)
+        if source is None:
             return None
-        memory.append(_memory(leaf))
-        found.append(("like", like))
-    return StandIn(tuple(found), tree)
+        if source[0] == "like":  # a new tensor: its storage is neither an argument's nor another result's
+            if _storage_key(leaf) in storages:
+                return None
+            storages.append(_storage_key(leaf))
+        sources.append(source)
+    return StandIn(tuple(sources), tree)
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef:
+def _leaf_source(leaf: Any, arguments: Sequence[Any]) -> tuple[str, Any] | None:
+    """Return an entry of ``StandIn.leaves`` for one leaf of a result; None if there is none."""
+    if not isinstance(leaf, Tensor):
+        return ("value", leaf) if _has_value(leaf) else None
+    for position, argument in enumerate(arguments):
+        if argument is leaf:
+            return "input", position
+    for position, argument in enumerate(arguments):
+        if isinstance(argument, Tensor) and _is_like(argument, leaf):
+            return "like", position
+    return None
+
+
+def _storage_key(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _is_like(given: Tensor, result: Tensor) -> bool:
-    """Whether a dense copy of one tensor lies in memory as another does."""
-    whole = result.untyped_storage().nbytes() == result.numel() * result.element_size()
-    kinds = [(each.shape, each.dtype, each.device, each.requires_grad) for each in (given, result)]
-    return kinds[0] == kinds[1] and whole and result.is_contiguous() and given.is_floating_point()
+def _is_like(argument: Tensor, result: Tensor) -> bool:
+    """Return whether a contiguous clone of an argument has the type, shape, and memory layout of a result."""
+    fills_storage = result.untyped_storage().nbytes() == result.numel() * result.element_size()
+    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in (argument, result)]
+    return kinds[0] == kinds[1] and fills_storage and result.is_contiguous() and argument.is_floating_point()
 
 
 def _has_value(leaf: Any) -> bool:
-    """Whether two calls that are given equal leaves are given the same."""
+    """Return whether a leaf is a tensor, or compares by value: no part of it is an object compared by identity."""
     objects: list[Any] = []
-    described(leaf, objects.append)
+    comparison_key(leaf, objects.append)
     return isinstance(leaf, Tensor) or not objects

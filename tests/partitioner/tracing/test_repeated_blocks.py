@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from partitioner.tracing.export import export
-from partitioner.tracing.repeated.find import Copies, rehearse
+from partitioner.tracing.repeated.find import Copies, find_copies
 from partitioner.tracing.repeated.replay import write_copies
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import aliasing, allocations
@@ -271,7 +271,7 @@ def assert_equal_graphs(one: ModelGraph, other: ModelGraph) -> None:
 
 def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelGraph:
     with monkeypatch.context() as patch:
-        patch.setattr(export, "rehearse", lambda *_: ())
+        patch.setattr(export, "find_copies", lambda *_: ())
         return trace(model, args, kwargs)
 
 
@@ -279,7 +279,7 @@ def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tupl
 def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, n_written = MODELS[name]
     model, args = make(), example_of(name)
-    assert sum(len(copies.others) for copies in rehearse(model, args, {})) == n_written
+    assert sum(len(copies.others) for copies in find_copies(model, args, {})) == n_written
     assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
 
 
