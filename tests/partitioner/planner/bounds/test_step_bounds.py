@@ -22,7 +22,7 @@ from partitioner.planner.solvers.stage_tables import best_bottleneck
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.order import Order, order_of
 from partitioner.schedules.clocks.step_clock import step_clock
-from partitioner.schedules.kind import Awaiting, awaiting, peak_in_flight
+from partitioner.schedules.kind import Awaiting, in_flight_while_awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind, Schedule
 from tests.support.planning.peak_activation import peak_activation
 
@@ -329,14 +329,14 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
         assert order.later == tuple(held_later(schedule, stage) for stage in range(schedule.n_stages))
-        assert order.awaiting == awaiting(schedule)
+        assert order.awaiting == in_flight_while_awaiting(schedule)
         assert order.splits == SCHEDULES[name].splits_backward
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB1P"])
 def test_what_waits_for_messages_in_closed_form_is_what_schedules_have(name: str) -> None:
     for n_ranks, count in itertools.product(range(1, 7), range(1, 10)):
-        assert order_of(name, n_ranks, count, 1).awaiting == awaiting(make_schedule(name, n_ranks, count)), (n_ranks, count)
+        assert order_of(name, n_ranks, count, 1).awaiting == in_flight_while_awaiting(make_schedule(name, n_ranks, count)), (n_ranks, count)
 
 
 def peak_memory(
