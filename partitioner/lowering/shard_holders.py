@@ -47,12 +47,23 @@ class PlanCuts:
         size = variant.batch_size
         if size not in self._lowerers:
             self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self._plan_cut))
-        if size != variant.whole_batch:
-            _check_microbatches(self._graph_for(size), self._graph_for(variant.whole_batch))
+        if size is not None and variant.whole_batch not in (None, size):
+            self._check_microbatches(size, variant.whole_batch)
         return self._lowerers[size], Target(variant.in_parts, variant.results, variant.rows)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
         return self._graph if rows is None or rows == self._graph.batch_size else self._traced_for(rows)
+
+    def _check_microbatches(self, rows: int, batch: int) -> None:
+        """Raise ConfigError if the model, traced for the rows of a microbatch, computes something else than for those of the batch."""
+        part, whole = (self._graph_for(size).digest or self._traced_for(size).digest for size in (rows, batch))
+        if part is None or part != whole:
+            problem = f"the model computes something else for {rows} rows than for {batch}, so that microbatches would be another model"
+            raise ConfigError(problem, remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes")
+        mixed = self._graph_for(rows).mixed
+        if mixed:
+            problem = f"{batch} rows cannot be cut into microbatches: rows of the batch are mixed in {', '.join(mixed)}"
+            raise ConfigError(problem, remedy="pass n_microbatches=1")
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
         """Return placeholder of a parameter, buffer or constant -> rank -> the block that the rank holds.
@@ -77,16 +88,3 @@ class PlanCuts:
         holders = {name: [rank for rank, names in read_by.items() if name in names] or [0] for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}
-
-
-def _check_microbatches(part: ModelGraph, whole: ModelGraph) -> None:
-    """Raise ConfigError if the model, traced for the rows of a microbatch, computes something else than for those of the batch."""
-    if part.digest is None or part.digest != whole.digest:
-        problem = (
-            f"the model computes something else for {part.batch_size} rows than for {whole.batch_size}, so that microbatches would be "
-            "another model"
-        )
-        raise ConfigError(problem, remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes")
-    if part.mixed:
-        problem = f"{whole.batch_size} rows cannot be cut into microbatches: rows of the batch are mixed in {', '.join(part.mixed)}"
-        raise ConfigError(problem, remedy="pass n_microbatches=1")

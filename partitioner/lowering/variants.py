@@ -23,8 +23,8 @@ class Variant:
     """Options by which the model is lowered for a kind of batch.
 
     Attributes:
-        batch_size: for a graph that is fixed to one size, the rows of one microbatch over all ranks; else None.
-        whole_batch: for such a graph, the rows of all microbatches; else None.
+        batch_size: for a batch that the traced graph does not serve, the rows of one microbatch over all ranks; else None.
+        whole_batch: for such a batch, the rows of all microbatches; else None.
         in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``).
         results: what each rank of a sharded batch returns.
         rows: whether the batch is sharded over ranks; False if it does not divide.
@@ -105,7 +105,7 @@ def variant_for(
     n_parts = parts_of_rows.count if is_sharded else 1
     count = min(plan.n_microbatches, batch // n_parts)
     size, whole = None, None
-    if graph.batch is None:
+    if not graph.serves(batch):
         count = next(divisor for divisor in range(count, 0, -1) if batch // n_parts % divisor == 0)
         size, whole = batch // count, batch
     is_split = count > 1 or n_parts > 1

@@ -53,6 +53,7 @@ def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph
         output_tree=exported.program.call_spec.out_spec,
         batch=exported.batch,
         batch_size=exported.layout.size,
+        batch_limit=exported.limit,
         training=training,
         autocast=exported.inputs.autocast,
         notes=(*exported.notes, *merged_parameters(model), *normal.notes),

@@ -40,6 +40,8 @@ def _mentions(*phrases: str) -> Callable[[Exception], bool]:
     return lambda error: any(phrase in str(error) for phrase in phrases)
 
 
+_MAKE_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
+
 _KINDS = (
     _Kind(
         lambda error: isinstance(error, CustomFunctionError) and error.function.__module__ == "torch.utils.checkpoint",
@@ -72,6 +74,11 @@ _KINDS = (
         "use tensors in tuples, lists, dicts, or in dataclasses registered with torch.export.register_dataclass",
     ),
     _Kind(
+        _mentions("_to_sparse", "sparse_coo"),
+        "computes with a sparse tensor, which has no rows or columns to divide",
+        _MAKE_DENSE,
+    ),
+    _Kind(
         _mentions("no fake impl"),
         "calls an operation of which nothing says how large its result is: {error}",
         "register that with torch.library.register_fake",
@@ -94,7 +101,6 @@ _SIZE_REMEDY = (
     "masked_select, unique and repeat_interleave; or choose outside of the model"
 )
 _NUMBER_REMEDY = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
-_MAKE_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
 _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, torch.ops.aten.gather)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -11,7 +11,7 @@ from torch import nn
 
 from partitioner.tracing.assemble import assemble
 from partitioner.tracing.errors import refuse_unplaceable
-from partitioner.tracing.export.dynamic_batch import Exported, export_fixed, export_open
+from partitioner.tracing.export.dynamic_batch import Exported, Fixed, export_fixed, export_open
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
@@ -73,23 +73,23 @@ def _trace_open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelG
     """Trace with an open batch size if possible, else with that of the inputs. Layers with ``batch_first=False`` have it in dimension 1."""
     layout = inputs.batch_layout(0)
     batch_first = _try_open(model, inputs, training, layout)
-    if not isinstance(batch_first, str) and _has_splittable_outputs(batch_first):
+    if isinstance(batch_first, ModelGraph) and _has_splittable_outputs(batch_first):
         return batch_first
     if any(getattr(module, "batch_first", None) is False for module in model.modules()):
         batch_second = _try_open(model, inputs, training, inputs.batch_layout(1))
-        if not isinstance(batch_second, str) and _has_splittable_outputs(batch_second):
+        if isinstance(batch_second, ModelGraph) and _has_splittable_outputs(batch_second):
             return batch_second
-    if not isinstance(batch_first, str):
+    if isinstance(batch_first, ModelGraph):
         return batch_first
-    fixed = _trace_fixed(model, inputs, training, layout, layout.size)
-    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first}"
+    fixed = _trace_fixed(model, inputs, training, layout, layout.size, batch_first.programs)
+    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first.reason}"
     return dataclasses.replace(fixed, notes=(note, *fixed.notes))
 
 
-def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
-    """Trace with an open batch size; return the reason, as a clause, if that is impossible."""
+def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | Fixed:
+    """Trace with an open batch size; return why, if that is impossible."""
     exported = export_open(model, inputs, training, layout)
-    if isinstance(exported, str):
+    if isinstance(exported, Fixed):
         return exported
     graph = assemble(model, exported, training)
     assert graph.batch is not None
@@ -101,26 +101,32 @@ def _has_splittable_outputs(graph: ModelGraph) -> bool:
     return all(output.combine != "mixed" for output in graph.outputs)
 
 
-def _trace_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
-    """For one batch size; a second trace, with twice the batch or half of it, shows where the batch is."""
-    exported = export_fixed(model, inputs, training, layout, size)
+def _trace_fixed(
+    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int, programs: Sequence[Exported] = ()
+) -> ModelGraph:
+    """Trace for one batch size; sizes that differ in a trace for another size depend on the batch.
+
+    Args:
+        programs: exports for one batch size each, made already.
+    """
+    by_size = {each.layout.size: each for each in programs}
+    exported = by_size.pop(size, None) or export_fixed(model, inputs, training, layout, size)
     graph, found = assemble(model, exported, training), None
-    for sizes in _fits(model, dataclasses.replace(exported, inputs=inputs), training, graph):
-        found = sizes if found is None or sizes.digest is not None else found
-        if sizes.digest is not None:
-            break
-    described = add_outputs(graph, found)
-    return described if found is None else dataclasses.replace(described, digest=found.digest)
-
-
-def _fits(model: nn.Module, exported: Exported, training: bool, graph: ModelGraph) -> Iterator[FittedSizes]:
-    """Sizes fitted to a graph and a trace with another batch size, for each size at which the model makes the same calls."""
-    size = exported.layout.size
-    for other in (2 * size, *([size // 2] if size % 2 == 0 else [])):
+    for other in dict.fromkeys((*by_size, 2 * size, *([size // 2] if size % 2 == 0 else []))):
         try:
-            twin = assemble(model, export_fixed(model, exported.inputs, training, exported.layout, other), training)
+            twin = assemble(model, by_size.get(other) or export_fixed(model, inputs, training, exported.layout, other), training)
         except TraceError:
             continue
-        pairs = pair_nodes(graph.graph, twin.graph)
-        if pairs is not None:
-            yield FittedSizes(pairs, (size, other), sympy.Symbol("batch", positive=True, integer=True))
+        sizes = _fitted_sizes(graph, twin)
+        found = sizes if found is None else found
+        if sizes is not None and sizes.digest is not None:
+            return dataclasses.replace(add_outputs(graph, sizes), digest=sizes.digest)
+    return add_outputs(graph, found)
+
+
+def _fitted_sizes(graph: ModelGraph, twin: ModelGraph) -> FittedSizes | None:
+    """Return the sizes of two traces as expressions in the batch; None if they differ in more than numbers."""
+    pairs = pair_nodes(graph.graph, twin.graph)
+    if pairs is None:
+        return None
+    return FittedSizes(pairs, (graph.batch_size, twin.batch_size), sympy.Symbol("batch", positive=True, integer=True))

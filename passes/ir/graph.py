@@ -143,6 +143,8 @@ class ModelGraph:
         output_tree: structure of the result.
         batch: the symbol of the batch size in every ``meta["val"]``; None when the graph serves ``batch_size`` alone.
         batch_size: the batch size that it was traced with.
+        batch_limit: the largest batch that a graph for any batch size serves, since the model computes something else for larger ones;
+            None: there is no such limit.
         digest: of what it computes at any batch size, where it serves one: equal for two sizes if the model computes the same for both
             (``FittedSizes.digest``); None: not known.
         training: whether dropout and batch normalisation train; frozen.
@@ -174,6 +176,11 @@ class ModelGraph:
     autocast: Autocast | None = None
     part: Part = Part()
     digest: str | None = None
+    batch_limit: int | None = None
+
+    def serves(self, batch: int) -> bool:
+        """Return whether it is the model for batches of so many rows, though traced for another size."""
+        return self.batch is not None and (self.batch_limit is None or batch <= self.batch_limit)
 
     @property
     def graph(self) -> fx.Graph:

@@ -120,7 +120,7 @@ class Losses:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
         step = _Step(inputs, target, loss_fn, reduction)
-        mixes_rows = any(output.combine == "mixed" for output in self._traced(lambda: lowering_for(inputs.batch)[1]).outputs)
+        mixes_rows = any(output.combine == "mixed" for output in self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1]).outputs)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
@@ -135,9 +135,9 @@ class Losses:
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
-    def _traced(self, lowering: Callable[[], Lowering]) -> ModelGraph:
-        """The model as it was traced for a batch; one that is fixed to a size may compute something else for another."""
-        return self._graph if self._graph.batch is not None else lowering().whole
+    def _traced(self, batch: int, lowering: Callable[[], Lowering]) -> ModelGraph:
+        """Return the model as it was traced for a batch, which may differ from the plan's graph if that does not serve it."""
+        return self._graph if self._graph.serves(batch) else lowering().whole
 
     def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
         """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on."""
@@ -240,7 +240,9 @@ class Losses:
         if key not in self._proofs:
             assert step.loss_fn is not None
             device = self._runtime.devices[self._here]
-            self._proofs[key] = prove(self._traced(lambda: lowering), lowering.graph, step.loss_fn, target, rows_of_rank, device)
+            self._proofs[key] = prove(
+                self._traced(step.inputs.batch, lambda: lowering), lowering.graph, step.loss_fn, target, rows_of_rank, device
+            )
         return self._proofs[key]
 
     def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:

@@ -1,30 +1,29 @@
 """Find which inputs hold the batch, and trace with its size left open.
 
-    all candidates open  --ok-->  open
-            |
-         violated:  ask which sizes the model leaves open, open only those  --ok-->  open
-            |
-         violated:  fixed, with the reason
+    all candidates open, with one size   --open-->   for which sizes does the trace hold?   --all, or all up to a limit-->   open
+            |                                                  |
+         constant:  each with a size of its own;            others:  fixed, with the reason
+                    those that stay open are traced
+                    again, with one size
 
-A candidate is a tensor that has the batch size of the example as a size. The model is traced with a batch size that no other dimension
-of the inputs has, so that a mask of (sequence, sequence) differs from one of (batch, sequence).
+A candidate is a tensor that has the batch size of the example as a size. The size that is traced is no other size of the inputs, so
+that a mask of (sequence, sequence) is told from one of (batch, sequence).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import export
-from partitioner.tracing.export.guards import assumptions_always_hold, symbol_of
+from partitioner.tracing.export.guards import sizes_that_hold, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 
-__all__ = ["Exported", "export_fixed", "export_open"]
+__all__ = ["Exported", "Fixed", "export_fixed", "export_open"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,11 @@ class Exported:
 
     Attributes:
         program: the result of ``torch.export``.
-        inputs: the inputs of the user; a program with an open batch may have been traced with another batch size.
-        layout: the dimensions of the inputs that are the batch.
+        inputs: the inputs of the user; a program with a fixed batch size has inputs of that size.
+        layout: where they hold the batch.
         batch: the symbol of the batch size; None when every size is fixed.
         notes: for the user, one sentence each.
+        limit: the largest batch that a program with an open size is the model for; None: any.
     """
 
     program: ExportedProgram
@@ -44,58 +44,86 @@ class Exported:
     layout: BatchLayout
     batch: sympy.Symbol | None
     notes: tuple[str, ...]
+    limit: int | None = None
 
 
-def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | str:
-    """Export with the batch size open; return the reason, as a clause, when the model does not allow it.
+@dataclass(frozen=True)
+class Fixed:
+    """Why a batch size cannot be left open.
+
+    Attributes:
+        reason: a clause.
+        programs: exports for one batch size each that showed it.
+    """
+
+    reason: str
+    programs: tuple[Exported, ...] = ()
+
+
+def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | Fixed:
+    """Export with the batch size open, if the model allows it.
 
     Raises:
         TraceError: the model cannot be traced, whatever its batch size.
     """
     if not layout.dimensions:
-        return "no input is a tensor with dimensions"
-    first_error: Exception | None = None
-    for candidate in _layouts_to_try(model, inputs, training, layout):
-        result = _try_layout(model, inputs, training, candidate)
-        if isinstance(result, Exported):
-            return result
-        first_error = first_error or result
-    return why_fixed(first_error)
+        return Fixed("no input is a tensor with dimensions")
+    size = _unique_size(inputs, layout)
+    result = _try_layout(model, inputs, training, layout, size)
+    if isinstance(result, Exported) and result.batch is not None:
+        return _checked(result)
+    reason = why_fixed(result if isinstance(result, Exception) else None)
+    programs = () if isinstance(result, Exception) else (result,)
+    if len(layout.dimensions) > 1:
+        sizes = (2 * layout.size, layout.size) if size == layout.size else (layout.size,)
+        for other in sizes:
+            result = _try_layout(model, inputs, training, layout, other, one_size=False)
+            if isinstance(result, Exported):
+                break
+        if isinstance(result, Exception):
+            raise trace_error(model, result) from result
+        if result.batch is None:
+            return Fixed(reason, (*programs, result))
+        result = _try_layout(model, inputs, training, result.layout, _unique_size(inputs, result.layout))
+        if isinstance(result, Exported) and result.batch is not None:
+            return _checked(result)
+    return Fixed(reason, programs)
 
 
-def _try_layout(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | Exception:
-    """Export with one open size in all leaves of a layout; return the error if it needs assumptions that may not hold."""
-    resized = inputs.with_batch(_unique_size(inputs, layout), layout)
-    first_error: Exception | None = None
-    for may_assume in (False, True):
-        try:
-            program, notes = export(model, resized, training, Dim("batch"), layout, may_assume=may_assume)
-        except Exception as error:
-            if not depends_on_sizes(error):
-                raise trace_error(model, error) from error
-            first_error = first_error or error
-            continue
-        batch = symbol_of(program, *layout.dimensions[0])
-        if batch is not None and (not may_assume or assumptions_always_hold(program, layout)):
-            return Exported(program, inputs, layout, batch, notes)
-    return first_error or ValueError("the model makes it a constant")
+def _checked(exported: Exported) -> Exported | Fixed:
+    """Return the export with its limit; the assumption that it makes, if that does not hold for all smaller batches."""
+    limit, assumption = sizes_that_hold(exported.program, exported.layout)
+    if limit is None:
+        return exported
+    if limit >= exported.layout.size:
+        note = f"a batch of more than {limit} rows is traced anew, since the model assumes that {assumption}"
+        return replace(exported, limit=limit, notes=(*exported.notes, note))
+    return Fixed(f"the model assumes that {assumption}")
 
 
-def _layouts_to_try(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Iterator[BatchLayout]:
-    """Yield the layouts to try, best first: all leaves, then those that stay open when ``torch.export`` chooses (``Dim.AUTO``)."""
-    yield layout
-    if len(layout.dimensions) < 2:
-        return
-    if layout.size == 1:  # Dim.AUTO never leaves a size of 1 open
-        yield from layout.smaller_layouts()
-        return
+def _try_layout(
+    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int, *, one_size: bool = True
+) -> Exported | Exception:
+    """Export with the sizes of a layout open; return an error that other sizes may avoid.
+
+    Args:
+        size: the batch size to trace with.
+        one_size: whether all leaves have the same size: if one of them is constant, all are.
+
+    Returns:
+        The program, with the leaves that stayed open as its layout; without an open size, if none did.
+    """
+    resized = inputs.with_batch(size, layout)
     try:
-        program, _ = export(model, inputs, training, Dim.AUTO, layout)
+        program, notes = export(model, resized, training, layout, one_size=one_size)
     except Exception as error:
-        raise trace_error(model, error) from error
-    still_open = BatchLayout(layout.size, tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None))
-    if still_open.dimensions and still_open != layout:
-        yield still_open
+        if not depends_on_sizes(error):
+            raise trace_error(model, error) from error
+        return error
+    still_open = tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None)
+    if not still_open:
+        return Exported(program, resized, BatchLayout(size, layout.dimensions), None, notes)
+    return Exported(program, inputs, BatchLayout(layout.size, still_open), symbol_of(program, *still_open[0]), notes)
 
 
 def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported:

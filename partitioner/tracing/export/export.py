@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram, ShapesCollection
+from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from partitioner.tracing.autograd_functions import refuse_custom_functions
 from partitioner.tracing.carried_attributes import (
@@ -32,6 +33,7 @@ from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import find_copies
 from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
+from passes.ir.torch_private import tree_leaves
 from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
@@ -41,15 +43,15 @@ TRACING = threading.RLock()
 
 
 def export(
-    model: nn.Module, inputs: ModelInputs, training: bool, batch: Any = None, layout: BatchLayout | None = None, *, may_assume: bool = False
+    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout | None = None, *, one_size: bool = True
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
         training: the mode to trace in; a model that is in it keeps the flag of every module.
-        batch: the ``Dim`` of the batch dimensions; None makes every size static.
-        layout: the leaves of the inputs that have this dimension.
-        may_assume: allow assumptions about symbolic sizes, which ``assumptions_always_hold`` checks afterwards; else they are an error.
+        layout: the dimensions of the inputs whose size is left open, as far as the model allows it; what it assumes of such a size is
+            read by ``sizes_that_hold``. None makes every size static.
+        one_size: whether they are the same size.
 
     Returns:
         The program, and notes for the user, one sentence each.
@@ -60,9 +62,8 @@ def export(
         Exception: whatever ``torch.export`` raises.
     """
     shapes: Any = ShapesCollection()
-    if batch is not None and layout is not None:
-        for index, dimension in layout.dimensions:
-            shapes[inputs.leaves[index]] = {dimension: batch}
+    for index, dimension in () if layout is None else layout.dimensions:
+        shapes[inputs.leaves[index]] = {dimension: Dim.AUTO}
     register_caches()
     with contextlib.ExitStack() as stack:
         comparisons = stack.enter_context(record_comparisons_with_one())
@@ -84,29 +85,24 @@ def export(
         if model.training != training:
             model.train(training)
         _name_keywords(model, inputs.kwargs)
-        program = _export(model, inputs, shapes or None, may_assume=may_assume)
+        if layout is not None and one_size:
+            _equate_sizes(model, layout)
+        program = _export(model, inputs, shapes or None)
         assigned = _assigned_attributes(caught)
         refuse_read_tensors(model, before, assigned, program)
         changed = changed_numbers(before, after)
         if changed:
             set_numbers(model, changed)
-            second_program = _export(model, inputs, shapes or None, may_assume=may_assume)
+            second_program = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
     return program, _notes(assigned, comparisons)
 
 
-def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: bool) -> ExportedProgram:
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgram:
     """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is."""
 
     def run() -> ExportedProgram:
-        return torch.export.export(
-            model,
-            inputs.args,
-            inputs.kwargs,
-            dynamic_shapes=shapes,
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=may_assume,
-        )
+        return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
 
     copies = find_copies(model, inputs.args, inputs.kwargs)
     if not copies:
@@ -118,6 +114,23 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, *, may_assume: b
     except Exception:  # noqa: BLE001  an error of the model itself is raised again by run()
         return run()
     return program
+
+
+def _equate_sizes(model: nn.Module, layout: BatchLayout) -> None:
+    """Let ``forward`` begin with a comparison of the sizes of a layout, which makes them one symbol."""
+    (first, dimension), *others = layout.dimensions
+    if not others:
+        return
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        sizes = [leaves[index].shape[each] for index, each in others]
+        assert all(size == leaves[first].shape[dimension] for size in sizes)
+        return original(*args, **kwargs)
+
+    model.forward = forward
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

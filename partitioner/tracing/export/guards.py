@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["ConstantRandomComparisons", "assumptions_always_hold", "record_comparisons_with_one", "symbol_of"]
+__all__ = ["ConstantRandomComparisons", "record_comparisons_with_one", "sizes_that_hold", "symbol_of"]
 
 _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
@@ -37,24 +39,46 @@ def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symb
     return size if isinstance(size, sympy.Symbol) else None
 
 
-def assumptions_always_hold(program: ExportedProgram, layout: BatchLayout) -> bool:
-    """Return whether all assumptions of a trace hold for every tested batch size, up to a million.
+def sizes_that_hold(program: ExportedProgram, layout: BatchLayout) -> tuple[int | None, str]:
+    """Return the largest batch size up to which all assumptions of a trace hold, and the assumption that fails for the next.
 
-    PyTorch assumes what it cannot prove, even if it is true: ``min(6, 6 * batch) == 6`` holds because a batch is never empty.
+    None: they hold for every tested size, up to a million. PyTorch assumes what it cannot prove, even if it is true:
+    ``min(6, 6 * batch) == 6`` holds because a batch is never empty.
     """
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
     symbol, environment = size.node.expr, size.node.shape_env
     assumed = [guard.expr for guard in environment.guards]
     assumed += [deferred.expr for asserts in environment.deferred_runtime_asserts.values() for deferred in asserts]
-    return all(_always_holds(expression.xreplace(environment.replacements), symbol) for expression in assumed)
+    limit, failing = None, ""
+    for expression in dict.fromkeys(map(environment.replace, assumed)):
+        found = _largest_that_holds(expression, symbol)
+        if found is not None and (limit is None or found < limit):
+            limit, failing = found, _text(expression.xreplace({symbol: sympy.Symbol("batch")}))
+    return limit, failing
 
 
-def _always_holds(expression: sympy.Basic, symbol: sympy.Symbol) -> bool:
-    """Return whether a condition on one symbol is true for every tested size; False if it has other symbols."""
+def _text(condition: sympy.Basic) -> str:
+    """Return a condition as Python writes it: ``batch % 2 == 0``."""
+    text = (
+        f"{condition.lhs} {condition.rel_op} {condition.rhs}" if isinstance(condition, sympy.core.relational.Relational) else str(condition)
+    )
+    return re.sub(r"\bMod\((\w+), (\d+)\)", r"\1 % \2", text)
+
+
+def _largest_that_holds(expression: sympy.Basic, symbol: sympy.Symbol) -> int | None:
+    """Return the largest size up to which a condition on one symbol is true; None: any tested size; 0: it has other symbols."""
     if expression.free_symbols - {symbol}:
-        return False
-    return all(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true for size in _TESTED_SIZES)
+        return 0
+
+    def holds(size: int) -> bool:
+        return bool(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
+
+    failing = next((size for size in _TESTED_SIZES if not holds(size)), None)
+    if failing is None:
+        return None
+    below = range(max((size for size in _TESTED_SIZES if size < failing), default=0) + 1, failing)
+    return below.start - 1 + bisect.bisect_left(below, True, key=lambda size: not holds(size))
 
 
 def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.SymInt:

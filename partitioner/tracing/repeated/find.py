@@ -23,6 +23,7 @@ anything else but arguments shows in the logs.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -311,7 +312,8 @@ class _CallLogger(TorchFunctionMode):
         is_pure = not (changes_attributes or changes_arguments or log.reads_unknown)
         if stand_in is not None and is_pure and all(map(_has_value, arguments)):
             results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
-            key = form, str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
+            lines = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))  # the graph tells them, too
+            key = form, str(tree), layouts, modes, lines, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))
         return result
 

@@ -24,7 +24,7 @@ class _Branching(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x).relu(), is_large=len(x) >= LARGE))
+        return self.second(self.between(self.first(x).relu(), is_large=x.shape[0] >= LARGE))
 
     def between(self, y: Tensor, *, is_large: bool) -> Tensor:
         raise NotImplementedError
@@ -33,6 +33,13 @@ class _Branching(nn.Module):
 class _AnotherCall(_Branching):
     def between(self, y: Tensor, *, is_large: bool) -> Tensor:
         return y * 2 if is_large else y
+
+
+class _Constant(_AnotherCall):
+    """A trace makes the size of its batch a constant, and knows nothing of the branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x).relu(), is_large=len(x) >= LARGE))
 
 
 class _AnotherNumber(_Branching):
@@ -54,7 +61,7 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", [_AnotherCall, _AnotherNumber, _MixedRows])
+@pytest.mark.parametrize("model", [_AnotherCall, _Constant, _AnotherNumber, _MixedRows])
 @pytest.mark.parametrize("traced", [8, 32, 64])
 def test_every_batch_size_gives_the_numbers_of_the_model(model: type[_Branching], traced: int, mode: str) -> None:
     torch.manual_seed(0)

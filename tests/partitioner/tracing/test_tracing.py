@@ -217,10 +217,9 @@ def test_a_model_for_one_batch_size_is_traced_for_it() -> None:
     [
         (lambda layer, x: layer(x).view(int(x.shape[0]), 6), "turns it into a constant"),
         (lambda layer, x: layer(x) if x.shape[0] % 2 == 0 else x, "% 2"),
-        (lambda layer, x: layer(x) if x.shape[0] < 64 else x, "<= 63"),
-        (lambda layer, x: layer(x) if x.shape[0] != 7 else x, "!= 7"),
+        (lambda layer, x: layer(x) if x.shape[0] >= 4 else x, "batch >= 4"),
     ],
-    ids=["constant", "even", "bound", "seven"],
+    ids=["constant", "even", "bound"],
 )
 def test_a_batch_that_cannot_be_open_is_found_by_comparing_traces(function: Callable[..., Any], reason: str) -> None:
     model = Call(function)
@@ -233,6 +232,51 @@ def test_a_batch_that_cannot_be_open_is_found_by_comparing_traces(function: Call
     assert (other.batch, other.batch_size) == (None, 2)
     args = (torch.randn(2, 6),)
     assert_equal_runs(run_traced(other, model, args, {}), run_model(model, args, {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "limit"),
+    [
+        (lambda layer, x: layer(x) if x.shape[0] < 64 else x, 63),
+        (lambda layer, x: layer(x) if x.shape[0] <= 1000 else x, 1000),
+        (lambda layer, x: layer(x) if x.shape[0] != 7 else x, 6),
+    ],
+    ids=["bound", "large", "seven"],
+)
+def test_a_batch_is_open_up_to_the_size_at_which_the_model_branches(function: Callable[..., Any], limit: int) -> None:
+    graph = trace(Call(function), (torch.zeros(4, 6),))
+    assert graph.batch is not None
+    assert (graph.batch_limit, graph.serves(limit), graph.serves(limit + 1)) == (limit, True, False)
+    assert f"a batch of more than {limit} rows is traced anew" in graph.notes[0]
+    fixed = trace(Call(function), (torch.zeros(limit + 1, 6),))
+    assert (fixed.batch, fixed.batch_size) == (None, limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "exports", "batch_dims"),
+    [
+        (lambda x, y: (x * 2, y * 3), 1, [0, 0]),  # the two never meet
+        (lambda x, y: (x * 2, y.reshape(4, 3).sum()), 4, [0, None]),
+        (lambda x, y: (x * int(x.shape[0]), y * int(y.shape[0])), 2, [0, 0]),
+    ],
+    ids=["open", "one of two", "fixed"],
+)
+def test_how_often_a_model_is_exported(
+    forward: Callable[..., Any], exports: int, batch_dims: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return forward(x, y)
+
+    calls, original = [], torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    graph = trace(Model(), (torch.zeros(4, 6), torch.zeros(4, 3)))
+    assert ([leaf.batch_dim for leaf in graph.inputs], len(calls)) == (batch_dims, exports)
 
 
 def test_what_is_always_true_is_no_reason_to_fix_the_batch() -> None:
